@@ -1,0 +1,188 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_UNSPECIFIED: _ClassVar[Codec]
+    CODEC_FLOAT32: _ClassVar[Codec]
+    CODEC_FLOAT16: _ClassVar[Codec]
+    CODEC_BFLOAT16: _ClassVar[Codec]
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+    ROLE_OBSERVER: _ClassVar[Role]
+
+class PayloadKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAYLOAD_KIND_UNSPECIFIED: _ClassVar[PayloadKind]
+    PAYLOAD_KIND_GRADIENT: _ClassVar[PayloadKind]
+    PAYLOAD_KIND_DELTA: _ClassVar[PayloadKind]
+
+class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RUN_STATE_UNSPECIFIED: _ClassVar[RunState]
+    RUN_STATE_EMPTY: _ClassVar[RunState]
+    RUN_STATE_INITIALIZING: _ClassVar[RunState]
+    RUN_STATE_READY: _ClassVar[RunState]
+    RUN_STATE_FINISHED: _ClassVar[RunState]
+    RUN_STATE_DRAINING: _ClassVar[RunState]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_APPLIED: _ClassVar[Outcome]
+    OUTCOME_PENDING: _ClassVar[Outcome]
+    OUTCOME_REJECTED: _ClassVar[Outcome]
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_UNSPECIFIED: _ClassVar[Reason]
+    REASON_NOT_FINITE: _ClassVar[Reason]
+    REASON_STALE: _ClassVar[Reason]
+    REASON_EPOCH: _ClassVar[Reason]
+    REASON_FINISHED: _ClassVar[Reason]
+    REASON_FORGOTTEN: _ClassVar[Reason]
+    REASON_DROPPED: _ClassVar[Reason]
+CODEC_UNSPECIFIED: Codec
+CODEC_FLOAT32: Codec
+CODEC_FLOAT16: Codec
+CODEC_BFLOAT16: Codec
+ROLE_UNSPECIFIED: Role
+ROLE_WORKER: Role
+ROLE_OBSERVER: Role
+PAYLOAD_KIND_UNSPECIFIED: PayloadKind
+PAYLOAD_KIND_GRADIENT: PayloadKind
+PAYLOAD_KIND_DELTA: PayloadKind
+RUN_STATE_UNSPECIFIED: RunState
+RUN_STATE_EMPTY: RunState
+RUN_STATE_INITIALIZING: RunState
+RUN_STATE_READY: RunState
+RUN_STATE_FINISHED: RunState
+RUN_STATE_DRAINING: RunState
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_APPLIED: Outcome
+OUTCOME_PENDING: Outcome
+OUTCOME_REJECTED: Outcome
+REASON_UNSPECIFIED: Reason
+REASON_NOT_FINITE: Reason
+REASON_STALE: Reason
+REASON_EPOCH: Reason
+REASON_FINISHED: Reason
+REASON_FORGOTTEN: Reason
+REASON_DROPPED: Reason
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "shape", "group")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    group: int
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ...) -> None: ...
+
+class ModelSpec(_message.Message):
+    __slots__ = ("tensors", "shard_size")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    shard_size: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., shard_size: _Optional[int] = ...) -> None: ...
+
+class GroupSettings(_message.Message):
+    __slots__ = ("hyperparameters",)
+    class HyperparametersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    HYPERPARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    hyperparameters: _containers.ScalarMap[str, float]
+    def __init__(self, hyperparameters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class OptimizerSettings(_message.Message):
+    __slots__ = ("rule", "groups")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    rule: str
+    groups: _containers.RepeatedCompositeFieldContainer[GroupSettings]
+    def __init__(self, rule: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupSettings, _Mapping]]] = ...) -> None: ...
+
+class Sender(_message.Message):
+    __slots__ = ("run_id", "worker_id", "incarnation")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    worker_id: str
+    incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("offset", "length")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ShardVersion(_message.Message):
+    __slots__ = ("shard_id", "version")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    shard_id: int
+    version: int
+    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("shard_id", "sequence", "outcome", "reason", "message", "duplicate", "version_before", "version_after", "staleness", "rate", "rate_scale", "weight", "num_workers", "epoch")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_AFTER_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    RATE_SCALE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    shard_id: int
+    sequence: int
+    outcome: Outcome
+    reason: Reason
+    message: str
+    duplicate: bool
+    version_before: int
+    version_after: int
+    staleness: int
+    rate: float
+    rate_scale: float
+    weight: float
+    num_workers: int
+    epoch: int
+    def __init__(self, shard_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., message: _Optional[str] = ..., duplicate: bool = ..., version_before: _Optional[int] = ..., version_after: _Optional[int] = ..., staleness: _Optional[int] = ..., rate: _Optional[float] = ..., rate_scale: _Optional[float] = ..., weight: _Optional[float] = ..., num_workers: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("message_bytes_max", "model_parameters_max", "workers_max", "in_flight_bytes_max")
+    MESSAGE_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PARAMETERS_MAX_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_MAX_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    message_bytes_max: int
+    model_parameters_max: int
+    workers_max: int
+    in_flight_bytes_max: int
+    def __init__(self, message_bytes_max: _Optional[int] = ..., model_parameters_max: _Optional[int] = ..., workers_max: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ...) -> None: ...

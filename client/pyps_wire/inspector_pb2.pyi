@@ -1,0 +1,315 @@
+from pyps_wire import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Status(_message.Message):
+    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "updates", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "examples", "staleness_mean", "staleness_max", "rate_scale_mean", "uptime_seconds", "last_update_seconds", "bytes_in", "bytes_out", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for")
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_SET_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_ALIVE_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LAST_UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    software: str
+    instruction_set: str
+    state: _common_pb2.RunState
+    run_id: str
+    epoch: int
+    server_index: int
+    num_servers: int
+    protocol: str
+    staleness: str
+    optimizer: _common_pb2.OptimizerSettings
+    num_shards: int
+    num_parameters: int
+    model_parameters: int
+    version_min: int
+    version_max: int
+    workers_alive: int
+    updates: int
+    pushes_applied: int
+    pushes_pending: int
+    pushes_rejected: int
+    pushes_duplicate: int
+    examples: int
+    staleness_mean: float
+    staleness_max: int
+    rate_scale_mean: float
+    uptime_seconds: float
+    last_update_seconds: float
+    bytes_in: int
+    bytes_out: int
+    data_address: str
+    control_address: str
+    metrics_address: str
+    checkpoint: str
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., updates: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., examples: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListShardsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardInfo(_message.Message):
+    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "pushes_applied", "pushes_rejected", "pushes_duplicate")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    shard_id: int
+    group: int
+    offset: int
+    num_parameters: int
+    version: int
+    checksum: str
+    bytes: int
+    pushes_applied: int
+    pushes_rejected: int
+    pushes_duplicate: int
+    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ...) -> None: ...
+
+class ListShardsReply(_message.Message):
+    __slots__ = ("shards",)
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    shards: _containers.RepeatedCompositeFieldContainer[ShardInfo]
+    def __init__(self, shards: _Optional[_Iterable[_Union[ShardInfo, _Mapping]]] = ...) -> None: ...
+
+class ListWorkersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars")
+    class ScalarsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SCALARS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    state: str
+    incarnation: int
+    host: str
+    process_id: int
+    device: str
+    software: str
+    clock: int
+    pushes_applied: int
+    pushes_pending: int
+    pushes_rejected: int
+    pushes_duplicate: int
+    staleness_mean: float
+    staleness_max: int
+    rate_scale_mean: float
+    silent_seconds: float
+    scalars: _containers.ScalarMap[str, float]
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ListWorkersReply(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+
+class ListTensorsRequest(_message.Message):
+    __slots__ = ("name_prefix", "page_size", "page_token")
+    NAME_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name_prefix: str
+    page_size: int
+    page_token: str
+    def __init__(self, name_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class TensorInfo(_message.Message):
+    __slots__ = ("name", "shape", "group", "held_parameters", "version_min", "version_max", "norm", "min", "max", "first_values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HELD_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    MIN_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    group: int
+    held_parameters: int
+    version_min: int
+    version_max: int
+    norm: float
+    min: float
+    max: float
+    first_values: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., held_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., norm: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., first_values: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ListTensorsReply(_message.Message):
+    __slots__ = ("tensors", "next_page_token")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorInfo]
+    next_page_token: str
+    def __init__(self, tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GetStalenessRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class StalenessHistogram(_message.Message):
+    __slots__ = ("buckets", "count", "mean", "max")
+    class Bucket(_message.Message):
+        __slots__ = ("staleness", "count")
+        STALENESS_FIELD_NUMBER: _ClassVar[int]
+        COUNT_FIELD_NUMBER: _ClassVar[int]
+        staleness: int
+        count: int
+        def __init__(self, staleness: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    MAX_FIELD_NUMBER: _ClassVar[int]
+    buckets: _containers.RepeatedCompositeFieldContainer[StalenessHistogram.Bucket]
+    count: int
+    mean: float
+    max: int
+    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., count: _Optional[int] = ..., mean: _Optional[float] = ..., max: _Optional[int] = ...) -> None: ...
+
+class ListReceiptsRequest(_message.Message):
+    __slots__ = ("limit", "worker_id")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    worker_id: str
+    def __init__(self, limit: _Optional[int] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
+class LoggedReceipt(_message.Message):
+    __slots__ = ("worker_id", "receipt", "age_seconds")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    receipt: _common_pb2.Receipt
+    age_seconds: float
+    def __init__(self, worker_id: _Optional[str] = ..., receipt: _Optional[_Union[_common_pb2.Receipt, _Mapping]] = ..., age_seconds: _Optional[float] = ...) -> None: ...
+
+class ListReceiptsReply(_message.Message):
+    __slots__ = ("receipts",)
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    receipts: _containers.RepeatedCompositeFieldContainer[LoggedReceipt]
+    def __init__(self, receipts: _Optional[_Iterable[_Union[LoggedReceipt, _Mapping]]] = ...) -> None: ...
+
+class GetMemoryRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Memory(_message.Message):
+    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes")
+    PARAMETERS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    LEDGER_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    parameters_bytes: int
+    slots_bytes: int
+    in_flight_bytes: int
+    in_flight_bytes_max: int
+    ledger_entries: int
+    resident_bytes: int
+    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+
+class SaveCheckpointRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SaveCheckpointReply(_message.Message):
+    __slots__ = ("path", "bytes", "seconds")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    bytes: int
+    seconds: float
+    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ResetRequest(_message.Message):
+    __slots__ = ("run_id",)
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+
+class ResetReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

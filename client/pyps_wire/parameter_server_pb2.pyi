@@ -1,0 +1,266 @@
+from pyps_wire import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HelloRequest(_message.Message):
+    __slots__ = ("sender", "protocol_version", "features", "software", "role", "server_index", "num_servers", "model", "optimizer", "fingerprint", "codecs", "host", "process_id", "device")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    sender: _common_pb2.Sender
+    protocol_version: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    software: str
+    role: _common_pb2.Role
+    server_index: int
+    num_servers: int
+    model: _common_pb2.ModelSpec
+    optimizer: _common_pb2.OptimizerSettings
+    fingerprint: str
+    codecs: _containers.RepeatedScalarFieldContainer[_common_pb2.Codec]
+    host: str
+    process_id: int
+    device: str
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZE_LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    software: str
+    state: _common_pb2.RunState
+    run_id: str
+    epoch: int
+    initialize: bool
+    term: int
+    initialize_lease_seconds: float
+    limits: _common_pb2.Limits
+    heartbeat_seconds: float
+    lease_seconds: float
+    model: _common_pb2.ModelSpec
+    optimizer: _common_pb2.OptimizerSettings
+    fingerprint: str
+    shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardVersion]
+    protocol: str
+    staleness: str
+    codecs: _containers.RepeatedScalarFieldContainer[_common_pb2.Codec]
+    server_index: int
+    num_servers: int
+    control_address: str
+    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ...) -> None: ...
+
+class InitializeRequest(_message.Message):
+    __slots__ = ("sender", "term", "model", "optimizer", "server_index", "num_servers", "shard_id", "codec", "payload")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    sender: _common_pb2.Sender
+    term: int
+    model: _common_pb2.ModelSpec
+    optimizer: _common_pb2.OptimizerSettings
+    server_index: int
+    num_servers: int
+    shard_id: int
+    codec: _common_pb2.Codec
+    payload: bytes
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., term: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., shard_id: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class InitializeReply(_message.Message):
+    __slots__ = ("state", "epoch", "shards")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    state: _common_pb2.RunState
+    epoch: int
+    shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardVersion]
+    def __init__(self, state: _Optional[_Union[_common_pb2.RunState, str]] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "payload")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MINIBATCH_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    sender: _common_pb2.Sender
+    sequence: int
+    shard_id: int
+    base_version: int
+    newest_base_version: int
+    epoch: int
+    codec: _common_pb2.Codec
+    kind: _common_pb2.PayloadKind
+    extents: _containers.RepeatedCompositeFieldContainer[_common_pb2.Extent]
+    example_count: int
+    minibatch_count: int
+    clock: int
+    payload: bytes
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("sender", "role", "epoch", "codec", "wants", "wait_milliseconds")
+    class Want(_message.Message):
+        __slots__ = ("shard_id", "held_version", "min_version")
+        SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+        HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
+        MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+        shard_id: int
+        held_version: int
+        min_version: int
+        def __init__(self, shard_id: _Optional[int] = ..., held_version: _Optional[int] = ..., min_version: _Optional[int] = ...) -> None: ...
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    sender: _common_pb2.Sender
+    role: _common_pb2.Role
+    epoch: int
+    codec: _common_pb2.Codec
+    wants: _containers.RepeatedCompositeFieldContainer[PullRequest.Want]
+    wait_milliseconds: int
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., wants: _Optional[_Iterable[_Union[PullRequest.Want, _Mapping]]] = ..., wait_milliseconds: _Optional[int] = ...) -> None: ...
+
+class Parameters(_message.Message):
+    __slots__ = ("shard_id", "version", "epoch", "codec", "payload")
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    shard_id: int
+    version: int
+    epoch: int
+    codec: _common_pb2.Codec
+    payload: bytes
+    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeReply(_message.Message):
+    __slots__ = ("receipt", "version", "epoch", "codec", "payload")
+    RECEIPT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    receipt: _common_pb2.Receipt
+    version: int
+    epoch: int
+    codec: _common_pb2.Codec
+    payload: bytes
+    def __init__(self, receipt: _Optional[_Union[_common_pb2.Receipt, _Mapping]] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("sender", "clock", "scalars")
+    class ScalarsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SCALARS_FIELD_NUMBER: _ClassVar[int]
+    sender: _common_pb2.Sender
+    clock: int
+    scalars: _containers.ScalarMap[str, float]
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., clock: _Optional[int] = ..., scalars: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("known", "epoch", "state", "command", "version")
+    class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        COMMAND_UNSPECIFIED: _ClassVar[HeartbeatReply.Command]
+        COMMAND_STOP: _ClassVar[HeartbeatReply.Command]
+        COMMAND_SAVE: _ClassVar[HeartbeatReply.Command]
+    COMMAND_UNSPECIFIED: HeartbeatReply.Command
+    COMMAND_STOP: HeartbeatReply.Command
+    COMMAND_SAVE: HeartbeatReply.Command
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    epoch: int
+    state: _common_pb2.RunState
+    command: HeartbeatReply.Command
+    version: int
+    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("sender", "cause", "message")
+    class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CAUSE_UNSPECIFIED: _ClassVar[LeaveRequest.Cause]
+        CAUSE_FINISHED: _ClassVar[LeaveRequest.Cause]
+        CAUSE_FAILED: _ClassVar[LeaveRequest.Cause]
+    CAUSE_UNSPECIFIED: LeaveRequest.Cause
+    CAUSE_FINISHED: LeaveRequest.Cause
+    CAUSE_FAILED: LeaveRequest.Cause
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    sender: _common_pb2.Sender
+    cause: LeaveRequest.Cause
+    message: str
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., cause: _Optional[_Union[LeaveRequest.Cause, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ("num_workers",)
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    num_workers: int
+    def __init__(self, num_workers: _Optional[int] = ...) -> None: ...
