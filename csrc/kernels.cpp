@@ -1,10 +1,11 @@
 // Compiled once per instruction set; see kernels.h for what each loop computes.
 //
-// The build defines PYPS_ISA_NAME ("avx2") and PYPS_KERNELS (kernels_avx2). Everything but the table is
-// local to the file and no standard-library template is used: a weak symbol compiled with wider
-// instructions could otherwise be the one that the linker picks for everybody.
+// The build defines PYPS_ISA_NAME ("avx2") and PYPS_KERNELS (kernels_avx2). Everything but the
+// table is local to the file and no standard-library template is used: a weak symbol compiled with
+// wider instructions could otherwise be the one that the linker picks for everybody.
 //
-// `scripts/check_vectorised.py` requires that the compiler vectorised every loop marked "Vectorised".
+// `scripts/check_vectorised.py` requires that the compiler vectorised every loop marked
+// "Vectorised".
 
 #include "kernels.h"
 
@@ -217,37 +218,49 @@ void encode_loop(Byte* __restrict encoded, const float* __restrict values, std::
 }
 
 void encode(void* encoded, const float* values, Codec codec, std::size_t count) {
-  with_codec(codec, [=](auto c) {
-    encode_loop<decltype(c)>(static_cast<Byte*>(encoded), values, count);
-  });
+  with_codec(codec,
+             [=](auto c) { encode_loop<decltype(c)>(static_cast<Byte*>(encoded), values, count); });
 }
 
-// Element i always belongs to lane i modulo 16, whatever the width of a vector: the sum has one order
-// of additions, hence one value, on every instruction set.
-Summary summary(const float* values, std::size_t count) {
-  constexpr std::size_t lanes = 16;
-  double sums[lanes] = {};
-  float minima[lanes];
-  float maxima[lanes];
-  for (std::size_t lane = 0; lane < lanes; ++lane) {
-    minima[lane] = __builtin_inff();
-    maxima[lane] = -__builtin_inff();
+constexpr std::size_t num_lanes = 16;
+
+// Element i always belongs to lane i modulo 16, whatever the width of a vector: the sum has one
+// order of additions, hence one value, on every instruction set.
+struct Lanes {
+  double sums[num_lanes] = {};
+  float minima[num_lanes];
+  float maxima[num_lanes];
+
+  Lanes() {
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+      minima[lane] = __builtin_inff();
+      maxima[lane] = -__builtin_inff();
+    }
   }
-  for (std::size_t start = 0; start < count; start += lanes) {
-    const std::size_t left = count - start;
-    const std::size_t used = left < lanes ? left : lanes;
-    for (std::size_t lane = 0; lane < used; ++lane) {
-      const float value = values[start + lane];
+
+  void add(const float* __restrict values, std::size_t count) {
+    for (std::size_t lane = 0; lane < count; ++lane) {
+      const float value = values[lane];
       sums[lane] += double{value} * double{value};
       minima[lane] = value < minima[lane] ? value : minima[lane];
       maxima[lane] = value > maxima[lane] ? value : maxima[lane];
     }
   }
+};
+
+Summary summary(const float* values, std::size_t count) {
+  Lanes lanes;
+  const std::size_t whole = count - count % num_lanes;
+  for (std::size_t start = 0; start < whole; start += num_lanes) {
+    lanes.add(values + start, num_lanes);
+  }
+  lanes.add(values + whole, count - whole);
+
   Summary result = {0.0, __builtin_inff(), -__builtin_inff()};
-  for (std::size_t lane = 0; lane < lanes; ++lane) {
-    result.sum_of_squares += sums[lane];
-    result.min = minima[lane] < result.min ? minima[lane] : result.min;
-    result.max = maxima[lane] > result.max ? maxima[lane] : result.max;
+  for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+    result.sum_of_squares += lanes.sums[lane];
+    result.min = lanes.minima[lane] < result.min ? lanes.minima[lane] : result.min;
+    result.max = lanes.maxima[lane] > result.max ? lanes.maxima[lane] : result.max;
   }
   return result;
 }

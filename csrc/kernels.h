@@ -1,12 +1,12 @@
 // The server's arithmetic: one plain loop per rule, compiled once per instruction set.
 //
-// Every function is a free function over pointers and a count. It neither allocates nor throws, keeps
-// no state and knows nothing of Python. Arrays of float are aligned, do not overlap each other, and
-// hold `count` elements. A gradient may begin at any byte.
+// Every function is a free function over pointers and a count. It neither allocates nor throws,
+// keeps no state and knows nothing of Python. Arrays of float are aligned, do not overlap each
+// other, and hold `count` elements. A gradient may begin at any byte.
 //
-// Every instruction set gives the same bits: the loops are element-wise, IEEE square root and division
-// are correctly rounded everywhere, and the build forbids fused multiply-add. All arithmetic is in
-// float32, rounded after each operation in the order written here.
+// Every instruction set gives the same bits: the loops are element-wise, IEEE square root and
+// division are correctly rounded everywhere, and the build forbids fused multiply-add. All
+// arithmetic is in float32, rounded after each operation in the order written here.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,8 @@ struct Kernels {
   void (*sgd)(float* parameters, const void* gradient, Codec codec, std::size_t count,
               SgdOptions options);
 
-  // Dean et al. 2012, section 4.1. The sum includes the gradient at hand; eps stands outside the root.
+  // Dean et al. 2012, section 4.1. The sum includes the gradient at hand; eps stands outside the
+  // root.
   //
   //   a = a + g * g
   //   d = sqrt(a) + eps
@@ -58,8 +59,8 @@ struct Kernels {
   // Exact: every float16 and bfloat16, subnormal or not, is a float32.
   void (*decode)(float* values, const void* encoded, Codec codec, std::size_t count);
 
-  // Rounds to nearest, ties to even; too large becomes infinity, NaN stays NaN. `encoded` may begin at
-  // any byte.
+  // Rounds to nearest, ties to even; too large becomes infinity, NaN stays NaN. `encoded` may begin
+  // at any byte.
   void (*encode)(void* encoded, const float* values, Codec codec, std::size_t count);
 
   // The sum is in float64 and is NaN when a value is; min and max pass over NaN. An empty array has
@@ -68,8 +69,7 @@ struct Kernels {
 
   // The memory traffic of `adagrad` with the least arithmetic that makes each read count:
   // a = a + g, p = p + g, with g in float32. It is there to be measured against.
-  void (*bandwidth)(float* parameters, float* accumulator, const void* gradient,
-                    std::size_t count);
+  void (*bandwidth)(float* parameters, float* accumulator, const void* gradient, std::size_t count);
 };
 
 }  // namespace pyps

@@ -1,0 +1,60 @@
+// Splits a protobuf message around the one large field that it carries, without building objects.
+//
+// The payload is left where it lies; everything else, concatenated, is again a valid encoding of
+// the same message without its payload, small enough for any protobuf library to parse.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace pyps {
+
+constexpr std::uint32_t field_number_max = (1u << 29) - 1;
+constexpr int group_depth_max = 100;  // protobuf's own limit
+
+// The bytes are no protobuf message. `what()` names the reason and the byte offset.
+class FrameError : public std::invalid_argument {
+ public:
+  FrameError(const std::string& reason, std::size_t offset)
+      : std::invalid_argument("malformed message at byte " + std::to_string(offset) + ": " +
+                              reason),
+        offset_(offset) {}
+
+  // Where the part that could not be read begins.
+  std::size_t offset() const { return offset_; }
+
+ private:
+  std::size_t offset_;
+};
+
+struct ByteRange {
+  std::size_t offset;
+  std::size_t size;
+};
+
+struct Frame {
+  // The payload's bytes, without tag and length. A message without one has {size of the message,
+  // 0}.
+  ByteRange payload;
+  // What is not payload, in order; neighbouring fields are one range.
+  std::vector<ByteRange> header;
+};
+
+// Walks every valid encoding: any order of fields, unknown fields of any wire type, groups, lengths
+// and values in more bytes than they need. Of several payload fields the last counts, as protobuf
+// rules. The payload's field number with another wire type is an unknown field. Throws FrameError.
+void split_frame(const unsigned char* data, std::size_t size, std::uint32_t field_number,
+                 Frame* frame);
+
+// The most bytes that `write_payload_prefix` writes.
+constexpr std::size_t payload_prefix_size_max = 5 + 10;
+
+// Writes tag and length of a payload field of `payload_size` bytes; returns how many bytes that
+// took.
+std::size_t write_payload_prefix(std::uint32_t field_number, std::uint64_t payload_size,
+                                 unsigned char* out);
+
+}  // namespace pyps

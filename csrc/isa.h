@@ -1,0 +1,21 @@
+// Which instruction set the kernels run on.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace pyps {
+
+// Names of the sets that are built in and that this processor has, narrowest first.
+std::vector<std::string> available_isas();
+
+// The table in use: the widest available or, if set, the one that the environment variable PYPS_ISA
+// names. It is chosen at the first call; std::invalid_argument says that PYPS_ISA cannot be had.
+const Kernels& kernels();
+
+// Switches the table under every caller. For tests, which compare the sets.
+void select_isa(const std::string& name);
+
+}  // namespace pyps
