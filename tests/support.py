@@ -1,6 +1,6 @@
 """Real processes for tests: servers and worker scripts, started on free ports and never left behind.
 
-Tests say `from support import ...`; servers come from the fixture `start_server`, which kills them at teardown.
+Tests say `from support import ...`; servers come from the fixture `start_server`, which ends them too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_SECONDS = 60.0
 
 
 def wait_until(predicate: Callable[[], T], deadline_seconds: float = 20.0, what: str = "the condition") -> T:
-    """Calls `predicate` until it returns something true and returns that; fails after the deadline, naming `what`."""
+    """Calls `predicate` until it returns something true and returns that; fails after the deadline."""
     deadline = time.monotonic() + deadline_seconds
     while True:
         value = predicate()
@@ -38,7 +38,7 @@ def wait_until(predicate: Callable[[], T], deadline_seconds: float = 20.0, what:
 
 
 def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """The environment of a child: ours without PYPS_ settings, this checkout importable, then `extra` (None removes)."""
+    """Our environment without PYPS_ settings, with this checkout importable, then `extra` (None removes)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYPS_")}
     paths = [str(ROOT), str(ROOT / "client"), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -59,7 +59,9 @@ class PythonProcess:
     `PythonProcess("-m", "pyps", "status")` a module.
     """
 
-    def __init__(self, *arguments: str, env: Mapping[str, str | None] | None = None, cwd: str | Path | None = None):
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str | None] | None = None, cwd: str | Path | None = None
+    ):
         self._folder = tempfile.TemporaryDirectory(prefix="pyps-test-")
         self.folder = Path(self._folder.name)
         self._output_path = self.folder / "output.txt"
@@ -96,7 +98,9 @@ class PythonProcess:
         try:
             return self._process.wait(deadline_seconds)
         except subprocess.TimeoutExpired:
-            message = f"{self.arguments} still runs after {deadline_seconds:g} s; its output:\n{self.output()}"
+            message = (
+                f"{self.arguments} still runs after {deadline_seconds:g} s; its output:\n{self.output()}"
+            )
             raise AssertionError(message) from None
 
     def wait_for_output(self, text: str, deadline_seconds: float = 30.0) -> str:
@@ -144,7 +148,7 @@ class PythonProcess:
 class ServerProcess(PythonProcess):
     """A running `pyps serve` on free ports, ready when the constructor returns.
 
-    `data`, `control` and `metrics` are its addresses ("127.0.0.1:port"); flags given here win over the free ports.
+    `data`, `control` and `metrics` are its addresses ("127.0.0.1:port"); flags win over free ports.
     """
 
     def __init__(
