@@ -1,0 +1,152 @@
+"""What a worker is told at its start: which servers, which run, which worker it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pyps_wire.errors import BadRequest
+
+DEFAULT_PORT = 7610
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a worker finds its run. Comes from PYPS_ variables, each of which an argument overrides."""
+
+    # Data addresses, host:port, in the order that all workers share.
+    servers: tuple[str, ...]
+    # The run to join; empty takes whatever run the servers hold before its first update.
+    run_id: str = ""
+    # Unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
+    worker_id: str = ""
+    # This worker's place among the run's workers, from 0, for dividing data. None when nobody said.
+    worker_index: int | None = None
+    worker_count: int | None = None
+    # Shared secret of servers that ask for one.
+    token: str = field(default="", repr=False)
+    # How long to wait for a server that is not there at the start, and for one that was lost.
+    start_wait_seconds: float = 300.0
+    loss_wait_seconds: float = 600.0
+    # True lets http_proxy and its kin apply to the connection.
+    use_proxy: bool = False
+    # How pushed gradients are written: "float32", "float16", "bfloat16".
+    codec: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "servers", parse_servers(self.servers))
+        _check_place(self.worker_index, self.worker_count)
+        if not self.worker_id:
+            object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
+        for name in ("start_wait_seconds", "loss_wait_seconds"):
+            if not getattr(self, name) >= 0:
+                raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+
+    @classmethod
+    def from_environment(
+        cls,
+        servers: str | Sequence[str] | None = None,
+        *,
+        token_file: str | os.PathLike[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        **overrides: Any,
+    ) -> Launch:
+        """The launch that PYPS_ variables describe; arguments that are not None go before them."""
+        env = os.environ if environment is None else environment
+        given = {name: value for name, value in overrides.items() if value is not None}
+        unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            raise BadRequest(f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}.")
+        settings = _from_variables(env) | given
+        settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
+        if "token" not in given:
+            settings["token"] = _token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
+        return cls(**settings)
+
+
+def parse_servers(servers: str | Sequence[str]) -> tuple[str, ...]:
+    """Addresses as host:port, from "a:1,b:2" or a sequence; the port is 7610 where none is named."""
+    listed = servers.split(",") if isinstance(servers, str) else list(servers)
+    addresses = [address.strip() for address in listed if address.strip()]
+    if not addresses:
+        raise BadRequest("No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610].")
+    parsed = tuple(_parse_address(address) for address in addresses)
+    for address in parsed:
+        if parsed.count(address) > 1:
+            raise BadRequest(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
+    return parsed
+
+
+def _parse_address(address: str) -> str:
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise BadRequest(f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610.")
+    port = int(match["port"] or DEFAULT_PORT)
+    if not 1 <= port <= 65535:
+        raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
+    return f"{match['host']}:{port}"
+
+
+def _default_worker_id(worker_index: int | None) -> str:
+    return f"worker-{worker_index}" if worker_index is not None else f"{socket.gethostname()}-{os.getpid()}"
+
+
+def _check_place(index: int | None, count: int | None) -> None:
+    if index is not None and index < 0:
+        raise BadRequest(f"worker_index (PYPS_WORKER_INDEX) is {index}; expected 0 or more.")
+    if count is not None and count < 1:
+        raise BadRequest(f"worker_count (PYPS_WORKER_COUNT) is {count}; expected 1 or more.")
+    if index is not None and count is not None and index >= count:
+        raise BadRequest(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
+
+
+def _from_variables(env: Mapping[str, str]) -> dict[str, Any]:
+    """Settings by field name, for the variables that are set and not empty."""
+    readers = {
+        "run_id": str,
+        "worker_id": str,
+        "worker_index": int,
+        "worker_count": int,
+        "start_wait_seconds": float,
+        "loss_wait_seconds": float,
+        "use_proxy": _flag,
+        "codec": str,
+    }
+    settings: dict[str, Any] = {}
+    for name, read in readers.items():
+        variable = f"PYPS_{name.upper()}"
+        text = env.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            settings[name] = read(text)
+        except ValueError:
+            kind = {int: "a whole number", float: "a number"}.get(read, "yes or no")  # type: ignore[call-overload]
+            raise BadRequest(f"{variable} is {text!r}; expected {kind}.") from None
+    return settings
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in _WORDS:
+        raise ValueError(text)
+    return _WORDS[text.lower()]
+
+
+def _token(token_file: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str:
+    """The token in a file, or else in PYPS_TOKEN; empty for none."""
+    if token_file is None:
+        return env.get("PYPS_TOKEN", "").strip()
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise BadRequest(f"The token file {os.fspath(token_file)} cannot be read: {error.strerror}.") from None
+    if not token:
+        raise BadRequest(f"The token file {os.fspath(token_file)} is empty; expected the servers' shared token.")
+    return token
