@@ -1,0 +1,249 @@
+"""What a server can be told: one frozen dataclass, filled from flags, the environment and a TOML file."""
+
+# ruff: noqa: RUF009 - `setting` makes a dataclasses.field, which is what a default may be.
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ENVIRONMENT_PREFIX = "PYPS_"
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used; the text says where it came from and what was expected."""
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A field of the configuration: its default, its meaning in one line, and the values it takes."""
+    bounds = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
+    return dataclasses.field(default=default, metadata=bounds)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Everything that a server is told at its start; it never changes afterwards."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback a token is needed.")
+    port: int = setting(7610, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
+    control_port: int = setting(
+        7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535
+    )
+    metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
+    run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
+    protocol: str = setting("async", "How pushes become updates.")
+    staleness: str = setting("divide", "What staleness costs a gradient: none, divide.")
+    optimizer: str = setting(
+        "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
+    )
+    expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
+    token_file: Path | None = setting(None, "File with the token that every caller must show.")
+    insecure: bool = setting(False, "Listen beyond loopback without a token.")
+    max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10)
+    max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1)
+    max_workers: int = setting(256, "Live workers at once.", minimum=1)
+    max_in_flight_bytes: int = setting(2**30, "Bytes of pushes and pulls held at once.", minimum=2**20)
+    heartbeat_seconds: float = setting(5.0, "How often workers give a sign of life.", minimum=0.05)
+    lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
+    stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
+    exit_when_done: bool = setting(False, "Exit when all workers that joined are gone.")
+    checkpoint_dir: Path | None = setting(None, "Folder for checkpoints; none are written without it.")
+    checkpoint_seconds: float = setting(600.0, "Time between two checkpoints.", minimum=0.1)
+    checkpoint_keep: int = setting(3, "Checkpoints to keep.", minimum=1)
+    resume: bool = setting(False, "Start from the newest complete checkpoint in the folder.")
+    log_format: str = setting("text", "How log lines look.", choices=("text", "json"))
+    log_level: str = setting(
+        "info", "The least serious lines to log.", choices=("debug", "info", "warning", "error")
+    )
+    record_dir: Path | None = setting(None, "Folder for a log of every push, payloads too, for replay.")
+    ready_file: Path | None = setting(None, "File to write, as JSON, once the server serves.")
+    drain_seconds: float = setting(20.0, "Longest time between SIGTERM and the exit.", minimum=0.0)
+    threads: int = setting(0, "Threads that run kernels; 0 takes one a core.", minimum=0)
+
+    @property
+    def stop_condition(self) -> StopCondition | None:
+        """`stop_after` in parts, None when the run goes on until it is stopped."""
+        return StopCondition.parse(self.stop_after) if self.stop_after else None
+
+
+class StopCondition(NamedTuple):
+    """After how much of what a run is finished."""
+
+    unit: str
+    count: float
+
+    @classmethod
+    def parse(cls, text: str) -> StopCondition:
+        unit, separator, number = text.partition("=")
+        try:
+            count = float(number) if unit == "seconds" else int(number)
+        except ValueError:
+            count = 0
+        if unit not in ("updates", "examples", "seconds") or not separator or not 0 < count < float("inf"):
+            raise ValueError("updates=N, examples=N or seconds=N with N above 0")
+        return cls(unit, count)
+
+
+def flag_name(field_name: str) -> str:
+    """The flag of a field: checkpoint_dir is --checkpoint-dir."""
+    return "--" + field_name.replace("_", "-")
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    toml_path: Path | None = None,
+    *,
+    warn: Callable[[str], None],
+) -> ServerConfig:
+    """The configuration that flags, environment, TOML file and defaults make, the first that speaks winning.
+
+    Raises ConfigError for a value that cannot be used; `warn` gets a line for one that is ignored.
+    """
+    table = _read_toml(toml_path) if toml_path is not None else {}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    types_of = typing.get_type_hints(ServerConfig)
+    for field in dataclasses.fields(ServerConfig):
+        variable = ENVIRONMENT_PREFIX + field.name.upper()
+        raw: Any = flags.get(field.name)
+        origin = f"the flag {flag_name(field.name)}"
+        if raw is None:
+            raw, origin = _from_environment(environment, variable, warn), f"{variable} in the environment"
+        if raw is None and field.name in table:
+            raw, origin = table[field.name], f"{field.name} in {toml_path}"
+        if raw is None:
+            continue
+        values[field.name] = _parse(raw, types_of[field.name], field, origin)
+        origins[field.name] = origin
+    config = ServerConfig(**values)
+    _check_together(config, origins)
+    return config
+
+
+def _from_environment(
+    environment: Mapping[str, str], variable: str, warn: Callable[[str], None]
+) -> str | None:
+    value = environment.get(variable)
+    if value is not None and value.startswith(("tcp://", "udp://", "sctp://")):
+        # Kubernetes sets <SERVICE>_PORT for each service of a namespace: one named "pyps" sets PYPS_PORT.
+        warn(f"{variable}={value} is ignored: Kubernetes sets it for a service of that name")
+        return None
+    return value or None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the flag --config names {path}, which cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid TOML: {error}") from None
+    known = [field.name for field in dataclasses.fields(ServerConfig)]
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+            raise ConfigError(f"{path} sets {name}, which is no setting of the server; {hint}")
+    return table
+
+
+def _parse(raw: Any, kind: Any, field: dataclasses.Field[Any], origin: str) -> Any:
+    """`raw` as a value of the field's type, within its bounds."""
+    optional = isinstance(kind, types.UnionType)
+    kind = typing.get_args(kind)[0] if optional else kind
+    try:
+        value = _PARSERS[kind](raw)
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{origin} is {raw!r}, but must be {_EXPECTED[kind]}") from None
+    minimum, maximum = field.metadata["minimum"], field.metadata["maximum"]
+    # Written so that NaN fails too.
+    if (minimum is not None and not value >= minimum) or (maximum is not None and not value <= maximum):
+        bounds = f"at least {minimum:g}" if maximum is None else f"from {minimum:g} to {maximum:g}"
+        raise ConfigError(f"{origin} is {raw}, but must be {bounds}")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"{origin} is {raw!r}, but must be one of {', '.join(choices)}")
+    return value
+
+
+def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
+    """Refuses values that are well formed and still cannot be used."""
+
+    def origin(name: str) -> str:
+        return origins.get(name, f"the default of {name}")
+
+    if config.stop_after:
+        try:
+            StopCondition.parse(config.stop_after)
+        except ValueError as error:
+            text = f"{origin('stop_after')} is {config.stop_after!r}, but must be {error}"
+            raise ConfigError(text) from None
+    if config.resume and config.checkpoint_dir is None:
+        raise ConfigError(f"{origin('resume')} needs a folder to resume from: give --checkpoint-dir too")
+    if config.lease_seconds <= config.heartbeat_seconds:
+        raise ConfigError(
+            f"{origin('lease_seconds')} gives {config.lease_seconds:g} s, but must be longer than the "
+            f"{config.heartbeat_seconds:g} s between heartbeats ({origin('heartbeat_seconds')})"
+        )
+    used = [port for port in (config.port, config.control_port, config.metrics_port) if port]
+    if len(set(used)) < len(used):
+        raise ConfigError(
+            f"port, control_port and metrics_port must differ, but are {config.port}, "
+            f"{config.control_port} and {config.metrics_port}"
+        )
+
+
+def _parse_bool(raw: Any) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False,
+            "off": False}[str(raw).lower()]  # fmt: skip
+
+
+def _parse_int(raw: Any) -> int:
+    if isinstance(raw, bool | float):
+        raise ValueError
+    return int(raw)
+
+
+def _parse_float(raw: Any) -> float:
+    if isinstance(raw, bool):
+        raise ValueError
+    return float(raw)
+
+
+def _parse_str(raw: Any) -> str:
+    if not isinstance(raw, str):
+        raise TypeError
+    return raw
+
+
+_PARSERS: dict[Any, Callable[[Any], Any]] = {
+    bool: _parse_bool,
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_str,
+    Path: lambda raw: Path(_parse_str(raw)).expanduser(),
+}
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+}
