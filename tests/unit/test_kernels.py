@@ -451,14 +451,14 @@ def test_overlapping_memory_is_refused():
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), 1e39])
 def test_a_rate_that_is_not_finite_in_float32_is_refused(rate):
-    with pytest.raises(ValueError, match="rate is .*; expected a number that is finite"):
+    with pytest.raises(ValueError, match=r"rate is .*; expected a number that is finite"):
         _kernels.sgd(floats(), floats(), 1, rate=rate)
-    with pytest.raises(ValueError, match="eps is .*; expected a number that is finite"):
+    with pytest.raises(ValueError, match=r"eps is .*; expected a number that is finite"):
         _kernels.adagrad(floats(), floats(), floats(), 1, rate=0.1, eps=rate)
 
 
 def test_a_negative_eps_is_refused():
-    with pytest.raises(ValueError, match="eps is -0.1.*; expected at least 0"):
+    with pytest.raises(ValueError, match=r"eps is -0.1.*; expected at least 0"):
         _kernels.adagrad(floats(), floats(), floats(), 1, rate=0.1, eps=-0.1)
 
 
@@ -478,7 +478,7 @@ def test_the_guard_refuses_a_broken_number():
 
 
 def test_an_unknown_instruction_set_cannot_be_selected(isa):
-    with pytest.raises(ValueError, match="instruction set is 'bogus'.*expected one of: baseline"):
+    with pytest.raises(ValueError, match=r"instruction set is 'bogus'.*expected one of: baseline"):
         _kernels.select("bogus")
     assert _kernels.isa() == isa
 

@@ -1,0 +1,13 @@
+// Standalone tests of the native code, meant to run under sanitizers: every array is a heap block
+// of its exact size, so that one byte read or written beyond it is an error.
+
+#include <cstdio>
+
+void test_kernels();
+void test_framing();
+
+int main() {
+  test_kernels();
+  test_framing();
+  std::puts("native tests passed");
+}
