@@ -1,0 +1,1 @@
+"""What both ends of the wire agree on: generated messages, partition, framing, codecs, errors."""

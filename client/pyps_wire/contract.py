@@ -1,0 +1,31 @@
+"""The wire contract's version, names and default ports."""
+
+from __future__ import annotations
+
+from pyps_wire import inspector_pb2, parameter_server_pb2
+
+# Grows when an old client and a new server can no longer understand each other.
+PROTOCOL_VERSION = 1
+
+# Optional abilities of this software, told in Hello; each end uses only what both know.
+FEATURES: tuple[str, ...] = (
+    "exchange",  # push and pull in one bidirectional stream
+    "extents",  # pushes of a part of a shard
+)
+
+DATA_PORT = 7610
+CONTROL_PORT = 7611
+METRICS_PORT = 7612
+
+PARAMETER_SERVER = "pyps.v1.ParameterServer"
+INSPECTOR = "pyps.v1.Inspector"
+
+# Full gRPC path of every method, by its name: METHODS["Push"] is "/pyps.v1.ParameterServer/Push".
+METHODS: dict[str, str] = {
+    method.name: f"/{service.full_name}/{method.name}"
+    for service in (
+        parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
+        inspector_pb2.DESCRIPTOR.services_by_name["Inspector"],
+    )
+    for method in service.methods
+}

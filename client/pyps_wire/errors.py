@@ -1,0 +1,191 @@
+"""The errors of pyps, each with the gRPC status under which it crosses the wire.
+
+    PypsError
+    ├── BadRequest              INVALID_ARGUMENT     the request itself is wrong
+    │   ├── MalformedFrame                           its bytes are no message of the contract
+    │   └── WrongSize                                its payload has another length than it should
+    ├── ModelMismatch           FAILED_PRECONDITION  another model than the run's
+    ├── OptimizerMismatch       FAILED_PRECONDITION  other optimizer settings than those in force
+    ├── UnsupportedOptimizer    FAILED_PRECONDITION  a rule or setting that servers lack
+    ├── RunMismatch             FAILED_PRECONDITION  another run than the server's
+    ├── NotInitialized          FAILED_PRECONDITION  the server holds no parameters yet
+    ├── UnknownWorker           FAILED_PRECONDITION  a worker that has not said Hello
+    ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
+    ├── Superseded              ABORTED              a newer process took the worker's name
+    ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
+    ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
+    ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
+    ├── WaitTimedOut            DEADLINE_EXCEEDED    what was waited for did not come in time
+    ├── ServerUnavailable       UNAVAILABLE          the server cannot be reached
+    ├── StateLost               DATA_LOSS            updates that had been acknowledged are gone
+    │
+    │   raised by the client itself, never sent:
+    ├── ForkedClient            FAILED_PRECONDITION  a client used in a forked child
+    ├── NotFinite               INVALID_ARGUMENT     too many gradients with NaN or infinity
+    ├── RunFinished             FAILED_PRECONDITION  a push to a run that is over
+    └── SettingsChanged         FAILED_PRECONDITION  optimizer settings changed after the start
+
+A server ends a call with `status` and the message, and names the class in trailing metadata under
+METADATA_KEY; `from_status` makes the same error again at the other end.
+"""
+
+from __future__ import annotations
+
+METADATA_KEY = "pyps-error"
+
+
+class PypsError(Exception):
+    """Anything that pyps refuses or cannot do; catch this to catch them all."""
+
+    status: str = "UNKNOWN"  # a grpc.StatusCode's name
+
+
+class BadRequest(PypsError):
+    """Raised when a request holds a value outside of its bounds. Correct the caller; a retry fails alike."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class MalformedFrame(BadRequest):
+    """Raised when bytes are no message of the contract. Look for a foreign sender or a rewriting proxy."""
+
+
+class WrongSize(BadRequest):
+    """Raised when a payload or vector has another length than its shard. Send exactly that length."""
+
+
+class ModelMismatch(PypsError):
+    """Raised when a worker's model is not the run's. Give all workers one model, or start another run."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class OptimizerMismatch(PypsError):
+    """Raised when a worker states other settings than those in force. Align those that are listed."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class UnsupportedOptimizer(PypsError):
+    """Raised for a rule or a setting that servers lack. Choose one that the message lists."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class RunMismatch(PypsError):
+    """Raised when the server holds another run than is meant. Join that by name, or reset the server."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class NotInitialized(PypsError):
+    """Raised when a server without parameters is asked for them. Start a worker, or wait until one did."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class UnknownWorker(PypsError):
+    """Raised for a worker that the server does not know. Say Hello, then send the same frames again."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class ProtocolMismatch(PypsError):
+    """Raised when client and server speak different contracts. Install the same version at both ends."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class Superseded(PypsError):
+    """Raised when a newer process goes by this worker's name. Stop this one, or give it another name."""
+
+    status = "ABORTED"
+
+
+class NotAuthenticated(PypsError):
+    """Raised without the server's token. Set PYPS_TOKEN_FILE to the file that the server was started with."""
+
+    status = "UNAUTHENTICATED"
+
+
+class NotAllowed(PypsError):
+    """Raised for a call that this caller may not make. Calls that change a server come from its own host."""
+
+    status = "PERMISSION_DENIED"
+
+
+class LimitExceeded(PypsError):
+    """Raised beyond a bound that a server enforces. Send less, or raise the setting in the message."""
+
+    status = "RESOURCE_EXHAUSTED"
+
+
+class WaitTimedOut(PypsError):
+    """Raised when a wait ended at its deadline; the message says for whom. Look there, or wait longer."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
+class ServerUnavailable(PypsError):
+    """Raised when a server could not be reached in the time allowed. Check its address and that it runs."""
+
+    status = "UNAVAILABLE"
+
+
+class StateLost(PypsError):
+    """Raised when a server lost updates that it had acknowledged. Restore a checkpoint, or start anew."""
+
+    status = "DATA_LOSS"
+
+
+class ForkedClient(PypsError):
+    """Raised when a forked child uses its parent's client. Make a client of its own in the child."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class NotFinite(PypsError):
+    """Raised after too many gradients in a row with NaN or infinity. Lower the rate, check the data."""
+
+    status = "INVALID_ARGUMENT"
+
+
+class RunFinished(PypsError):
+    """Raised when a finished run is asked for more training. Leave the loop; the parameters can be pulled."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class SettingsChanged(PypsError):
+    """Raised when optimizer settings changed after the start. Servers keep the first; start another run."""
+
+    status = "FAILED_PRECONDITION"
+
+
+def from_status(status: str, message: str, name: str | None = None) -> PypsError:
+    """Makes the error that a call ended with: of the class named, else of the class the status stands for."""
+    error_class = _BY_NAME.get(name or "") or _BY_STATUS.get(status, PypsError)
+    error = error_class(message)
+    if error_class is PypsError:
+        error.status = status
+    return error
+
+
+def _all_below(parent: type[PypsError]) -> list[type[PypsError]]:
+    children = parent.__subclasses__()
+    return children + [below for child in children for below in _all_below(child)]
+
+
+_BY_NAME = {error_class.__name__: error_class for error_class in _all_below(PypsError)}
+
+# For calls that end without a name: in gRPC itself, a proxy, another implementation.
+_BY_STATUS: dict[str, type[PypsError]] = {
+    "INVALID_ARGUMENT": BadRequest,
+    "UNAUTHENTICATED": NotAuthenticated,
+    "PERMISSION_DENIED": NotAllowed,
+    "RESOURCE_EXHAUSTED": LimitExceeded,
+    "DEADLINE_EXCEEDED": WaitTimedOut,
+    "UNAVAILABLE": ServerUnavailable,
+    "DATA_LOSS": StateLost,
+    "UNIMPLEMENTED": ProtocolMismatch,
+}

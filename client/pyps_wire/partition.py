@@ -1,0 +1,275 @@
+"""The plan that cuts a model into shards and gives each to a server.
+
+Both ends compute it from the same few numbers and compare fingerprints, so that it never travels. A group's
+tensors, laid end to end, are one vector; the vector is cut into near-equal shards; each shard goes whole
+to one server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from pyps_wire.common_pb2 import ModelSpec, TensorSpec
+from pyps_wire.errors import BadRequest
+
+# Parameters in a shard: just under 4 MiB of float32, which with its header fits gRPC's default message limit.
+DEFAULT_SHARD_SIZE = 1_047_552
+# Shards begin at multiples of this many parameters in their group's vector: one cache line of float32.
+ALIGNMENT = 16
+# A group is cut finer than shard_size asks, for parallelism, while shards stay at least so large.
+PARALLEL_SHARD_SIZE_MIN = 262_144
+# A group with fewer parameters than this per server is not spread over all servers.
+SPREAD_SIZE_MIN = 1024
+SHARDS_MAX = 131_072
+SERVERS_MAX = 1024
+DIMENSIONS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One named tensor and the parameter group that it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise BadRequest(f"a tensor of shape {self.shape} has no name; give every tensor one")
+        if len(self.shape) > DIMENSIONS_MAX or any(extent < 0 for extent in self.shape):
+            raise BadRequest(
+                f"tensor {self.name!r} has shape {self.shape}; "
+                f"at most {DIMENSIONS_MAX} sizes are allowed, none of them negative"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of parameters: 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Named tensors in order of their groups, and how large a shard of them may be."""
+
+    tensors: tuple[Tensor, ...]
+    shard_size: int = DEFAULT_SHARD_SIZE
+
+    def __post_init__(self) -> None:
+        if self.shard_size < ALIGNMENT or self.shard_size % ALIGNMENT:
+            raise BadRequest(
+                f"shard_size is {self.shard_size}; it must be a positive multiple of {ALIGNMENT}"
+            )
+        names: set[str] = set()
+        group = -1
+        for tensor in self.tensors:
+            if tensor.name in names:
+                raise BadRequest(f"two tensors are named {tensor.name!r}; names must be unique in a model")
+            if tensor.group not in (group, group + 1) or tensor.group < 0:
+                raise BadRequest(
+                    f"tensor {tensor.name!r} of group {tensor.group} follows group {group}; "
+                    "tensors are ordered by group, and groups count up from 0 without a gap"
+                )
+            names.add(tensor.name)
+            group = tensor.group
+        if self.num_parameters == 0:
+            raise BadRequest("the model holds no parameters; give it at least one tensor that is not empty")
+
+    @cached_property
+    def group_sizes(self) -> tuple[int, ...]:
+        """Length of each group's vector."""
+        sizes = [0] * (self.tensors[-1].group + 1 if self.tensors else 0)
+        for tensor in self.tensors:
+            sizes[tensor.group] += tensor.size
+        return tuple(sizes)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of parameter groups."""
+        return len(self.group_sizes)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters in all groups."""
+        return sum(self.group_sizes)
+
+    def to_proto(self) -> ModelSpec:
+        """Returns the model as it travels."""
+        tensors = [TensorSpec(name=t.name, shape=t.shape, group=t.group) for t in self.tensors]
+        return ModelSpec(tensors=tensors, shard_size=self.shard_size)
+
+    @classmethod
+    def from_proto(cls, spec: ModelSpec) -> Model:
+        """Reads a model that travelled; BadRequest says what is wrong with it."""
+        tensors = tuple(Tensor(t.name, tuple(t.shape), t.group) for t in spec.tensors)
+        return cls(tensors, spec.shard_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """A shard: which stretch of its group's vector it is, and which server holds it."""
+
+    shard_id: int
+    group: int
+    offset: int
+    length: int
+    server_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a tensor, its elements in row-major order, that lies in a shard."""
+
+    tensor_index: int
+    tensor_offset: int
+    shard_offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A model's shards, numbered from 0 through the groups in order, and the servers that hold them."""
+
+    model: Model
+    num_servers: int
+    shards: tuple[ShardRange, ...]
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards on all servers."""
+        return len(self.shards)
+
+    def shard(self, shard_id: int) -> ShardRange:
+        """Returns the shard of that number."""
+        if not 0 <= shard_id < len(self.shards):
+            raise BadRequest(f"there is no shard {shard_id}; the model has {len(self.shards)}, from 0")
+        return self.shards[shard_id]
+
+    def of_server(self, server_index: int) -> tuple[ShardRange, ...]:
+        """Returns a server's shards in order: none where there are fewer shards than servers."""
+        if not 0 <= server_index < self.num_servers:
+            raise BadRequest(f"there is no server {server_index}; there are {self.num_servers}, from 0")
+        return self._by_server[server_index]
+
+    def pieces(self, shard_id: int) -> tuple[Piece, ...]:
+        """Returns what lies in a shard, in order, without a gap."""
+        self.shard(shard_id)
+        return self._pieces[shard_id]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of all that the partition depends on; two ends that agree on it agree on every shard."""
+        tensors = [[t.name, t.shape, t.group] for t in self.model.tensors]
+        text = json.dumps(["pyps partition 1", self.num_servers, self.model.shard_size, tensors])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def _by_server(self) -> tuple[tuple[ShardRange, ...], ...]:
+        servers: list[list[ShardRange]] = [[] for _ in range(self.num_servers)]
+        for shard in self.shards:
+            servers[shard.server_index].append(shard)
+        return tuple(tuple(shards) for shards in servers)
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        # Tensors and shards lie in the same order: one walk meets each pair that overlaps.
+        pieces: list[list[Piece]] = [[] for _ in self.shards]
+        shard_id = shard_offset = 0
+        for tensor_index, tensor in enumerate(self.model.tensors):
+            tensor_offset = 0
+            while tensor_offset < tensor.size:
+                shard = self.shards[shard_id]
+                length = min(tensor.size - tensor_offset, shard.length - shard_offset)
+                pieces[shard_id].append(Piece(tensor_index, tensor_offset, shard_offset, length))
+                tensor_offset += length
+                shard_offset += length
+                if shard_offset == shard.length:
+                    shard_id, shard_offset = shard_id + 1, 0
+        return tuple(tuple(of_shard) for of_shard in pieces)
+
+
+def partition(model: Model, *, num_servers: int) -> Partition:
+    """Cuts a model into shards and gives each to a server, so that servers hold about equally much."""
+    if not 1 <= num_servers <= SERVERS_MAX:
+        raise BadRequest(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
+    counts = [_shards_in(size, model.shard_size, num_servers) for size in model.group_sizes]
+    if sum(counts) > SHARDS_MAX:
+        raise BadRequest(
+            f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
+            f"above the limit of {SHARDS_MAX}; raise shard_size"
+        )
+    cuts = [
+        (group, offset, length)
+        for group, (size, count) in enumerate(zip(model.group_sizes, counts, strict=True))
+        for offset, length in _cut(size, count)
+    ]
+    servers = _assign([length for _, _, length in cuts], num_servers)
+    shards = tuple(
+        ShardRange(shard_id, group, offset, length, server)
+        for shard_id, ((group, offset, length), server) in enumerate(zip(cuts, servers, strict=True))
+    )
+    return Partition(model, num_servers, shards)
+
+
+def first_difference(
+    mine: Model, theirs: Model, *, mine_name: str = "this model", theirs_name: str = "the other model"
+) -> str | None:
+    """Tells in words where two models first differ; None when they are equal."""
+    for index, (a, b) in enumerate(zip(mine.tensors, theirs.tensors, strict=False)):
+        if a == b:
+            continue
+        if a.name != b.name:
+            return f"tensor {index} is {_text(a)} in {mine_name}, but {_text(b)} in {theirs_name}"
+        if a.shape != b.shape:
+            return f"tensor {a.name!r} has shape {a.shape} in {mine_name}, but {b.shape} in {theirs_name}"
+        return (
+            f"tensor {a.name!r} is of group {a.group} in {mine_name}, but of group {b.group} in {theirs_name}"
+        )
+    num_mine, num_theirs = len(mine.tensors), len(theirs.tensors)
+    if num_mine != num_theirs:
+        longer, name = (mine, mine_name) if num_mine > num_theirs else (theirs, theirs_name)
+        extra = _text(longer.tensors[min(num_mine, num_theirs)])
+        return (
+            f"{mine_name} has {num_mine} tensors, but {theirs_name} has {num_theirs}; "
+            f"the first that only {name} has is {extra}"
+        )
+    if mine.shard_size != theirs.shard_size:
+        return f"shard_size is {mine.shard_size} in {mine_name}, but {theirs.shard_size} in {theirs_name}"
+    return None
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{tensor.name!r} of shape {tensor.shape}"
+
+
+def _shards_in(size: int, shard_size: int, num_servers: int) -> int:
+    """Returns how many shards a group of that many parameters makes."""
+    count = math.ceil(size / shard_size)
+    if size // (2 * num_servers) >= PARALLEL_SHARD_SIZE_MIN:
+        count = max(count, 2 * num_servers)
+    if size >= SPREAD_SIZE_MIN * num_servers:
+        count = math.ceil(count / num_servers) * num_servers
+    return min(count, math.ceil(size / ALIGNMENT))
+
+
+def _cut(size: int, count: int) -> list[tuple[int, int]]:
+    """Cuts a vector into near-equal stretches at aligned offsets; returns their offsets and lengths."""
+    units = -(-size // ALIGNMENT)
+    offsets = [index * units // count * ALIGNMENT for index in range(count)]
+    return [(start, end - start) for start, end in zip(offsets, [*offsets[1:], size], strict=False)]
+
+
+def _assign(lengths: list[int], num_servers: int) -> list[int]:
+    """Chooses each shard's server: longest shard first, to the server that holds least, ties to the lowest."""
+    servers = [0] * len(lengths)
+    loads = [(0, server) for server in range(num_servers)]
+    for shard_id in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        load, server = loads[0]
+        servers[shard_id] = server
+        heapq.heapreplace(loads, (load + lengths[shard_id], server))
+    return servers
