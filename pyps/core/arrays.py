@@ -1,0 +1,32 @@
+"""Float32 arrays as the kernels like them: one-dimensional, contiguous, starting on a cache line."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+CACHE_LINE_BYTES = 64
+
+
+def aligned_zeros(length: int) -> Floats:
+    """Returns `length` zeros whose first byte lies on a cache line."""
+    size = length * np.dtype(np.float32).itemsize
+    memory = np.zeros(size + CACHE_LINE_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE_BYTES
+    return memory[start : start + size].view(np.float32)
+
+
+def aligned_copy(values: Floats) -> Floats:
+    """Returns an aligned array of the same values, which shares no memory with them."""
+    copy = aligned_zeros(values.size)
+    copy[:] = values
+    return copy
+
+
+def read_only(values: Floats) -> Floats:
+    """Returns a view through which the values cannot be changed."""
+    view = values.view()
+    view.flags.writeable = False
+    return view

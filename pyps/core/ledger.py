@@ -1,0 +1,152 @@
+"""Which pushes were answered already, and with what: this makes a retried push apply exactly once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from pyps.core.receipt import Outcome, Reason, Receipt
+
+RECEIPTS_PER_LIFE = 8
+LIVES_MAX = 1024
+
+
+class Forgotten(Enum):
+    """The ledger's answer about a push that it once may have answered and no longer remembers."""
+
+    FORGOTTEN = "forgotten"
+
+
+FORGOTTEN: Final = Forgotten.FORGOTTEN
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """What is remembered of one life (incarnation) of a worker."""
+
+    worker_id: str
+    incarnation: int
+    # The largest sequence whose receipt was let go; -1 before any was.
+    forgotten_sequence: int
+    # By ascending sequence.
+    receipts: tuple[Receipt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """All that a ledger remembers, as it goes into a checkpoint."""
+
+    # From the life heard of longest ago to the latest.
+    entries: tuple[LedgerEntry, ...] = ()
+    # The largest incarnation among the lives that were let go; -1 before any was.
+    forgotten_incarnation: int = -1
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the state in plain lists, dictionaries, numbers and strings."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> LedgerState:
+        """Returns the state that `to_json` gave."""
+        entries = tuple(
+            LedgerEntry(**{**entry, "receipts": tuple(_receipt(fields) for fields in entry["receipts"])})
+            for entry in plain["entries"]
+        )
+        return cls(entries, plain["forgotten_incarnation"])
+
+
+class Ledger:
+    """The latest receipts of each life of each worker, for one shard. Guarded by its shard's lock.
+
+    It holds receipts of pushes that changed something or were decided for good: applied, pending, dropped,
+    stale. Pushes that left no trace (not finite, other epoch, finished) are judged anew when they come
+    again: the verdict is the same, or the push was never applied and may be.
+
+    Memory is bounded, and what is let go is never mistaken for new: sequences and incarnations grow, so
+    whatever lies at or below the largest one let go is answered FORGOTTEN. `lives_max` should be several
+    times the workers that push at once.
+    """
+
+    def __init__(
+        self,
+        state: LedgerState | None = None,
+        *,
+        receipts_max: int = RECEIPTS_PER_LIFE,
+        lives_max: int = LIVES_MAX,
+    ) -> None:
+        self._receipts_max = receipts_max
+        self._lives_max = lives_max
+        # The life heard of longest ago comes first.
+        self._lives: OrderedDict[tuple[str, int], _Life] = OrderedDict()
+        self._forgotten_incarnation = -1
+        if state is not None:
+            self.restore(state)
+
+    def __len__(self) -> int:
+        """Returns the number of receipts held."""
+        return sum(len(life.receipts) for life in self._lives.values())
+
+    def lookup(self, worker_id: str, incarnation: int, sequence: int) -> Receipt | Forgotten | None:
+        """Returns the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""
+        life = self._lives.get((worker_id, incarnation))
+        if life is None:
+            return FORGOTTEN if incarnation <= self._forgotten_incarnation else None
+        receipt = life.receipts.get(sequence)
+        if receipt is None and sequence <= life.forgotten_sequence:
+            return FORGOTTEN
+        return receipt
+
+    def record(self, worker_id: str, incarnation: int, receipt: Receipt) -> None:
+        """Remembers the receipt of a push that `lookup` called new."""
+        key = (worker_id, incarnation)
+        life = self._lives.setdefault(key, _Life())
+        self._lives.move_to_end(key)
+        life.receipts[receipt.sequence] = receipt
+        if len(life.receipts) > self._receipts_max:
+            # Not the first recorded: pushes of one worker may overtake each other.
+            life.forgotten_sequence = min(life.receipts)
+            del life.receipts[life.forgotten_sequence]
+        if len(self._lives) > self._lives_max:
+            (_, oldest_incarnation), _ = self._lives.popitem(last=False)
+            self._forgotten_incarnation = max(self._forgotten_incarnation, oldest_incarnation)
+
+    def entries(self) -> LedgerState:
+        """Returns all that is remembered."""
+        entries = tuple(
+            LedgerEntry(worker_id, incarnation, life.forgotten_sequence, life.sorted_receipts())
+            for (worker_id, incarnation), life in self._lives.items()
+        )
+        return LedgerState(entries, self._forgotten_incarnation)
+
+    def restore(self, state: LedgerState) -> None:
+        """Remembers what `entries` gave, and nothing else."""
+        self._lives = OrderedDict(
+            ((entry.worker_id, entry.incarnation), _Life.of(entry)) for entry in state.entries
+        )
+        self._forgotten_incarnation = state.forgotten_incarnation
+
+
+class _Life:
+    __slots__ = ("forgotten_sequence", "receipts")
+
+    def __init__(self) -> None:
+        self.receipts: dict[int, Receipt] = {}
+        self.forgotten_sequence = -1
+
+    @classmethod
+    def of(cls, entry: LedgerEntry) -> _Life:
+        life = cls()
+        life.receipts = {receipt.sequence: receipt for receipt in entry.receipts}
+        life.forgotten_sequence = entry.forgotten_sequence
+        return life
+
+    def sorted_receipts(self) -> tuple[Receipt, ...]:
+        return tuple(self.receipts[sequence] for sequence in sorted(self.receipts))
+
+
+def _receipt(fields: Mapping[str, Any]) -> Receipt:
+    return Receipt(**{**fields, "outcome": Outcome(fields["outcome"]), "reason": Reason(fields["reason"])})

@@ -1,0 +1,204 @@
+"""Which workers live: a worker is alive while it is heard of, and forgotten by lease when it falls silent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
+
+
+class WorkerState(StrEnum):
+    """How it stands with a worker."""
+
+    ALIVE = "alive"
+    EXPIRED = "expired"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself, for people."""
+
+    host: str = ""
+    process_id: int = 0
+    device: str = ""
+    software: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker as the server knows it. Times are in seconds of the caller's clock."""
+
+    worker_id: str
+    incarnation: int
+    state: WorkerState
+    info: WorkerInfo
+    joined_at: float
+    heard_at: float
+    # The worker's own count of steps.
+    clock: int = 0
+    # The worker's own figures, by name.
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    # How it ended, in its own words.
+    message: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it counts among the run's workers."""
+        return self.state is WorkerState.ALIVE
+
+
+class Membership:
+    """The workers of a run. Every method may be called from any thread.
+
+    A worker_id belongs to one live process at a time. A later process (a larger incarnation) takes it over;
+    an earlier one gets it back only when the later is gone.
+    """
+
+    def __init__(self, *, lease_seconds: float, workers_max: int) -> None:
+        self.lease_seconds = lease_seconds
+        self.workers_max = workers_max
+        self._lock = threading.Lock()
+        # Guarded by _lock. The one that joined longest ago comes first.
+        self._members: dict[str, Member] = {}
+        self._num_alive = 0
+
+    @property
+    def num_alive(self) -> int:
+        """The number of live workers."""
+        return self._num_alive
+
+    def join(self, worker_id: str, incarnation: int, *, now: float, info: WorkerInfo | None = None) -> Member:
+        """Makes the worker alive.
+
+        Raises Superseded where a later process holds its name, LimitExceeded at workers_max.
+        """
+        with self._lock:
+            known = self._members.get(worker_id)
+            if known is not None and known.alive and incarnation < known.incarnation:
+                raise _superseded(known, incarnation)
+            if not (known and known.alive) and self._num_alive >= self.workers_max:
+                raise LimitExceeded(
+                    f"worker {worker_id!r} cannot join: {self._num_alive} workers are alive and the limit is"
+                    f" {self.workers_max}; raise --max-workers on the server"
+                )
+            # A repeated Hello keeps the worker's own figures.
+            same = known is not None and known.incarnation == incarnation
+            member = Member(
+                worker_id,
+                incarnation,
+                WorkerState.ALIVE,
+                info or WorkerInfo(),
+                joined_at=known.joined_at if known and same else now,
+                heard_at=now,
+                clock=known.clock if known and same else 0,
+                scalars=known.scalars if known and same else {},
+            )
+            self._put(member)
+            self._forget_gone()
+            return member
+
+    def renew(
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        now: float,
+        clock: int | None = None,
+        scalars: Mapping[str, float] | None = None,
+    ) -> Member:
+        """Notes a sign of life and returns the worker; one whose lease had run out is alive again.
+
+        Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name.
+        """
+        with self._lock:
+            known = self._members.get(worker_id)
+            if known is not None and incarnation < known.incarnation and known.alive:
+                raise _superseded(known, incarnation)
+            if known is None or known.incarnation != incarnation or known.state in _ENDED:
+                raise UnknownWorker(
+                    f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
+                    " say Hello, then send the same again"
+                )
+            member = replace(
+                known,
+                state=WorkerState.ALIVE,
+                heard_at=max(now, known.heard_at),
+                clock=known.clock if clock is None else clock,
+                scalars=known.scalars if scalars is None else dict(scalars),
+            )
+            self._put(member)
+            return member
+
+    def leave(
+        self, worker_id: str, incarnation: int, *, now: float, state: WorkerState, message: str = ""
+    ) -> Member | None:
+        """Ends the worker's membership as FINISHED or FAILED; None where that process is no member."""
+        assert state in _ENDED, state
+        with self._lock:
+            known = self._members.get(worker_id)
+            if known is None or known.incarnation != incarnation:
+                return None
+            member = replace(known, state=state, heard_at=now, message=message)
+            self._put(member)
+            return member
+
+    def expire(self, now: float) -> list[Member]:
+        """Marks the workers that were silent for longer than the lease, and returns them."""
+        with self._lock:
+            silent = [
+                replace(member, state=WorkerState.EXPIRED)
+                for member in self._members.values()
+                if member.alive and now - member.heard_at > self.lease_seconds
+            ]
+            for member in silent:
+                self._put(member)
+            return silent
+
+    def get(self, worker_id: str) -> Member | None:
+        """Returns the worker, alive or gone."""
+        with self._lock:
+            return self._members.get(worker_id)
+
+    def alive(self) -> list[Member]:
+        """Returns the live workers, in the order in which they joined."""
+        return [member for member in self.all() if member.alive]
+
+    def all(self) -> list[Member]:
+        """Returns all workers known, gone ones too."""
+        with self._lock:
+            return list(self._members.values())
+
+    # What follows is called under the lock.
+
+    def _put(self, member: Member) -> None:
+        known = self._members.get(member.worker_id)
+        self._num_alive += int(member.alive) - int(known is not None and known.alive)
+        if known is not None and known.incarnation != member.incarnation:
+            del self._members[member.worker_id]
+        self._members[member.worker_id] = member
+
+    def _forget_gone(self) -> None:
+        """Lets go of the longest gone, so that workers that come and go do not fill the memory."""
+        excess = len(self._members) - GONE_FACTOR * self.workers_max
+        if excess > 0:
+            gone = sorted((m for m in self._members.values() if not m.alive), key=lambda m: m.heard_at)
+            for member in gone[:excess]:
+                del self._members[member.worker_id]
+
+
+# Workers known, gone ones included, are at most this many times workers_max.
+GONE_FACTOR = 4
+
+_ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
+
+
+def _superseded(known: Member, incarnation: int) -> Superseded:
+    return Superseded(
+        f"worker {known.worker_id!r} is held by a later process (incarnation {known.incarnation}, this one is"
+        f" {incarnation}); give this process another worker id"
+    )

@@ -1,0 +1,49 @@
+"""What a push is answered with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Outcome(IntEnum):
+    """What became of a push; the wire contract's numbers."""
+
+    APPLIED = 1
+    PENDING = 2
+    REJECTED = 3
+
+
+class Reason(IntEnum):
+    """Why a push was rejected; the wire contract's numbers."""
+
+    UNSPECIFIED = 0
+    NOT_FINITE = 1
+    STALE = 2
+    EPOCH = 3
+    FINISHED = 4
+    FORGOTTEN = 5
+    DROPPED = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The answer to one pushed shard; the fields are those of the wire contract's Receipt.
+
+    `rate`, `rate_scale` and `weight` are 0 where the push was rejected.
+    """
+
+    shard_id: int
+    sequence: int
+    outcome: Outcome
+    reason: Reason = Reason.UNSPECIFIED
+    message: str = ""
+    duplicate: bool = False
+    version_before: int
+    version_after: int
+    staleness: int = 0
+    rate: float = 0.0
+    rate_scale: float = 0.0
+    weight: float = 0.0
+    num_workers: int = 0
+    epoch: int = 0
