@@ -6,7 +6,8 @@ from pyps_wire import inspector_pb2 as pyps__wire_dot_inspector__pb2
 
 
 class InspectorStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served on the control port, which answers while the data port is saturated.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -67,7 +68,8 @@ class InspectorStub(object):
 
 
 class InspectorServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served on the control port, which answers while the data port is saturated.
+    """
 
     def GetStatus(self, request, context):
         """The server at a glance.
@@ -200,7 +202,8 @@ def add_InspectorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inspector(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served on the control port, which answers while the data port is saturated.
+    """
 
     @staticmethod
     def GetStatus(request,

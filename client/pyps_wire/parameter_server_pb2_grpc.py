@@ -7,7 +7,8 @@ from pyps_wire import parameter_server_pb2 as pyps__wire_dot_parameter__server__
 
 
 class ParameterServerStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served on the data port; every call but health checks needs the token, where there is one.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -53,7 +54,8 @@ class ParameterServerStub(object):
 
 
 class ParameterServerServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served on the data port; every call but health checks needs the token, where there is one.
+    """
 
     def Hello(self, request, context):
         """Introduces a caller: versions, run and model are compared, limits told, an initialiser elected.
@@ -150,7 +152,8 @@ def add_ParameterServerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ParameterServer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Served on the data port; every call but health checks needs the token, where there is one.
+    """
 
     @staticmethod
     def Hello(request,

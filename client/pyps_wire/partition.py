@@ -265,7 +265,7 @@ def _cut(size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _assign(lengths: list[int], num_servers: int) -> list[int]:
-    """Chooses each shard's server: longest shard first, to the server that holds least, ties to the lowest."""
+    """Chooses each shard's server: the longest first, to the server that holds least, ties to the lowest."""
     servers = [0] * len(lengths)
     loads = [(0, server) for server in range(num_servers)]
     for shard_id in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
