@@ -1,0 +1,21 @@
+"""Checkpoints: a run's shards on disk, complete or ignored. No gRPC in here.
+
+folder.py       all checkpoints of one server: numbers, lock, what is kept, what is resumed
+checkpoint.py   one checkpoint: its files, how they are written and verified
+tensor_file.py  a safetensors file, written piece by piece
+disk.py         the file operations that make it durable
+"""
+
+from pyps.checkpoint.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, RestoredRun, RunHeader
+from pyps.checkpoint.folder import CheckpointFolder, Saved, newest
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointFolder",
+    "RestoredRun",
+    "RunHeader",
+    "Saved",
+    "newest",
+]

@@ -1,0 +1,225 @@
+"""All checkpoints of one server: numbered folders in a folder that one server owns at a time.
+
+checkpoint-00000006/   complete ones; the newest few are kept
+checkpoint-00000007/
+epoch                  the last epoch that a server with this folder served under
+.lock                  held by the running server
+.writing-…, .old-…     unfinished work of a server that was killed; removed by the next
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from pyps import logs
+from pyps.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointDamaged,
+    CheckpointError,
+    RestoredRun,
+    RunHeader,
+    write,
+)
+from pyps.checkpoint.disk import Disk
+from pyps.core.shard import Shard
+
+if TYPE_CHECKING:
+    from pyps.run import Run
+
+log = logs.get("pyps.checkpoint")
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint just written."""
+
+    path: Path
+    num_bytes: int
+    seconds: float
+
+
+class CheckpointFolder:
+    """Owns a server's checkpoint folder until closed, or until the process ends. Any thread may use it."""
+
+    def __init__(self, path: Path, *, keep: int = 3, disk: Disk | None = None):
+        """Takes the folder. Raises CheckpointError when it cannot be used or another server has it."""
+        self.path = path
+        self._keep = keep
+        self._disk = disk or Disk()
+        self._lock_file = _take(path)
+        self._saving = threading.Lock()
+        self._newest: Path | None = None
+        for leftover in [*path.glob(".writing-*"), *path.glob(".old-*")]:
+            self._disk.remove_folder(leftover)
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint that this server wrote or resumed from, None before the first."""
+        return self._newest
+
+    def require_empty(self) -> None:
+        """Raises CheckpointError when there are checkpoints: a new run must not be mixed with an old one."""
+        paths = checkpoint_paths(self.path)
+        if paths:
+            raise CheckpointError(
+                f"the checkpoint folder {self.path} holds {_described(paths[0])}: "
+                "go on from it with --resume, or name another folder"
+            )
+
+    def resume(self) -> RestoredRun | None:
+        """Reads the newest whole checkpoint and claims the next epoch; None without any checkpoint.
+
+        Damaged ones are passed over, with a log line each. Raises CheckpointError when all are damaged.
+        """
+        paths = checkpoint_paths(self.path)
+        if not paths:
+            return None
+        for path in paths:
+            try:
+                checkpoint = Checkpoint(path)
+                restored = checkpoint.load()
+            except CheckpointDamaged as error:
+                log.error("checkpoint ignored", path=path, reason=error)
+                continue
+            self._newest = path
+            log.info(
+                "checkpoint read", path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max
+            )
+            return self._claim_epoch(restored)
+        raise CheckpointError(
+            f"none of the {len(paths)} checkpoints in {self.path} can be used (the log says why for each): "
+            "restore the files, or name another folder"
+        )
+
+    def save(self, run: Run) -> Saved:
+        """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay."""
+        return self.write(run.header(), dict(run.shards), examples=run.statistics.examples_by_shard())
+
+    def write(self, header: RunHeader, shards: Mapping[int, Shard], *, examples: Mapping[int, int]) -> Saved:
+        """Writes a checkpoint of these shards, then removes the oldest beyond what is kept."""
+        with self._saving:
+            started = time.monotonic()
+            number = max(_numbers(self.path), default=0) + 1
+            temporary = self.path / f".writing-{number:08d}"
+            final = self.path / f"checkpoint-{number:08d}"
+            try:
+                self._disk.make_folder(temporary)
+                write(temporary, header, shards, examples=examples, disk=self._disk)
+                self._disk.sync_folder(temporary)
+                self._disk.rename(temporary, final)
+                self._disk.sync_folder(self.path)
+            except OSError as error:
+                self._disk.remove_folder(temporary)
+                raise CheckpointError(self._failure(final, error)) from None
+            self._newest = final
+            self._remove_old()
+            saved = Saved(final, Checkpoint(final).num_bytes, time.monotonic() - started)
+            log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
+            return saved
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        self._lock_file.close()
+
+    def _failure(self, path: Path, error: OSError) -> str:
+        survivor = f"{self._newest} stays the newest" if self._newest else "there is none before it"
+        return f"checkpoint {path} could not be written: {error.strerror}; the run goes on, {survivor}"
+
+    def _remove_old(self) -> None:
+        for path in checkpoint_paths(self.path)[self._keep :]:
+            # Renamed first: a process that ends midway leaves no checkpoint without its files.
+            doomed = path.with_name(f".old-{path.name}")
+            self._disk.rename(path, doomed)
+            self._disk.remove_folder(doomed)
+
+    def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
+        """Notes, durably, that the next epoch is taken; two lives of a server never serve under one epoch."""
+        last = max(restored.header.epoch, self._last_epoch(), *self._readable_epochs())
+        temporary = self.path / ".writing-epoch"
+        temporary.unlink(missing_ok=True)
+        try:
+            with self._disk.create(temporary) as file:
+                self._disk.write(file, f"{last + 1}\n".encode())
+                self._disk.sync(file)
+            self._disk.rename(temporary, self.path / "epoch")
+            self._disk.sync_folder(self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
+        return RestoredRun(restored.header.with_epoch(last), restored.shards, restored.examples)
+
+    def _last_epoch(self) -> int:
+        try:
+            return int((self.path / "epoch").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _readable_epochs(self) -> Iterator[int]:
+        for path in checkpoint_paths(self.path):
+            try:
+                yield Checkpoint(path).header.epoch
+            except CheckpointDamaged:
+                continue
+
+
+def newest(path: Path) -> Checkpoint | None:
+    """The newest checkpoint in a folder whose manifest is whole; None when there is none. Takes no lock."""
+    for checkpoint_path in checkpoint_paths(path):
+        try:
+            return Checkpoint(checkpoint_path)
+        except CheckpointDamaged as error:
+            log.warning("checkpoint ignored", path=checkpoint_path, reason=error)
+    return None
+
+
+def checkpoint_paths(path: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, newest first."""
+    return [path / f"checkpoint-{number:08d}" for number in sorted(_numbers(path), reverse=True)]
+
+
+def _numbers(path: Path) -> list[int]:
+    matches = (_NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
+    return [int(match[1]) for match in matches if match]
+
+
+def _described(path: Path) -> str:
+    try:
+        checkpoint = Checkpoint(path)
+    except CheckpointDamaged:
+        return f"{path.name}, which is damaged"
+    return (
+        f"{path.name} of run {checkpoint.header.run_id!r} at version {checkpoint.version_max}, "
+        f"written {checkpoint.written}"
+    )
+
+
+def _take(path: Path) -> TextIO:
+    """Makes the folder where it is missing and locks it; the lock ends with the returned file."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / ".lock").open("a+")
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint folder {path} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise CheckpointError(
+            f"the checkpoint folder {path} is in use by {owner}: give each server a folder of its own"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file

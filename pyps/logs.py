@@ -1,0 +1,109 @@
+"""Log lines: one event a line, for people as `time level event key=value ...`, for machines as JSON.
+
+log = logs.get("pyps.checkpoint")
+log.info("checkpoint written", path=path, seconds=0.2)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+Format = Literal["text", "json"]
+
+
+class Log:
+    """Writes events with fields through the standard logger of a name."""
+
+    def __init__(self, name: str):
+        self._logger = logging.getLogger(name)
+
+    def debug(self, event: str, **fields: object) -> None:
+        """Says what only a developer wants to know."""
+        self._write(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        """Says what happened."""
+        self._write(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Says what somebody should look at."""
+        self._write(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        """Says what failed."""
+        self._write(logging.ERROR, event, fields)
+
+    def exception(self, event: str, **fields: object) -> None:
+        """Says what failed and by which exception, with its traceback: for bugs only."""
+        self._logger.error(event, exc_info=True, extra={"fields": fields})
+
+    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
+        self._logger.log(level, event, extra={"fields": fields})
+
+
+def get(name: str) -> Log:
+    """The log of a module, by its name."""
+    return Log(name)
+
+
+def configure(format: Format = "text", *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
+    """Sends all that is logged to `stream` (stderr), one line an event; replaces what was configured."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+class TextFormatter(logging.Formatter):
+    """Formats `2026-01-31T12:00:00.123Z INFO    checkpoint written path=/data/checkpoint-01 seconds=0.2`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [_time(record), f"{record.levelname:<7}", _one_line(record.getMessage())]
+        words += [f"{name}={_text(value)}" for name, value in _fields(record).items()]
+        line = " ".join(words)
+        # A traceback is the only thing of several lines; it means a bug, and is wanted whole.
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats an object of time, level, event and the event's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        entry.update({name: value for name, value in _fields(record).items() if name not in entry})
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})
+
+
+def _time(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _text(value: object) -> str:
+    """The value as one word: plain where that is unambiguous, else quoted."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    plain = text and text.isprintable() and not any(character in ' "=' for character in text)
+    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _one_line(text: str) -> str:
+    # What a caller sent may stand in a message; it must not start a line of its own.
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)

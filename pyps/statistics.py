@@ -1,0 +1,221 @@
+"""What a server counts about the pushes and pulls it served: in total, by worker and by shard."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from threading import Lock
+
+from pyps.core.receipt import Outcome, Receipt
+
+# Upper bounds of the apply-time histogram's buckets, in seconds.
+APPLY_SECONDS_BOUNDS = (
+    1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+RECENT_RECEIPTS_MAX = 1000
+# Workers counted one by one; beyond it the one that pushed longest ago is forgotten: memory is bounded.
+WORKERS_MAX = 4096
+# Staleness is counted exactly below this, and to 1 part in 16 above.
+EXACT_STALENESS_BELOW = 1024
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of pushed shards and what became of them."""
+
+    applied: int = 0
+    pending: int = 0
+    rejected: int = 0
+    duplicate: int = 0
+    updates: int = 0
+    examples: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    staleness_count: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    rate_scale_sum: float = 0.0
+    histogram: dict[int, int] = field(default_factory=dict)
+
+    def add(self, receipt: Receipt, *, payload_bytes: int, examples: int) -> None:
+        """Counts one answered push."""
+        self.bytes_in += payload_bytes
+        if receipt.duplicate:
+            self.duplicate += 1
+            return
+        self.updates += receipt.version_after - receipt.version_before
+        if receipt.outcome == Outcome.REJECTED:
+            self.rejected += 1
+            return
+        if receipt.outcome == Outcome.PENDING:
+            self.pending += 1
+        else:
+            self.applied += 1
+        self.examples += examples
+        staleness = receipt.staleness
+        self.staleness_count += 1
+        self.staleness_sum += staleness
+        self.staleness_max = max(self.staleness_max, staleness)
+        self.rate_scale_sum += receipt.rate_scale
+        bucket = _staleness_bucket(staleness)
+        self.histogram[bucket] = self.histogram.get(bucket, 0) + 1
+
+    @property
+    def staleness_mean(self) -> float:
+        """The mean staleness of the gradients taken; 0 before the first."""
+        return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
+
+    @property
+    def rate_scale_mean(self) -> float:
+        """The mean of what staleness left of the learning rate: 1 for nothing lost, and before the first."""
+        return self.rate_scale_sum / self.staleness_count if self.staleness_count else 1.0
+
+    def copy(self) -> Tally:
+        """An independent copy."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return Tally(**{**values, "histogram": dict(self.histogram)})
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedReceipt:
+    """A receipt, whose it was, and when (in the run's clock)."""
+
+    worker_id: str
+    receipt: Receipt
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ApplySeconds:
+    """A histogram of the seconds that pushes took in their shard: counts[i] lie at or below bounds[i]."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    above: int
+    sum: float
+
+
+class Statistics:
+    """Counts pushes and pulls, for everybody and by worker and shard.
+
+    Every method may be called from any thread. One lock guards all; a push holds it for a few additions.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # Guarded by _lock.
+        self._total = Tally()
+        self._workers: OrderedDict[str, Tally] = OrderedDict()
+        self._shards: dict[int, Tally] = {}
+        self._recent: deque[LoggedReceipt] = deque(maxlen=RECENT_RECEIPTS_MAX)
+        self._last_update: float | None = None
+        self._apply_counts = [0] * (len(APPLY_SECONDS_BOUNDS) + 1)
+        self._apply_sum = 0.0
+
+    def pushed(
+        self,
+        worker_id: str,
+        shard_id: int,
+        receipt: Receipt,
+        *,
+        payload_bytes: int,
+        examples: int,
+        now: float,
+        apply_seconds: float | None = None,
+    ) -> None:
+        """Counts one answered push; `apply_seconds` is its time in the shard, wait for the lock included."""
+        logged = LoggedReceipt(worker_id, receipt, now)
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is None:
+                worker = self._add_worker(worker_id)
+            else:
+                self._workers.move_to_end(worker_id)
+            shard = self._shards.get(shard_id)
+            if shard is None:
+                shard = self._shards[shard_id] = Tally()
+            for tally in (self._total, worker, shard):
+                tally.add(receipt, payload_bytes=payload_bytes, examples=examples)
+            self._recent.append(logged)
+            if receipt.version_after > receipt.version_before and not receipt.duplicate:
+                self._last_update = now
+            if apply_seconds is not None:
+                self._apply_counts[bisect_left(APPLY_SECONDS_BOUNDS, apply_seconds)] += 1
+                self._apply_sum += apply_seconds
+
+    def pulled(self, worker_id: str, payload_bytes: int) -> None:
+        """Counts the payload of one shard sent to a worker or observer."""
+        with self._lock:
+            self._total.bytes_out += payload_bytes
+            worker = self._workers.get(worker_id)
+            if worker is None:
+                worker = self._add_worker(worker_id)
+            worker.bytes_out += payload_bytes
+
+    def restore_examples(self, examples: Mapping[int, int]) -> None:
+        """Goes on from the examples by shard that a checkpoint had counted."""
+        with self._lock:
+            for shard_id, count in examples.items():
+                self._shards.setdefault(shard_id, Tally()).examples += count
+
+    def total(self) -> Tally:
+        """The counts over all workers and shards."""
+        with self._lock:
+            return self._total.copy()
+
+    def worker(self, worker_id: str) -> Tally:
+        """The counts of one worker, zeros for one never heard of."""
+        with self._lock:
+            return self._workers.get(worker_id, Tally()).copy()
+
+    def shard(self, shard_id: int) -> Tally:
+        """The counts of one shard, zeros for one never pushed to."""
+        with self._lock:
+            return self._shards.get(shard_id, Tally()).copy()
+
+    def examples_by_shard(self) -> dict[int, int]:
+        """Examples behind the gradients that each shard took."""
+        with self._lock:
+            return {shard_id: tally.examples for shard_id, tally in self._shards.items()}
+
+    @property
+    def examples(self) -> int:
+        """Examples behind the gradients taken, counted on the shard with the lowest number."""
+        with self._lock:
+            return self._shards[min(self._shards)].examples if self._shards else 0
+
+    @property
+    def last_update(self) -> float | None:
+        """When the last update was applied, in the run's clock; None before the first."""
+        with self._lock:
+            return self._last_update
+
+    def recent(self, limit: int, worker_id: str = "") -> list[LoggedReceipt]:
+        """The newest receipts, newest first, of one worker or (empty) of all."""
+        with self._lock:
+            receipts = list(self._recent)
+        wanted = (logged for logged in reversed(receipts) if worker_id in ("", logged.worker_id))
+        return list(islice(wanted, limit))
+
+    def apply_seconds(self) -> ApplySeconds:
+        """How long pushes took in their shards."""
+        with self._lock:
+            *counts, above = self._apply_counts
+            return ApplySeconds(APPLY_SECONDS_BOUNDS, tuple(counts), above, self._apply_sum)
+
+    def _add_worker(self, worker_id: str) -> Tally:
+        tally = self._workers[worker_id] = Tally()
+        if len(self._workers) > WORKERS_MAX:
+            self._workers.popitem(last=False)
+        return tally
+
+
+def _staleness_bucket(staleness: int) -> int:
+    """The staleness itself where small; else rounded down to four leading bits, so that buckets stay few."""
+    if staleness < EXACT_STALENESS_BELOW:
+        return staleness
+    dropped_bits = staleness.bit_length() - 4
+    return staleness >> dropped_bits << dropped_bits
