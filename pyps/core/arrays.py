@@ -20,6 +20,8 @@ def aligned_zeros(length: int) -> Floats:
 
 def aligned_copy(values: Floats) -> Floats:
     """Returns an aligned array of the same values, which shares no memory with them."""
+    # Assigning would convert another type without a word.
+    assert values.dtype == np.float32 and values.ndim == 1, (values.dtype, values.shape)
     copy = aligned_zeros(values.size)
     copy[:] = values
     return copy

@@ -68,6 +68,9 @@ class Gradient:
         return payload_index
 
 
+# Each extent costs a kernel call under the shard's lock: this many take a fraction of a second.
+EXTENTS_MAX = 65_536
+
 _ITEM_BYTES = {Codec.FLOAT32: 4, Codec.FLOAT16: 2, Codec.BFLOAT16: 2}
 
 
@@ -98,6 +101,10 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
 
 
 def _require_extents(extents: tuple[Extent, ...], *, where: str, shard_length: int) -> None:
+    if len(extents) > EXTENTS_MAX:
+        raise BadRequest(
+            f"{where}: {len(extents)} extents; expected at most {EXTENTS_MAX}, adjacent ones as one"
+        )
     end = 0
     for offset, length in extents:
         if length < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
@@ -94,17 +95,16 @@ def _apply_stretches(
     *,
     rate: float,
 ) -> None:
-    whole = (Extent(0, target.parameters.size),)
-    for extent, numbers in _stretches(payload, codec, extents or whole):
+    apply = partial(rule.apply, rate=rate, version=target.version, hyperparameters=target.hyperparameters)
+    if not extents:
+        apply(target.parameters, target.slots, payload, codec)
+    for extent, numbers in _stretches(payload, codec, extents):
         place = slice(extent.offset, extent.offset + extent.length)
-        rule.apply(
+        apply(
             target.parameters[place],
             {name: slot[place] for name, slot in target.slots.items()},
             numbers,
             codec,
-            rate=rate,
-            version=target.version,
-            hyperparameters=target.hyperparameters,
         )
 
 
