@@ -82,8 +82,12 @@ def vectorised_lines(command: list[str]) -> Counter[tuple[int, int]]:
     """Counts the loops that the compiler reports, by line and bytes of a vector."""
     output = command.index("-o")
     command = [*command[:output], *command[output + 2 :], "-o", "/dev/null", "-fopt-info-vec-optimized"]
-    report = subprocess.run(command, cwd=BUILD, check=True, capture_output=True, text=True).stderr
-    found = re.findall(r"kernels\.cpp:(\d+):\d+: optimized: +loop vectorized using (\d+) byte", report)
+    process = subprocess.run(command, cwd=BUILD, stderr=subprocess.PIPE, text=True)
+    if process.returncode != 0:
+        sys.exit(f"{process.stderr}\nThe report needs GCC; the compiler here is {command[0]}.")
+    found = re.findall(
+        r"kernels\.cpp:(\d+):\d+: optimized: +loop vectorized using (\d+) byte", process.stderr
+    )
     return Counter((int(line), int(width)) for line, width in found)
 
 

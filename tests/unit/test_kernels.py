@@ -263,7 +263,7 @@ def test_the_guard_agrees_with_numpy_on_every_pattern(offset, codec):
     finite = np.isfinite(decode_reference(patterns, codec))
     wrong = [
         i
-        for i in range(0, 65536)
+        for i in range(65536)
         if (_kernels.first_non_finite(patterns[i * size : (i + 1) * size], codec) == -1) != finite[i]
     ]
     assert wrong == []
@@ -393,9 +393,7 @@ REFUSED_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "gradient, codec, error, words", REFUSED_GRADIENTS.values(), ids=REFUSED_GRADIENTS
-)
+@pytest.mark.parametrize("gradient, codec, error, words", REFUSED_GRADIENTS.values(), ids=REFUSED_GRADIENTS)
 def test_gradients_that_do_not_fit_are_refused(gradient, codec, error, words):
     p, a, out = floats(), floats(), floats()
 
