@@ -1,0 +1,67 @@
+# Everything a developer runs. Each target sets up what it needs; `make` alone lists them.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DOCKER_ENGINE ?=
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format proto bench wheel test-compose clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## Make .venv with the pinned versions of everything
+
+# Redone when what is installed would change; Python files need nothing, the installation is editable.
+$(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+	@test -n "$(PYTHON)" || { echo "pyps needs Python 3.11 or later with its venv module; none is on the PATH (set PYTHON=/path/to/python3.11)." >&2; exit 1; }
+	@command -v g++ >/dev/null || command -v c++ >/dev/null || { echo "pyps needs a C++20 compiler for its kernels; g++ is not on the PATH (on Debian: apt-get install g++)." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^pip==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
+		--editable 'client[torch]' --editable '.[demo]' --group dev
+	@touch $(STAMP)
+
+demo: $(STAMP) ## Watch four workers train on real data through two servers (under a minute)
+	$(BIN)/pyps demo
+
+test: $(STAMP) ## Run the tests, all but those that need a Docker engine
+	$(BIN)/python -m pytest --ignore=tests/compose $(PYTEST_FLAGS)
+
+check: $(STAMP) ## Run linters, type checks, sanitizers; see that generated code is fresh
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	scripts/check_generated.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/sanitize.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" python scripts/check_vectorised.py
+
+format: $(STAMP) ## Format all sources
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+
+proto: ## Generate client/pyps_wire/*_pb2* from proto/
+	scripts/generate_proto.sh
+
+bench: $(STAMP) ## Measure the kernels and the rounds against peers
+	$(BIN)/python benchmarks/kernel.py
+	$(BIN)/python benchmarks/rounds.py
+
+wheel: $(STAMP) ## Build the wheels of both distributions into dist/
+	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir dist ./client .
+	@ls dist/*.whl
+
+test-compose: $(STAMP) ## Build the images and train in containers (DOCKER_ENGINE: a script whose `up` starts an engine)
+	@ls docker/wheels/torch-*.whl >/dev/null 2>&1 || $(BIN)/python -m pip download --quiet --no-deps \
+		--constraint constraints.txt --dest docker/wheels torch
+	DOCKER_ENGINE="$(DOCKER_ENGINE)" $(BIN)/python -m pytest tests/compose $(PYTEST_FLAGS)
+
+clean: ## Remove what was built; .venv stays
+	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find pyps client tests -name __pycache__ -type d -prune -exec rm -rf {} +

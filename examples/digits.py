@@ -1,0 +1,102 @@
+"""A worker that trains a small network on scikit-learn's digits, 1,797 real images of 8 by 8 pixels.
+
+Run any number of it at once; each takes its own part of the data and all share one model:
+
+    pyps run --servers 2 --workers 4 -- python examples/digits.py
+
+or a single one against a server that runs already:
+
+    pyps serve
+    python examples/digits.py --servers 127.0.0.1:7610
+
+`evaluate` is what `pyps eval examples/digits.py` calls with a running model's parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+import torch
+from pyps_client import RemoteOptimizer
+from pyps_client.data import count_examples, worker_sampler
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+# Images that no worker trains on.
+HELD_OUT = 360
+SPLIT_SEED = 42
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # Each worker uses the cores that OMP_NUM_THREADS leaves it; the launcher sets that.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training, held_out = digits()
+    loader = DataLoader(training, batch_size=arguments.batch_size, sampler=worker_sampler(training, seed=1))
+    model = network().to(device)
+    optimizer = RemoteOptimizer(
+        model,
+        torch.optim.Adagrad(model.parameters(), lr=arguments.learning_rate),
+        servers=arguments.servers,
+        push_every=arguments.push_every,
+        overlap=arguments.overlap,
+    )
+    started = time.monotonic()
+    for epoch in range(arguments.epochs):
+        for images, labels in count_examples(loader, optimizer):
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(images.to(device)), labels.to(device))
+            loss.backward()
+            optimizer.step()
+        optimizer.report(loss=loss.item())
+        if epoch % 10 == 0 or epoch == arguments.epochs - 1:
+            print(f"epoch {epoch:3d}  update {optimizer.global_step:5d}  loss {loss.item():.4f}", flush=True)
+    optimizer.close()
+    images, labels = held_out.tensors
+    with torch.no_grad():
+        hits = (model(images.to(device)).argmax(1).cpu() == labels).float().mean().item()
+    print(f"held-out accuracy {hits:.4f} after {time.monotonic() - started:.1f} s", flush=True)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """The images for training, and those held out; the same split in every process."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.RandomState(SPLIT_SEED).permutation(len(labels))
+    pixels = torch.tensor(images[order] / 16, dtype=torch.float32)
+    classes = torch.tensor(labels[order])
+    training = TensorDataset(pixels[HELD_OUT:], classes[HELD_OUT:])
+    return training, TensorDataset(pixels[:HELD_OUT], classes[:HELD_OUT])
+
+
+def evaluate(parameters: dict[str, np.ndarray]) -> dict[str, float]:
+    """Loss and accuracy of these parameters on the held-out images."""
+    model = network()
+    model.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
+    images, labels = digits()[1].tensors
+    with torch.no_grad():
+        scores = model(images)
+    accuracy = (scores.argmax(1) == labels).float().mean().item()
+    return {"loss": functional.cross_entropy(scores, labels).item(), "accuracy": accuracy}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a small network on handwritten digits through pyps.")
+    parser.add_argument("--servers", help="host:port[,host:port]; PYPS_SERVERS by default")
+    parser.add_argument("--epochs", type=int, default=40, help="passes over this worker's part of the data")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=0.05)
+    parser.add_argument("--push-every", type=int, default=1, help="minibatches summed in a push")
+    parser.add_argument("--overlap", choices=["off", "step"], default="off")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""`pyps run`: a whole job on this machine, servers and workers, until the workers are done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pyps.launcher import Job, JobError, JobSettings
+from pyps.launcher.output import PrefixedOutput
+
+WAIT_SECONDS = 1.0
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)
+    ],
+    servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
+    workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 1,
+    protocol: Annotated[str, typer.Option(help="How pushes become updates.")] = "",
+    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient: none, divide.")] = "",
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help="Update rule and settings, as adagrad:learning_rate=0.05; empty takes the workers'."
+        ),
+    ] = "",
+    run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for checkpoints, one inside it per server.", envvar="PYPS_CHECKPOINT_DIR"),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")] = False,
+    expected_workers: Annotated[
+        int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
+    ] = 0,
+    stop_after: Annotated[
+        str, typer.Option(help="End the run after updates=N, examples=N or seconds=N.")
+    ] = "",
+    config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
+    exit_when_done: Annotated[
+        bool, typer.Option("--exit-when-done/--stay", help="End with the workers, or serve until Ctrl-C.")
+    ] = True,
+) -> None:
+    """Start servers and workers on this machine and end with them.
+
+    Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by default. Servers
+    listen on free ports of 127.0.0.1. Further settings of the servers come from PYPS_ variables or --config. A worker
+    that dies is reported and not restarted; the exit status is 0 only if all workers finished with 0.
+    """
+    if resume and checkpoint_dir is None:
+        typer.echo("Error: --resume needs a folder to resume from: give --checkpoint-dir too.", err=True)
+        raise typer.Exit(2)
+    flags = {
+        "--protocol": protocol,
+        "--staleness": staleness,
+        "--optimizer": optimizer,
+        "--stop-after": stop_after,
+        "--config": str(config) if config else "",
+        "--expected-workers": str(expected_workers or workers),
+    }
+    settings = JobSettings(
+        command=tuple(command),
+        num_servers=servers,
+        num_workers=workers,
+        run_id=run_id,
+        resume=resume,
+        server_flags=tuple(part for flag, value in flags.items() if value for part in (flag, value)),
+        each_server_flags=checkpoint_flags(checkpoint_dir, num_servers=servers, resume=resume),
+    )
+    raise typer.Exit(run_job(settings, stay=not exit_when_done))
+
+
+def checkpoint_flags(folder: Path | None, *, num_servers: int, resume: bool) -> tuple[tuple[str, ...], ...]:
+    """What each server is told about checkpoints: a folder of its own inside `folder`."""
+    if folder is None:
+        return ((),) * num_servers
+    rest = ("--resume",) if resume else ()
+    return tuple(("--checkpoint-dir", str(folder / f"server-{index}"), *rest) for index in range(num_servers))
+
+
+def run_job(settings: JobSettings, *, stay: bool) -> int:
+    """Runs the job to its end and returns the exit status; with `stay` the servers serve until a signal."""
+    output = PrefixedOutput(width=len(f"worker-{settings.num_workers - 1}"))
+    job = Job(settings, on_line=output.line, announce=output.announce)
+    with job.handle_signals(), job:
+        try:
+            job.start()
+        except JobError as error:
+            if job.signal_number is not None:
+                return job.exit_status()
+            output.announce(f"Error: {error}")
+            return 1
+        control = ",".join(server.control for server in job.addresses)
+        output.announce(
+            f"{settings.num_workers} workers on {settings.num_servers} servers, run {job.run_id}. "
+            f"Look inside: pyps status --servers {control}"
+        )
+        while not job.done:
+            job.wait(WAIT_SECONDS)
+        if stay and not job.server_died and job.signal_number is None:
+            output.announce("The workers are done; the servers stay until Ctrl-C.")
+            while not job.server_died and job.signal_number is None:
+                job.wait(WAIT_SECONDS)
+            # The signal was the way out that had been offered.
+            return job.exit_status_of_workers()
+        if job.signal_number is not None:
+            output.announce("Interrupted: ending the workers, then the servers.")
+        return job.exit_status()

@@ -1,0 +1,8 @@
+"""Starts a whole job on this machine: servers on free ports, workers that find them, and their end.
+
+`Job` is what `pyps run` and `pyps demo` are made of; `process` holds one child, `environment` what a worker is told.
+"""
+
+from pyps.launcher.job import Job, JobError, JobSettings
+
+__all__ = ["Job", "JobError", "JobSettings"]

@@ -1,0 +1,256 @@
+"""A job: servers and workers on this machine, from their start to their end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from pyps.launcher.environment import visible_gpus, worker_environment
+from pyps.launcher.process import ChildProcess
+
+# A name and a line of its output.
+LineHandler = Callable[[str, str], None]
+
+
+class JobError(Exception):
+    """The job cannot go on, in one sentence."""
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What a job consists of."""
+
+    # What each worker runs.
+    command: tuple[str, ...]
+    num_servers: int = 1
+    num_workers: int = 1
+    # The run's name; one is made where none is given.
+    run_id: str = ""
+    # The servers continue a checkpoint, whose run they hold then.
+    resume: bool = False
+    # Flags that every server gets, and one list more for each of them.
+    server_flags: tuple[str, ...] = ()
+    each_server_flags: tuple[tuple[str, ...], ...] = ()
+    # How long a server may take to serve, and workers and servers to end after they were asked to.
+    start_seconds: float = 60.0
+    worker_stop_seconds: float = 10.0
+    server_stop_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class ServerAddresses:
+    """Where a server listens, as it says itself."""
+
+    data: str
+    control: str
+    metrics: str
+
+
+class Job:
+    """Servers on free ports and workers that know them; used as a context manager, it leaves nothing behind.
+
+    The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is told
+    through `announce`, the children's output through `on_line`. Nothing is ever started a second time.
+    """
+
+    def __init__(
+        self, settings: JobSettings, *, on_line: LineHandler, announce: Callable[[str], None]
+    ) -> None:
+        self.settings = settings
+        self.servers: list[ChildProcess] = []
+        self.workers: list[ChildProcess] = []
+        self.addresses: list[ServerAddresses] = []
+        # The run that the workers are told to join.
+        self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
+        self.signal_number: int | None = None
+        self.server_died = False
+        self._on_line = on_line
+        self._announce = announce
+        self._stopping = False
+        self._reported: set[str] = set()
+        self._gpus: tuple[str, ...] = ()
+        self._started_at = time.monotonic()
+        # Ends of children and signals; a SimpleQueue may be fed from a signal handler.
+        self._events: queue.SimpleQueue[ChildProcess | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Starts the servers, waits until all of them serve, then starts the workers."""
+        self._gpus = visible_gpus(os.environ)
+        self._check_command()
+        with tempfile.TemporaryDirectory(prefix="pyps-run-") as folder:
+            ready_files = [Path(folder) / f"server-{i}.json" for i in range(self.settings.num_servers)]
+            for index, ready_file in enumerate(ready_files):
+                self.servers.append(self._start_server(index, ready_file))
+            self._wait_until_servers_serve(ready_files)
+        self._start_workers()
+
+    @property
+    def done(self) -> bool:
+        """True when there is nothing more to wait for: all workers ended, a server died, or a signal came."""
+        return (
+            self.server_died
+            or self.signal_number is not None
+            or all(worker.name in self._reported for worker in self.workers)
+        )
+
+    def wait(self, seconds: float) -> None:
+        """Waits until something happened, at most so long, and tells what it was."""
+        with contextlib.suppress(queue.Empty):
+            child = self._events.get(timeout=seconds)
+            if child is not None and not self._stopping:
+                self._report_end(child)
+
+    def stop(self) -> None:
+        """Ends what still runs: workers, then servers, by SIGTERM, and by SIGKILL what does not obey in time."""
+        self._stopping = True
+        self._stop(self.workers, seconds=self.settings.worker_stop_seconds)
+        self._stop(self.servers, seconds=self.settings.server_stop_seconds)
+
+    def exit_status(self) -> int:
+        """0 when every worker finished with 0 and no server died; 128 and the signal's number after a signal."""
+        if self.signal_number is not None:
+            return 128 + self.signal_number
+        return self.exit_status_of_workers()
+
+    def exit_status_of_workers(self) -> int:
+        """0 when every worker finished with 0 and no server died, else 1."""
+        succeeded = bool(self.workers) and all(worker.returncode == 0 for worker in self.workers)
+        return 0 if succeeded and not self.server_died else 1
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    @contextlib.contextmanager
+    def handle_signals(self) -> Iterator[None]:
+        """While it lasts SIGINT, SIGTERM and SIGHUP end the job; a second one kills what is slow to end."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.signal_number is not None:
+                for child in self.workers + self.servers:
+                    child.signal(signal.SIGKILL)
+            self.signal_number = number
+            self._events.put(None)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _check_command(self) -> None:
+        if not self.settings.command:
+            raise JobError(
+                "There is no worker command: write it behind --, as in `pyps run -- python train.py`."
+            )
+        path = self._worker_environment(0)["PATH"]
+        if shutil.which(self.settings.command[0], path=path) is None:
+            raise JobError(f"The worker command {self.settings.command[0]!r} is not on the PATH.")
+
+    def _start_server(self, index: int, ready_file: Path) -> ChildProcess:
+        flags = ["--port", "0", "--control-port", "0", "--metrics-port", "0", "--ready-file", str(ready_file)]
+        if not self.settings.resume or self.settings.run_id:
+            flags += ["--run-id", self.run_id]
+        flags += self.settings.server_flags
+        if self.settings.each_server_flags:
+            flags += self.settings.each_server_flags[index]
+        environment = {"PYTHONUNBUFFERED": "1"} | os.environ
+        return self._start_child(
+            f"server-{index}", [sys.executable, "-m", "pyps", "serve", *flags], environment
+        )
+
+    def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
+        deadline = time.monotonic() + self.settings.start_seconds
+        while not all(file.exists() for file in ready_files):
+            if self.signal_number is not None:
+                raise JobError("Stopped before the servers served.")
+            for server in self.servers:
+                if not server.running:
+                    raise JobError(
+                        f"{server.name} {server.how_it_ended()} before it served; its last lines say why."
+                    )
+            if time.monotonic() > deadline:
+                raise JobError(f"The servers do not serve after {self.settings.start_seconds:g} s.")
+            self.wait(0.02)
+        for file in ready_files:
+            ready = json.loads(file.read_text())
+            self.addresses.append(ServerAddresses(ready["data"], ready["control"], ready["metrics"]))
+            # A resumed server holds the run of its checkpoint.
+            self.run_id = ready["run_id"] or self.run_id
+
+    def _start_workers(self) -> None:
+        for index in range(self.settings.num_workers):
+            self.workers.append(
+                self._start_child(
+                    f"worker-{index}", list(self.settings.command), self._worker_environment(index)
+                )
+            )
+
+    def _worker_environment(self, index: int) -> dict[str, str]:
+        return worker_environment(
+            os.environ,
+            index=index,
+            count=self.settings.num_workers,
+            data_addresses=[server.data for server in self.addresses],
+            control_addresses=[server.control for server in self.addresses],
+            run_id=self.run_id,
+            gpus=self._gpus,
+        )
+
+    def _start_child(self, name: str, command: list[str], environment: dict[str, str]) -> ChildProcess:
+        return ChildProcess(
+            name, command, environment=environment, on_line=self._on_line, on_end=self._events.put
+        )
+
+    def _report_end(self, child: ChildProcess) -> None:
+        self._reported.add(child.name)
+        if child in self.servers:
+            # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when-done.
+            if child.returncode != 0:
+                self.server_died = True
+                self._announce(
+                    f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
+                )
+            return
+        seconds = time.monotonic() - self._started_at
+        others = sum(worker.running for worker in self.workers)
+        rest = f"; {others} of {len(self.workers)} workers go on" if others else ""
+        if child.returncode == 0:
+            self._announce(f"{child.name} finished after {seconds:.1f} s{rest}.")
+        else:
+            self._announce(f"{child.name} {child.how_it_ended()} after {seconds:.1f} s{rest}.")
+
+    def _stop(self, children: list[ChildProcess], *, seconds: float) -> None:
+        for child in children:
+            child.signal(signal.SIGTERM)
+        if self._wait_for_ends(children, seconds=seconds):
+            return
+        for child in children:
+            if child.running:
+                self._announce(f"{child.name} did not end within {seconds:g} s and is killed.")
+                child.signal(signal.SIGKILL)
+        self._wait_for_ends(children, seconds=seconds)
+
+    def _wait_for_ends(self, children: list[ChildProcess], *, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while any(child.running for child in children):
+            if time.monotonic() > deadline:
+                return False
+            self.wait(0.1)
+        return True

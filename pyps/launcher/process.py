@@ -1,0 +1,92 @@
+"""One child process of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+# A group that was killed closes its pipes at once; only a process that left the group keeps them open longer.
+DRAIN_SECONDS = 5.0
+
+
+class ChildProcess:
+    """A child in a process group of its own, whose output goes to `on_line` line by line.
+
+    `on_end` is called once, when the child has ended and its output was delivered. What the child itself started
+    and left running is killed with it. Both callbacks come from threads of the child's own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        on_line: Callable[[str, str], None],
+        on_end: Callable[[ChildProcess], None],
+    ) -> None:
+        self.name = name
+        self.returncode: int | None = None
+        self._on_line = on_line
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        # Its own session: a Ctrl-C in the terminal reaches the launcher alone, which then ends everybody in order.
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        assert self._popen.stdout is not None
+        self._forwarder = threading.Thread(target=self._forward, args=(self._popen.stdout,), daemon=True)
+        self._forwarder.start()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def running(self) -> bool:
+        return self.returncode is None
+
+    def how_it_ended(self) -> str:
+        """The end in words: "ended with status 1", "was killed by SIGKILL"."""
+        assert self.returncode is not None
+        if self.returncode >= 0:
+            return f"ended with status {self.returncode}"
+        try:
+            name = signal.Signals(-self.returncode).name
+        except ValueError:
+            name = f"signal {-self.returncode}"
+        return f"was killed by {name}"
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the child and all that it started; nothing once it has ended."""
+        # Guarded, since after the wait the number may belong to a stranger's group.
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, number)
+
+    def _forward(self, output: IO[str]) -> None:
+        for line in output:
+            self._on_line(self.name, line.rstrip("\r\n"))
+
+    def _watch(self) -> None:
+        # The child stays a zombie, and its number its own, until its group is gone.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self.signal(signal.SIGKILL)
+        self._forwarder.join(DRAIN_SECONDS)
+        with self._lock:
+            self.returncode = self._popen.wait()
+        self._on_end(self)
