@@ -1,3 +1,80 @@
-"""The worker's side of pyps: push gradients to parameter servers, pull parameters from them."""
+"""The worker's side of pyps: joins a run, pushes gradients, pulls parameters."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyps_client.client import Client
+from pyps_client.launch import Launch
+from pyps_client.observer import Observer
+from pyps_client.session import Session
+from pyps_client.version import VERSION as __version__
+from pyps_wire.errors import (
+    BadRequest,
+    ForkedClient,
+    LimitExceeded,
+    ModelMismatch,
+    NotAllowed,
+    NotAuthenticated,
+    NotFinite,
+    OptimizerMismatch,
+    ProtocolMismatch,
+    PypsError,
+    RunFinished,
+    RunMismatch,
+    ServerUnavailable,
+    SettingsChanged,
+    StateLost,
+    Superseded,
+    UnsupportedOptimizer,
+    WaitTimedOut,
+)
+
+if TYPE_CHECKING:
+    from pyps_client.torch import RemoteOptimizer
+
+__all__ = [
+    "BadRequest",
+    "Client",
+    "ForkedClient",
+    "Launch",
+    "LimitExceeded",
+    "ModelMismatch",
+    "NotAllowed",
+    "NotAuthenticated",
+    "NotFinite",
+    "Observer",
+    "OptimizerMismatch",
+    "ProtocolMismatch",
+    "PypsError",
+    "RemoteOptimizer",
+    "RunFinished",
+    "RunMismatch",
+    "ServerUnavailable",
+    "Session",
+    "SettingsChanged",
+    "StateLost",
+    "Superseded",
+    "UnsupportedOptimizer",
+    "WaitTimedOut",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads RemoteOptimizer on first use: the rest works without torch."""
+    if name != "RemoteOptimizer":
+        raise AttributeError(f"module 'pyps_client' has no attribute {name!r}")
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            "pyps_client.RemoteOptimizer needs torch, which is not installed: pip install "
+            '"pyps-client[torch]". '
+            "pyps_client.Client works without it."
+        ) from None
+    from pyps_client.torch import RemoteOptimizer
+
+    return RemoteOptimizer

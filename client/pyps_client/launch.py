@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,9 @@ class Launch:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
         for name in ("start_wait_seconds", "loss_wait_seconds"):
             if not getattr(self, name) >= 0:
-                raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+                raise BadRequest(
+                    f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more."
+                )
 
     @classmethod
     def from_environment(
@@ -63,7 +74,9 @@ class Launch:
         given = {name: value for name, value in overrides.items() if value is not None}
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown:
-            raise BadRequest(f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}.")
+            raise BadRequest(
+                f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}."
+            )
         settings = _from_variables(env) | given
         settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
         if "token" not in given:
@@ -76,18 +89,25 @@ def parse_servers(servers: str | Sequence[str]) -> tuple[str, ...]:
     listed = servers.split(",") if isinstance(servers, str) else list(servers)
     addresses = [address.strip() for address in listed if address.strip()]
     if not addresses:
-        raise BadRequest("No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610].")
+        raise BadRequest(
+            "No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610]."
+        )
     parsed = tuple(_parse_address(address) for address in addresses)
     for address in parsed:
         if parsed.count(address) > 1:
-            raise BadRequest(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
+            raise BadRequest(
+                f"Server {address} is listed twice in {','.join(parsed)}: name each server once."
+            )
     return parsed
 
 
 def _parse_address(address: str) -> str:
     match = _ADDRESS.fullmatch(address)
     if match is None:
-        raise BadRequest(f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610.")
+        raise BadRequest(
+            f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or "
+            "[::1]:7610."
+        )
     port = int(match["port"] or DEFAULT_PORT)
     if not 1 <= port <= 65535:
         raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
@@ -109,18 +129,8 @@ def _check_place(index: int | None, count: int | None) -> None:
 
 def _from_variables(env: Mapping[str, str]) -> dict[str, Any]:
     """Settings by field name, for the variables that are set and not empty."""
-    readers = {
-        "run_id": str,
-        "worker_id": str,
-        "worker_index": int,
-        "worker_count": int,
-        "start_wait_seconds": float,
-        "loss_wait_seconds": float,
-        "use_proxy": _flag,
-        "codec": str,
-    }
     settings: dict[str, Any] = {}
-    for name, read in readers.items():
+    for name, (read, kind) in _READERS.items():
         variable = f"PYPS_{name.upper()}"
         text = env.get(variable, "").strip()
         if not text:
@@ -128,7 +138,6 @@ def _from_variables(env: Mapping[str, str]) -> dict[str, Any]:
         try:
             settings[name] = read(text)
         except ValueError:
-            kind = {int: "a whole number", float: "a number"}.get(read, "yes or no")  # type: ignore[call-overload]
             raise BadRequest(f"{variable} is {text!r}; expected {kind}.") from None
     return settings
 
@@ -146,7 +155,24 @@ def _token(token_file: str | os.PathLike[str] | None, env: Mapping[str, str]) ->
     try:
         token = Path(token_file).read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise BadRequest(f"The token file {os.fspath(token_file)} cannot be read: {error.strerror}.") from None
+        raise BadRequest(
+            f"The token file {os.fspath(token_file)} cannot be read: {error.strerror}."
+        ) from None
     if not token:
-        raise BadRequest(f"The token file {os.fspath(token_file)} is empty; expected the servers' shared token.")
+        raise BadRequest(
+            f"The token file {os.fspath(token_file)} is empty; expected the servers' shared token."
+        )
     return token
+
+
+# How each variable's text is read, and what to expect of it.
+_READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "run_id": (str, "a name"),
+    "worker_id": (str, "a name"),
+    "worker_index": (int, "a whole number"),
+    "worker_count": (int, "a whole number"),
+    "start_wait_seconds": (float, "a number of seconds"),
+    "loss_wait_seconds": (float, "a number of seconds"),
+    "use_proxy": (_flag, "yes or no"),
+    "codec": (str, "a codec's name"),
+}

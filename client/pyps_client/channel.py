@@ -1,0 +1,157 @@
+"""One gRPC channel to one server: its options, its token, and gRPC's errors told in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from pyps_client import fork
+from pyps_client.retry import LinkLost
+from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
+from pyps_wire.errors import METADATA_KEY, ProtocolMismatch, PypsError, ServerUnavailable, from_status
+
+Reply = TypeVar("Reply", bound=Message)
+
+# The server allows pings this often; more often it would answer "too many pings".
+KEEPALIVE_SECONDS = 60
+KEEPALIVE_TIMEOUT_SECONDS = 20
+
+# Codes with which gRPC itself reports trouble on the way, while the server's verdict is unknown.
+_LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
+
+
+class Channel:
+    """A connection of its own to one server; a new one resolves the address again."""
+
+    def __init__(self, address: str, *, token: str, use_proxy: bool) -> None:
+        self.address = address
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._grpc = grpc.insecure_channel(address, options=_options(use_proxy))
+        fork.keep_alive(self._grpc)
+
+    def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Calls a method with one request and one reply."""
+        start: Any = self._grpc.unary_unary(
+            METHODS[method],
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        reply_message: Reply = self._verdict(start, request, timeout_seconds)
+        return reply_message
+
+    def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
+        """Begins such a call and returns gRPC's future of its reply."""
+        start: Any = self._grpc.unary_unary(
+            METHODS[method],
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+        return start.future(request, timeout=timeout_seconds, metadata=self._metadata)
+
+    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
+        """Sends messages from an iterator, on a thread of gRPC's, and yields the answers as bytes."""
+        start: Any = self._grpc.stream_stream(METHODS[method])
+        return self._answers(start, iter(requests), timeout_seconds)
+
+    def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
+        """Sends one request and yields the answers as bytes."""
+        start: Any = self._grpc.unary_stream(
+            METHODS[method], request_serializer=type(request).SerializeToString
+        )
+        return self._answers(start, request, timeout_seconds)
+
+    def send(
+        self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float
+    ) -> Reply:
+        """Sends messages from an iterator and returns the one reply."""
+        start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
+        reply_message: Reply = self._verdict(start, iter(requests), timeout_seconds)
+        return reply_message
+
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+        self._grpc.close()
+        fork.let_go(self._grpc)
+
+    def _verdict(self, start: Any, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return start(request, timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise translate(error, self.address) from None
+        except ValueError:
+            raise LinkLost("the channel was closed") from None
+
+    def _answers(self, start: Any, request: Any, timeout_seconds: float) -> Iterator[bytes]:
+        answered = 0
+        try:
+            call = start(request, timeout=timeout_seconds, metadata=self._metadata)
+        except ValueError:
+            raise LinkLost("the channel was closed") from None
+        try:
+            for message in call:
+                answered += 1
+                yield message
+        except grpc.RpcError as error:
+            raise translate(error, self.address, answered=answered) from None
+        finally:
+            call.cancel()
+
+
+def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
+    """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
+    status = error.code().name
+    details = error.details() or ""
+    name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
+    if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
+        return LinkLost(_reason(status, details), answered=answered)
+    if name is None and status == "UNIMPLEMENTED":
+        return ProtocolMismatch(
+            f"{address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default "
+            f"{DATA_PORT}), "
+            f"not the control port ({CONTROL_PORT})."
+        )
+    return from_status(status, f"{details} (server {address})", name)
+
+
+def _reason(status: str, details: str) -> str:
+    """gRPC's long-winded details in a few words, where the cause is a known one."""
+    known = {
+        "connection refused": "connection refused, nothing listens there",
+        "dns resolution failed": "the host name cannot be resolved",
+        "name resolution": "the host name cannot be resolved",
+        "no route to host": "no route to the host",
+        "network is unreachable": "the network is unreachable",
+        "connection reset": "the connection was reset",
+        "socket closed": "the connection was closed",
+    }
+    for sign, words in known.items():
+        if sign in details.lower():
+            return words
+    if status == "DEADLINE_EXCEEDED":
+        return "no answer within the call's deadline"
+    return f"{details or 'no details'} ({status})"
+
+
+def _options(use_proxy: bool) -> list[tuple[str, int]]:
+    return [
+        # The server states and enforces the bounds on messages; here they would only be a second setting to
+        # raise.
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_http_proxy", int(use_proxy)),
+        # No sharing of connections with other channels of this process, nor lookups of service
+        # configurations.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.service_config_disable_resolution", 1),
+        # Pushes are sent again by us, from the buffers: gRPC need not keep copies for retries of its own.
+        ("grpc.enable_retries", 0),
+    ]

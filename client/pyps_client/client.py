@@ -1,0 +1,184 @@
+"""A worker without torch: pushes and pulls named numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client import departure
+from pyps_client.finite import FiniteGuard, first_non_finite
+from pyps_client.launch import Launch
+from pyps_client.session import Session
+from pyps_client.vectors import Vector
+from pyps_wire.codecs import codec_of, dtype_of, encode
+from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings, Receipt
+from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
+from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
+
+Optimizer = tuple[str, Mapping[str, float]]
+
+
+class Client:
+    """One worker of a run, over named numpy arrays: all in one parameter group, in the order given.
+
+    Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where
+    this worker is elected to send them. Use one thread, or one that pushes and one that pulls.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, npt.NDArray[Any]],
+        optimizer: Optimizer = ("adagrad", {"learning_rate": 0.05}),
+        *,
+        servers: str | Sequence[str] | None = None,
+        shard_size: int = DEFAULT_SHARD_SIZE,
+        **launch_options: Any,
+    ) -> None:
+        """`launch_options`: fields of Launch, and token_file; PYPS_ variables give the others."""
+        launch = Launch.from_environment(servers, **launch_options)
+        self._model = _model_of(tensors, shard_size)
+        self._offsets = _offsets(self._model)
+        self._codec = codec_of(launch.codec)
+        self._finite = FiniteGuard()
+        # Pushed gradients and pulled parameters, in the one group's vector.
+        self._gradient = np.zeros(self._model.num_parameters, dtype_of(self._codec))
+        self._parameters: Vector = np.zeros(self._model.num_parameters, np.float32)
+        self.session = Session(
+            self._model,
+            _settings(optimizer),
+            launch=launch,
+            initial=lambda: [self._flat(tensors)],
+            device="cpu",
+        )
+        try:
+            self.session.connect()
+            self.session.pull([self._parameters])
+        except BaseException as error:
+            self.close(*departure.cause_of(error))
+            raise
+
+    def push(self, gradients: Mapping[str, npt.NDArray[Any]], examples: int = 0) -> list[Receipt]:
+        """Pushes gradients by tensor name, returns a receipt a shard; a tensor left out is left alone.
+
+        All is checked before anything is sent. A gradient with NaN or infinity is skipped with a warning: no
+        receipts; ten in a row raise NotFinite.
+        """
+        self._check(gradients)
+        for name, gradient in gradients.items():
+            self._write(name, gradient)
+        self.session.clock += 1
+        if not self._all_finite(gradients):
+            return []
+        present = [tensor.name in gradients for tensor in self._model.tensors]
+        return self.session.push([self._gradient], present=present, example_count=examples)
+
+    def pull(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The newest parameters, by tensor name, in arrays of the caller's own."""
+        self.session.pull([self._parameters])
+        return split_tensors(self._model, [self._parameters])
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the whole run, as far as this worker has seen."""
+        return self.session.global_step
+
+    @property
+    def finished(self) -> bool:
+        """True when the run is over."""
+        return self.session.finished
+
+    def report(self, **scalars: float) -> None:
+        """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
+        self.session.report(**scalars)
+
+    def close(self, cause: str = "finished", message: str = "") -> None:
+        """Leaves the run. A second call does nothing."""
+        self.session.close(cause, message)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RunFinished):
+            error = None
+        self.close(*departure.cause_of(error))
+
+    def _check(self, gradients: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Refuses unknown names, shapes and types, before anything is touched."""
+        for name, gradient in gradients.items():
+            if name not in self._offsets:
+                known = ", ".join(list(self._offsets)[:10])
+                raise ModelMismatch(f"There is no tensor {name!r} in this model; it has {known}.")
+            tensor = self._offsets[name][0]
+            if gradient.shape != tensor.shape:
+                raise ModelMismatch(
+                    f"The gradient of {name!r} has shape {list(gradient.shape)}; expected "
+                    f"{list(tensor.shape)}."
+                )
+            if gradient.dtype != np.float32:
+                raise ModelMismatch(
+                    f"The gradient of {name!r} is {gradient.dtype}; expected float32: use "
+                    ".astype(numpy.float32)."
+                )
+
+    def _write(self, name: str, gradient: npt.NDArray[Any]) -> None:
+        """Puts a gradient, in the wire's type, into its place in the vector."""
+        tensor, offset = self._offsets[name]
+        payload = encode(np.ascontiguousarray(gradient).reshape(-1), self._codec)
+        self._gradient[offset : offset + tensor.size] = np.frombuffer(payload, self._gradient.dtype)
+
+    def _all_finite(self, gradients: Mapping[str, npt.NDArray[Any]]) -> bool:
+        """Looks at what would be sent: float16 may have made an infinity of a large number."""
+        for name, gradient in gradients.items():
+            tensor, offset = self._offsets[name]
+            flat = first_non_finite(self._gradient[offset : offset + tensor.size])
+            if flat is not None:
+                index = tuple(int(i) for i in np.unravel_index(flat, tensor.shape))
+                self._finite.skipped(name, index, float(gradient[index]))
+                return False
+        self._finite.passed()
+        return True
+
+    def _flat(self, tensors: Mapping[str, npt.NDArray[Any]]) -> Vector:
+        """The first parameters, end to end."""
+        return np.concatenate(
+            [np.asarray(tensors[tensor.name]).reshape(-1) for tensor in self._model.tensors]
+        )
+
+
+def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
+    """Copies of a model's tensors out of its groups' vectors, by name."""
+    return {
+        name: vectors[tensor.group][offset : offset + tensor.size].reshape(tensor.shape).copy()
+        for name, (tensor, offset) in _offsets(model).items()
+    }
+
+
+def _offsets(model: Model) -> dict[str, tuple[Tensor, int]]:
+    """Tensor name to the tensor and where it begins in its group's vector."""
+    offsets: dict[str, tuple[Tensor, int]] = {}
+    ends = [0] * model.num_groups
+    for tensor in model.tensors:
+        offsets[tensor.name] = (tensor, ends[tensor.group])
+        ends[tensor.group] += tensor.size
+    return offsets
+
+
+def _model_of(tensors: Mapping[str, npt.NDArray[Any]], shard_size: int) -> Model:
+    if not tensors:
+        raise BadRequest("No tensors were given: pass the model's first parameters by name.")
+    for name, tensor in tensors.items():
+        if np.asarray(tensor).dtype != np.float32:
+            raise ModelMismatch(
+                f"Tensor {name!r} is {np.asarray(tensor).dtype}; servers hold float32: use "
+                ".astype(numpy.float32)."
+            )
+    return Model(tuple(Tensor(name, np.shape(tensor)) for name, tensor in tensors.items()), shard_size)
+
+
+def _settings(optimizer: Optimizer) -> OptimizerSettings:
+    rule, hyperparameters = optimizer
+    return OptimizerSettings(rule=rule, groups=[GroupSettings(hyperparameters=hyperparameters)])

@@ -1,0 +1,120 @@
+"""Each worker's own part of the data, and the number of examples in each batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from pyps_wire.errors import BadRequest
+
+T = TypeVar("T")
+
+
+class WorkerSampler:
+    """The indices of this worker's part of a dataset: DataLoader(dataset, sampler=...).
+
+    In each epoch all workers draw the same permutation and each takes every count-th index of it, so that
+    their parts are disjoint, cover the dataset, and differ in size by one at the most. Every iteration is the
+    next epoch.
+    """
+
+    def __init__(self, length: int, *, seed: int, shuffle: bool, index: int, count: int) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+        self._index = index
+        self._count = count
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that epoch, as when a worker goes on after a restart."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(self._index, self._length, self._count))
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        if not self._shuffle:
+            return iter(range(self._index, self._length, self._count))
+        # RandomState's sequence never changes between numpy versions, and workers may have different ones.
+        order = np.random.RandomState([self._seed, epoch]).permutation(self._length)
+        return iter(order[self._index :: self._count].tolist())
+
+
+def worker_sampler(
+    dataset: Sized, *, seed: int = 0, shuffle: bool = True, index: int | None = None, count: int | None = None
+) -> WorkerSampler:
+    """A sampler of this worker's part of a dataset.
+
+    `index` and `count` say which worker of how many this is; by default PYPS_WORKER_INDEX and
+    PYPS_WORKER_COUNT say so, and without them there is one worker. `seed` must be the same in all workers.
+    """
+    index = _place("PYPS_WORKER_INDEX", index)
+    count = _place("PYPS_WORKER_COUNT", count)
+    if (index is None) != (count is None):
+        given, missing = ("index", "count") if count is None else ("count", "index")
+        raise BadRequest(
+            f"The worker's {given} is known but not its {missing}: set both PYPS_WORKER_INDEX and "
+            f"PYPS_WORKER_COUNT, or pass both index= and count=."
+        )
+    index, count = (0, 1) if index is None or count is None else (index, count)
+    if count < 1 or not 0 <= index < count:
+        raise BadRequest(
+            f"The worker's index is {index} of {count} workers; expected 0 to {max(count, 1) - 1}."
+        )
+    if not 0 <= seed < 2**32:
+        raise BadRequest(f"seed is {seed}; expected 0 to {2**32 - 1}.")
+    return WorkerSampler(len(dataset), seed=seed, shuffle=shuffle, index=index, count=count)
+
+
+class CountsExamples(Protocol):
+    """What wants to know how many examples a batch holds; RemoteOptimizer is one."""
+
+    examples_in_batch: int | None
+
+
+def count_examples(batches: Iterable[T], optimizer: CountsExamples) -> Iterator[T]:
+    """Passes batches on, telling the optimizer the size of each: `for x, y in count_examples(loader,
+    optimizer)`."""
+    for batch in batches:
+        optimizer.examples_in_batch = batch_size(batch)
+        yield batch
+
+
+def batch_size(batch: Any) -> int:
+    """The number of examples in a batch: the length of the first tensor found in it."""
+    size = _batch_size(batch)
+    if size is None:
+        raise BadRequest(
+            f"No batch size can be read from a {type(batch).__name__}: set optimizer.examples_in_batch "
+            f"yourself."
+        )
+    return size
+
+
+def _batch_size(batch: Any) -> int | None:
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    if isinstance(batch, str | bytes):
+        return None
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, Sequence):
+        parts = batch
+    return next((size for part in parts if (size := _batch_size(part)) is not None), None)
+
+
+def _place(variable: str, given: int | None) -> int | None:
+    text = os.environ.get(variable, "").strip()
+    if given is not None or not text:
+        return given
+    try:
+        return int(text)
+    except ValueError:
+        raise BadRequest(f"{variable} is {text!r}; expected a whole number.") from None

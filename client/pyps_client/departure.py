@@ -1,0 +1,87 @@
+"""Taking leave of a run, also when the program ends without saying so."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from pyps_client.connection import Connection
+from pyps_client.log import logger
+from pyps_client.retry import LinkLost
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.errors import PypsError
+from pyps_wire.parameter_server_pb2 import LeaveReply, LeaveRequest
+
+# All servers together: a program's end must not hang on a server that is gone.
+LEAVE_SECONDS = 3.0
+
+_CAUSES = {"finished": LeaveRequest.CAUSE_FINISHED, "failed": LeaveRequest.CAUSE_FAILED}
+
+
+class Closable(Protocol):
+    """Something that takes leave."""
+
+    def close(self, cause: str = "finished", message: str = "") -> None: ...
+
+
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_hooked = False
+# What ended the program, if an exception did.
+_uncaught: BaseException | None = None
+
+
+def expect(session: Closable) -> None:
+    """Sees to it that the session takes leave at the program's end at the latest."""
+    _hook()
+    _open.add(session)
+
+
+def forget(session: Closable) -> None:
+    """Ends `expect`."""
+    _open.discard(session)
+
+
+def cause_of(error: BaseException | None) -> tuple[str, str]:
+    """How a worker that ends with this exception (or none) tells it: cause and message."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "finished", ""
+    return "failed", f"{type(error).__name__}: {error}"[:1000]
+
+
+def leave(connections: Sequence[Connection], sender: Sender, cause: str, message: str) -> None:
+    """Says Leave to each server, without insisting: a lease runs out by itself."""
+    request = LeaveRequest(sender=sender, cause=_CAUSES[cause], message=message)
+    deadline = time.monotonic() + LEAVE_SECONDS
+    for connection in connections:
+        timeout_seconds = max(deadline - time.monotonic(), 0.2)
+        try:
+            connection.channel.call("Leave", request, LeaveReply, timeout_seconds=timeout_seconds)
+        except (LinkLost, PypsError) as error:
+            logger.debug("leaving %s: %s", connection.name, error)
+
+
+def _hook() -> None:
+    """Registers the callbacks at the interpreter's end, once."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    atexit.register(_close_all)
+    original = sys.excepthook
+
+    def remember(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _uncaught
+        _uncaught = error
+        original(kind, error, trace)
+
+    sys.excepthook = remember
+
+
+def _close_all() -> None:
+    for session in list(_open):
+        session.close(*cause_of(_uncaught))

@@ -1,0 +1,54 @@
+"""Keeps forked children off their parent's connections, which would hang or crash in them."""
+
+from __future__ import annotations
+
+import os
+
+from pyps_wire.errors import ForkedClient
+
+# Grows in each forked child, so that objects made before the fork can tell.
+_generation = 0
+
+# What the parent's connections are made of. A child must not free it either: freeing talks to threads it has
+# not got.
+_kept_alive: set[object] = set()
+
+
+def _count_fork() -> None:
+    global _generation
+    _generation += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class ForkGuard:
+    """Remembers the process that made it."""
+
+    def __init__(self) -> None:
+        self._generation = _generation
+
+    @property
+    def in_child(self) -> bool:
+        """True in a process forked after this guard was made."""
+        return self._generation != _generation
+
+    def check(self) -> None:
+        """Raises ForkedClient in a forked child."""
+        if self.in_child:
+            raise ForkedClient(
+                f"This pyps client was made before process {os.getpid()} was forked and works only in the "
+                "parent. Make "
+                "a client in the child, or start the child with spawn (DataLoader: "
+                "multiprocessing_context='spawn')."
+            )
+
+
+def keep_alive(resource: object) -> None:
+    """Holds on to a resource until `let_go`, which a forked child never calls."""
+    _kept_alive.add(resource)
+
+
+def let_go(resource: object) -> None:
+    """Ends `keep_alive`, in the process that made the resource."""
+    _kept_alive.discard(resource)

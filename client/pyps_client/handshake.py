@@ -1,0 +1,190 @@
+"""Joining a run: Hello, the election of an initialiser, and Hello again after a lost connection."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from pyps_client.channel import Channel
+from pyps_client.connection import ADVICE, CALL_SECONDS, Connection
+from pyps_client.initialization import Initialization, Lease
+from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.retry import LinkLost, RetryPolicy
+from pyps_client.vectors import Vector
+from pyps_client.version import SOFTWARE
+from pyps_wire.codecs import CODECS
+from pyps_wire.common_pb2 import (
+    ROLE_OBSERVER,
+    ROLE_WORKER,
+    RUN_STATE_DRAINING,
+    RUN_STATE_EMPTY,
+    RUN_STATE_INITIALIZING,
+    OptimizerSettings,
+    RunState,
+    Sender,
+)
+from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
+from pyps_wire.errors import StateLost, Superseded, WaitTimedOut
+from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
+from pyps_wire.partition import Partition
+
+_WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
+
+
+class Handshake:
+    """Introduces one caller to the servers of a run: a worker with a model, or an observer without."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        partition: Partition | None = None,
+        optimizer: OptimizerSettings | None = None,
+        device: str = "",
+    ) -> None:
+        self.launch = launch
+        # Who speaks; the run's name is learned at the latest when joined.
+        self.sender = Sender(run_id=launch.run_id, worker_id=launch.worker_id, incarnation=time.time_ns())
+        self._partition = partition
+        self._optimizer = optimizer
+        self._device = device
+        self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
+
+    def join(
+        self,
+        connections: Sequence[Connection],
+        initial: Callable[[], Sequence[Vector]] | None,
+        stop: threading.Event,
+    ) -> list[HelloReply]:
+        """Joins all servers, server 0 first, waiting for what is not there yet; initialises where elected."""
+        first = self._await_parameters(connections, initial, stop)
+        self.sender.run_id = first.run_id
+        return [first] + [self._hello_of_rest(connection, stop) for connection in connections[1:]]
+
+    def rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
+        """Says Hello again to a server of the joined run, which may have been restarted meanwhile."""
+        reply = self.hello(connection, channel, timeout_seconds)
+        if reply.state in _WITHOUT_PARAMETERS:
+            raise self.state_lost(connection)
+        return reply
+
+    def hello(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
+        """Says Hello once."""
+        reply = channel.call(
+            "Hello", self._request(connection.index), HelloReply, timeout_seconds=timeout_seconds
+        )
+        if reply.state == RUN_STATE_DRAINING:
+            raise LinkLost("the server is shutting down")
+        connection.epoch = reply.epoch
+        return reply
+
+    def state_lost(self, connection: Connection) -> StateLost:
+        """The error for a server of the run that came back without its parameters."""
+        return StateLost(
+            f"{connection.name} lost its part of run {self.sender.run_id!r}: it holds no parameters (any "
+            "more), while other "
+            "servers or workers do. Start it with --resume and its --checkpoint-dir, or begin anew: `pyps "
+            "reset` on every "
+            "server, then start the workers again."
+        )
+
+    def _await_parameters(
+        self,
+        connections: Sequence[Connection],
+        initial: Callable[[], Sequence[Vector]] | None,
+        stop: threading.Event,
+    ) -> HelloReply:
+        """Says Hello to server 0 until the run has parameters, sending them itself where elected."""
+        connection = connections[0]
+        initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
+        wait = initialiser.begin(f"the first parameters on {connection.name}", stop=stop)
+        while True:
+            reply = self._hello_patiently(connection, stop)
+            if reply.run_id and not self.sender.run_id:
+                self.sender.run_id = reply.run_id
+            if reply.state not in _WITHOUT_PARAMETERS:
+                return reply
+            if reply.initialize and initial is not None:
+                self._initialize(connections, reply, initial, stop)
+            else:
+                wait.pause("no worker has finished sending them", WaitTimedOut)
+
+    def _initialize(
+        self,
+        connections: Sequence[Connection],
+        elected: HelloReply,
+        initial: Callable[[], Sequence[Vector]],
+        stop: threading.Event,
+    ) -> None:
+        """Sends the first parameters; returns quietly when another worker was elected meanwhile."""
+        assert self._partition is not None and self._optimizer is not None
+        self.sender.run_id = self.sender.run_id or f"run-{secrets.token_hex(4)}"
+        logger.info("initialising run %s on %d servers", self.sender.run_id, len(connections))
+        turn = Initialization(
+            self.sender,
+            term=elected.term,
+            partition=self._partition,
+            optimizer=self._optimizer,
+            vectors=initial(),
+        )
+        first = connections[0]
+        with Lease(elected, lambda: self.hello(first, first.channel, CALL_SECONDS)) as lease:
+            try:
+                for connection in reversed(connections):
+                    if connection is not first:
+                        self._hello_patiently(connection, stop)
+                    lease.check()
+                    turn.send_to(connection)
+            except (Superseded, LinkLost) as lost:
+                logger.warning("initialising run %s was cut short: %s", self.sender.run_id, lost)
+                connection.renew(connection.channel)
+
+    def _hello_of_rest(self, connection: Connection, stop: threading.Event) -> HelloReply:
+        reply = self._hello_patiently(connection, stop)
+        if reply.state in _WITHOUT_PARAMETERS:
+            raise self.state_lost(connection)
+        return reply
+
+    def _hello_patiently(self, connection: Connection, stop: threading.Event) -> HelloReply:
+        """Says Hello until there is a verdict, or the time for a start is over."""
+        wait = self._start.begin(connection.name, stop=stop, advice=ADVICE)
+        while True:
+            channel = connection.channel
+            try:
+                reply = self.hello(connection, channel, wait.call_seconds)
+            except LinkLost as lost:
+                connection.renew(channel)
+                wait.pause(str(lost))
+            else:
+                wait.end()
+                return reply
+
+    def _request(self, server_index: int) -> HelloRequest:
+        request = HelloRequest(
+            sender=self.sender,
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            software=SOFTWARE,
+            role=ROLE_OBSERVER if self._partition is None else ROLE_WORKER,
+            server_index=server_index,
+            num_servers=len(self.launch.servers),
+            codecs=CODECS.values(),
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            device=self._device,
+        )
+        if self._partition is not None and self._optimizer is not None:
+            request.model.CopyFrom(self._partition.model.to_proto())
+            request.optimizer.CopyFrom(self._optimizer)
+            request.fingerprint = self._partition.fingerprint
+        return request
+
+
+def state_name(state: int) -> str:
+    """A run state in words: "ready"."""
+    return RunState.Name(state).removeprefix("RUN_STATE_").lower()

@@ -1,0 +1,105 @@
+"""The thread that keeps a worker's leases and brings what the servers want of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from pyps_client.channel import Channel, translate
+from pyps_client.connection import Connection
+from pyps_client.log import logger
+from pyps_client.retry import LinkLost
+from pyps_wire.errors import PypsError
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest
+
+# A server that is silent for this long is named in the log, and again at this interval.
+SILENCE_SECONDS = 10.0
+
+
+class Heartbeat:
+    """Sends a heartbeat to all servers at an interval, on a daemon thread of its own."""
+
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        interval_seconds: float,
+        *,
+        request: Callable[[], HeartbeatRequest],
+        heard: Callable[[Connection, HeartbeatReply], None],
+    ) -> None:
+        """`request` makes the next message; `heard` gets each answer, on the heartbeat's thread."""
+        self._connections = connections
+        self._interval_seconds = interval_seconds
+        self._request = request
+        self._heard = heard
+        self._ended = threading.Event()
+        now = time.monotonic()
+        self._heard_at = dict.fromkeys((connection.index for connection in connections), now)
+        self._reported_at = dict.fromkeys(self._heard_at, now)
+        self._thread = threading.Thread(target=self._beat_until_ended, name="pyps-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stops the thread; a call under way is given up."""
+        self._ended.set()
+
+    def _beat_until_ended(self) -> None:
+        while not self._ended.wait(self._interval_seconds):
+            try:
+                self._beat()
+            except PypsError as error:
+                # The next push or pull meets it too, on the caller's thread, where it can be acted upon.
+                logger.debug("heartbeat: %s", error)
+
+    def _beat(self) -> None:
+        """One heartbeat to all servers at once; a slow one delays the next by a call's deadline at most."""
+        request = self._request()
+        timeout_seconds = max(2 * self._interval_seconds, 5.0)
+        calls = []
+        for connection in self._connections:
+            channel = connection.channel
+            try:
+                future = channel.start("Heartbeat", request, HeartbeatReply, timeout_seconds=timeout_seconds)
+            except ValueError:
+                # Closed by a thread that met a failure; the next beat finds a new one.
+                continue
+            calls.append((connection, channel, future))
+        for connection, channel, future in calls:
+            if self._ended.is_set():
+                return
+            self._collect(connection, channel, future)
+
+    def _collect(self, connection: Connection, channel: Channel, future: Any) -> None:
+        try:
+            reply = future.result()
+        except grpc.FutureCancelledError:
+            return
+        except grpc.RpcError as error:
+            verdict = translate(error, connection.address)
+            if isinstance(verdict, PypsError):
+                raise verdict from None
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                connection.renew(channel)
+            self._report_silence(connection, verdict)
+            return
+        self._heard_at[connection.index] = time.monotonic()
+        try:
+            self._heard(connection, reply)
+        except LinkLost as lost:
+            self._report_silence(connection, lost)
+
+    def _report_silence(self, connection: Connection, lost: LinkLost) -> None:
+        now = time.monotonic()
+        silent = now - self._heard_at[connection.index]
+        if (
+            not self._ended.is_set()
+            and silent >= SILENCE_SECONDS <= now - self._reported_at[connection.index]
+        ):
+            self._reported_at[connection.index] = now
+            logger.warning("%s has not answered for %.0f s (%s)", connection.name, silent, lost)

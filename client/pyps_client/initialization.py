@@ -1,0 +1,104 @@
+"""Sending a run's first parameters, while keeping the election's lease alive."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+from pyps_client.connection import Connection, call_seconds
+from pyps_client.retry import LinkLost
+from pyps_client.vectors import Vector, check_vectors, part_of
+from pyps_wire.codecs import dtype_of
+from pyps_wire.common_pb2 import CODEC_FLOAT32, OptimizerSettings, Sender
+from pyps_wire.errors import PypsError, Superseded
+from pyps_wire.framing import join
+from pyps_wire.parameter_server_pb2 import HelloReply, InitializeReply, InitializeRequest
+from pyps_wire.partition import Partition
+
+
+class Initialization:
+    """One elected worker's turn to send the first parameters."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        term: int,
+        partition: Partition,
+        optimizer: OptimizerSettings,
+        vectors: Sequence[Vector],
+    ) -> None:
+        check_vectors(vectors, partition.model, dtype_of(CODEC_FLOAT32), what="initial parameters")
+        self._sender = sender
+        self._term = term
+        self._partition = partition
+        self._optimizer = optimizer
+        self._vectors = vectors
+
+    def send_to(self, connection: Connection) -> None:
+        """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
+        shards = self._partition.of_server(connection.index)
+        timeout_seconds = call_seconds(4 * sum(shard.length for shard in shards))
+        frames = self._frames(connection.index)
+        reply = connection.channel.send(
+            "Initialize", frames, InitializeReply, timeout_seconds=timeout_seconds
+        )
+        connection.epoch = reply.epoch
+
+    def _frames(self, server_index: int) -> Iterator[bytes]:
+        """The header message, then a message a shard, each made when gRPC asks for it."""
+        yield InitializeRequest(
+            sender=self._sender,
+            term=self._term,
+            model=self._partition.model.to_proto(),
+            optimizer=self._optimizer,
+            server_index=server_index,
+            num_servers=self._partition.num_servers,
+        ).SerializeToString()
+        for shard in self._partition.of_server(server_index):
+            header = InitializeRequest(
+                sender=self._sender, term=self._term, shard_id=shard.shard_id, codec=CODEC_FLOAT32
+            )
+            yield join(header, part_of(self._vectors, shard).data)
+
+
+class Lease:
+    """Keeps an election alive by a Hello to server 0 now and then; notices when it is lost all the same."""
+
+    def __init__(self, elected: HelloReply, hello: Callable[[], HelloReply]) -> None:
+        self._term = elected.term
+        self._interval_seconds = (elected.initialize_lease_seconds or 10.0) / 3
+        self._hello = hello
+        self._ended = threading.Event()
+        self._lost = False
+        self._thread = threading.Thread(target=self._keep, name="pyps-initialize-lease", daemon=True)
+
+    def check(self) -> None:
+        """Raises Superseded when another worker's turn has come."""
+        if self._lost:
+            raise Superseded("another worker was elected to initialise the run")
+
+    def __enter__(self) -> Lease:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._interval_seconds):
+            try:
+                reply = self._hello()
+            except LinkLost:
+                # The sender will meet the same trouble, and reports it.
+                continue
+            except PypsError:
+                self._lost = True
+                return
+            if not self._ended.is_set() and (not reply.initialize or reply.term != self._term):
+                self._lost = True
+                return

@@ -1,0 +1,28 @@
+"""The client's voice: the logger "pyps", on stderr until the program sets up logging of its own."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("pyps.client")
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Prints for programs that never configured logging, and keeps quiet in those that did."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers and not logging.getLogger("pyps").handlers:
+            super().emit(record)
+
+
+def prepare() -> None:
+    """Gives the logger its handler and level, once."""
+    if not logger.handlers:
+        handler = _Stderr()
+        handler.setFormatter(logging.Formatter("pyps: %(message)s"))
+        logger.addHandler(handler)
+    if logger.level == logging.NOTSET and logging.getLogger("pyps").level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+
+
+prepare()

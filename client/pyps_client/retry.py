@@ -1,0 +1,100 @@
+"""How long and how loudly a lost or missing server is waited for."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyps_client.log import logger
+from pyps_wire.errors import PypsError, RunFinished, ServerUnavailable
+
+# Jitter draws from a generator of its own: the program's seeds stay untouched.
+_jitter = random.Random()
+
+
+class LinkLost(Exception):
+    """A call that ended without the server's verdict: worth another try. Never leaves this package."""
+
+    def __init__(self, reason: str, *, answered: int = 0) -> None:
+        super().__init__(reason)
+        # Messages that had come back before the loss: progress, which starts the waiting time anew.
+        self.answered = answered
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Exponential backoff with jitter up to a deadline, and a line now and then on what is waited for."""
+
+    # The deadline.
+    wait_seconds: float
+    # The setting behind the deadline, for the error's advice.
+    setting: str
+    pause_first_seconds: float = 0.1
+    pause_max_seconds: float = 2.0
+    # The first line comes soon, the others at this interval.
+    report_first_seconds: float = 1.0
+    report_seconds: float = 10.0
+
+    def begin(self, what: str, *, stop: threading.Event, advice: str = "") -> Wait:
+        """Starts one wait for `what` ("server 0 (127.0.0.1:7610)")."""
+        return Wait(self, what, stop=stop, advice=advice)
+
+
+class Wait:
+    """One wait under a policy, from its first failure to its success or deadline."""
+
+    def __init__(self, policy: RetryPolicy, what: str, *, stop: threading.Event, advice: str) -> None:
+        self._policy = policy
+        self._what = what
+        self._stop = stop
+        self._advice = advice
+        self._started = time.monotonic()
+        self._report_at = self._started + policy.report_first_seconds
+        self._reported = False
+        self._pause_seconds = policy.pause_first_seconds
+
+    @property
+    def remaining_seconds(self) -> float:
+        return self._started + self._policy.wait_seconds - time.monotonic()
+
+    @property
+    def call_seconds(self) -> float:
+        """A deadline for the next short call: long enough for a slow link, short enough to keep reporting."""
+        return min(max(self.remaining_seconds, 1.0), self._policy.report_seconds)
+
+    def restart(self) -> None:
+        """Counts from now again, after progress was made."""
+        self._started = time.monotonic()
+        self._pause_seconds = self._policy.pause_first_seconds
+
+    def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
+        """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
+        waited = time.monotonic() - self._started
+        if waited >= self._policy.wait_seconds:
+            raise error(
+                f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}"
+                f"Raise {self._policy.setting} (PYPS_{self._policy.setting.upper()}) to wait longer."
+            )
+        self._report(problem)
+        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), max(self.remaining_seconds, 0.0))
+        self._pause_seconds = min(self._pause_seconds * 2, self._policy.pause_max_seconds)
+        if self._stop.wait(pause):
+            raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")
+
+    def end(self) -> None:
+        """Notes success, aloud where the wait was."""
+        if self._reported:
+            logger.info("%s is there after %.0f s", self._what, time.monotonic() - self._started)
+
+    def _report(self, problem: str) -> None:
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + self._policy.report_seconds
+            self._reported = True
+            logger.warning(
+                "waiting for %s: %s; for %.0f s so far, at most %.0f s more",
+                *(self._what, problem, now - self._started, self.remaining_seconds),
+            )

@@ -1,0 +1,46 @@
+"""The flat vectors that a session reads and writes, one per parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_wire.errors import WrongSize
+from pyps_wire.partition import Model, ShardRange
+
+Vector = npt.NDArray[np.float32]
+
+
+def check_vectors(
+    vectors: Sequence[npt.NDArray[Any]],
+    model: Model,
+    dtype: np.dtype[Any],
+    *,
+    what: str,
+    writable: bool = False,
+) -> None:
+    """Refuses vectors that do not fit the model's groups; nothing is converted silently."""
+    if len(vectors) != model.num_groups:
+        raise WrongSize(
+            f"{what}: {len(vectors)} vectors were given for {model.num_groups} parameter groups; give one "
+            "each."
+        )
+    for group, (vector, size) in enumerate(zip(vectors, model.group_sizes, strict=True)):
+        if vector.shape != (size,) or vector.dtype != dtype:
+            raise WrongSize(
+                f"{what}: the vector of group {group} is {vector.dtype}{list(vector.shape)}; expected "
+                f"{dtype}[{size}]."
+            )
+        if not vector.flags.c_contiguous or (writable and not vector.flags.writeable):
+            raise WrongSize(
+                f"{what}: the vector of group {group} must be "
+                f"contiguous{' and writable' if writable else ''}."
+            )
+
+
+def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArray[Any]:
+    """The shard's stretch of its group's vector, not copied."""
+    return vectors[shard.group][shard.offset : shard.offset + shard.length]

@@ -1,0 +1,6 @@
+"""This software's name and version, as told to servers."""
+
+from __future__ import annotations
+
+VERSION = "0.1.0"
+SOFTWARE = f"pyps-client {VERSION}"
