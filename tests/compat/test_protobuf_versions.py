@@ -1,0 +1,111 @@
+"""The client in fresh environments: each major of protobuf that it names, and the oldest of every dependency.
+
+The environments are built once, under .envs, and kept.
+"""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = {
+    "oldest": ["protobuf==5.26.1", "grpcio==1.62.3", "numpy==1.26.4"],
+    "protobuf-5": ["protobuf==5.29.*", "grpcio", "numpy"],
+    "protobuf-6": ["protobuf==6.33.*", "grpcio", "numpy"],
+    "protobuf-7": ["protobuf==7.*", "grpcio", "numpy"],
+}
+
+# Loads every module but torch's and sends a message through framing and generated classes, both ways.
+PROGRAM = """
+import importlib, pkgutil, warnings
+warnings.simplefilter("error")
+import google.protobuf
+import numpy as np
+import pyps_client, pyps_wire
+
+for package in (pyps_wire, pyps_client):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name != "pyps_client.torch":
+            importlib.import_module(module.name)
+assert callable(pyps_client.Client) and callable(pyps_client.Observer)
+try:
+    pyps_client.RemoteOptimizer
+except ImportError as error:
+    assert "torch" in str(error), error
+else:
+    raise AssertionError("torch was not to be here")
+
+from pyps_wire import codecs, framing, partition
+from pyps_wire.parameter_server_pb2 import HelloRequest, PushRequest
+
+values = np.array([1.5, -2.0, 0.25], np.float32)
+header = PushRequest(sequence=7, shard_id=2, base_version=-1, codec=codecs.codec_of("bfloat16"))
+message = PushRequest.FromString(framing.join(header, codecs.encode(values, header.codec)))
+assert message.sequence == 7 and message.base_version == -1
+rest, payload = framing.split(message.SerializeToString())
+assert PushRequest.FromString(rest) == header
+assert codecs.decode(payload, header.codec).tolist() == values.tolist()
+
+model = partition.Model((partition.Tensor("weight", (3, 2)), partition.Tensor("scale", (), 1)))
+hello = HelloRequest.FromString(HelloRequest(model=model.to_proto()).SerializeToString())
+assert partition.Model.from_proto(hello.model) == model
+
+print(google.protobuf.__version__)
+"""
+
+
+def run(*command):
+    # A developer's constraints pin the newest versions, which are not what is tested here.
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment_python(name, requirements):
+    """Returns the Python of that environment, built at the first call and whenever its list changes."""
+    folder = ROOT / ".envs" / f"compat-{name}"
+    python = folder / "bin" / "python"
+    complete = folder / "complete"  # Written last: what is half built is built again.
+    recipe = " ".join([sys.version, str(ROOT), *requirements])
+    if not complete.exists() or complete.read_text() != recipe:
+        run(sys.executable, "-m", "venv", "--clear", str(folder))
+        run(str(python), "-m", "pip", "install", "--quiet", *requirements)
+        run(str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--editable", "client")
+        complete.write_text(recipe)
+    return python
+
+
+@pytest.mark.compat
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_client_loads_and_sends_under(name, tmp_path):
+    requirements = ENVIRONMENTS[name]
+    output = run(str(environment_python(name, requirements)), "-c", PROGRAM)
+    wanted = requirements[0].removeprefix("protobuf==").removesuffix("*")
+    assert output.strip().startswith(wanted)
+
+
+@pytest.mark.compat
+@pytest.mark.timeout(300)
+def test_the_wheel_holds_every_module_and_the_type_markers(tmp_path):
+    run(
+        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), "./client"
+    )
+    (wheel,) = tmp_path.glob("pyps_client-*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    client = ROOT / "client"
+    sources = {
+        str(path.relative_to(client))
+        for package in ("pyps_wire", "pyps_client")
+        for path in (client / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == sources
+    assert {"pyps_wire/py.typed", "pyps_client/py.typed"} <= held

@@ -1,0 +1,191 @@
+"""Who may import what: the layers of ARCHITECTURE.md, checked on every module's syntax tree."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The core is given time, bytes and numbers as arguments; it fetches none.
+OUTSIDE_WORLD = (
+    *("time", "datetime", "os", "pathlib", "io", "tempfile", "shutil", "socket", "asyncio"),
+    *("subprocess", "signal", "multiprocessing", "logging"),
+)
+GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_channelz", "grpc_status")
+CLIENT_TRANSPORT = ("pyps_client.channel", "pyps_client.heartbeat")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, in full: `from a.b import c` is "a.b.c"."""
+
+    importer: str
+    line: int
+    name: str
+    lazy: bool  # Inside a function: it runs when the function is called.
+    for_types: bool  # Under `if TYPE_CHECKING`: it never runs.
+
+    def is_of(self, *packages: str) -> bool:
+        return _within(self.name, packages)
+
+    def is_by(self, *packages: str) -> bool:
+        return _within(self.importer, packages)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.is_of("pyps", "pyps_wire", "pyps_client")
+
+    @property
+    def is_stdlib(self) -> bool:
+        return self.name.split(".")[0] in sys.stdlib_module_names
+
+
+def _within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def modules() -> dict[str, ast.Module]:
+    """Returns every module of both distributions, parsed, generated code left out."""
+    found = {}
+    for root, package in ((ROOT, "pyps"), (ROOT / "client", "pyps_wire"), (ROOT / "client", "pyps_client")):
+        for path in sorted((root / package).rglob("*.py")):
+            if "_pb2" in path.name:
+                continue
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text(), filename=str(path))
+    return found
+
+
+def imports_of(
+    importer: str, node: ast.AST, *, lazy: bool = False, for_types: bool = False
+) -> Iterator[Import]:
+    """Yields the imports below a node."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(importer, child.lineno, alias.name, lazy, for_types)
+        elif isinstance(child, ast.ImportFrom):
+            for alias in child.names:
+                name = "." * child.level + ".".join(filter(None, (child.module, alias.name)))
+                yield Import(importer, child.lineno, name, lazy, for_types)
+        else:
+            within_function = lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            within_types = for_types or (
+                isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+            )
+            yield from imports_of(importer, child, lazy=within_function, for_types=within_types)
+
+
+MODULES = modules()
+IMPORTS = [found for name, tree in MODULES.items() for found in imports_of(name, tree)]
+
+RULES: dict[str, Callable[[Import], bool]] = {
+    # True for an import that breaks the rule.
+    "imports are absolute": lambda i: i.name.startswith("."),
+    "core imports the standard library, numpy, the kernels and the errors": lambda i: (
+        i.is_by("pyps.core")
+        and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", "pyps_wire.errors", "pyps.core"))
+        and not (i.for_types and i.is_of("typing_extensions"))
+    ),
+    "core knows no clock, file, process or network": lambda i: (
+        i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD)
+    ),
+    "grpc stays in service, server, cli and the client's transport": lambda i: (
+        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.server", "pyps.cli", *CLIENT_TRANSPORT)
+    ),
+    "the server's distribution never imports torch": lambda i: i.is_of("torch") and i.is_by("pyps"),
+    "pyps_wire imports neither torch nor the packages above it": lambda i: (
+        i.is_by("pyps_wire") and i.is_of("torch", "pyps", "pyps_client")
+    ),
+    "torch stays in pyps_client.torch, and lazily in pyps_client.data": lambda i: (
+        i.is_of("torch", "pyps_client.torch")
+        and not i.is_by("pyps_client.torch")
+        and not (i.for_types or i.lazy)
+    ),
+    # The package itself asks for torch only to say in words that RemoteOptimizer lacks it.
+    "torch is imported by name in pyps_client.torch and pyps_client.data only": lambda i: (
+        i.is_of("torch")
+        and not i.is_by("pyps_client.torch", "pyps_client.data")
+        and not (i.importer == "pyps_client" and i.lazy)
+    ),
+    "nothing of the client's distribution imports the server's": lambda i: (
+        i.is_by("pyps_wire", "pyps_client") and i.is_of("pyps")
+    ),
+    "the server's distribution imports the client in cli and launcher only": lambda i: (
+        i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher")
+    ),
+    "nothing but cli imports cli or the server": lambda i: (
+        i.is_of("pyps.cli", "pyps.server") and not i.is_by("pyps.cli", "pyps.server", "pyps.__main__")
+    ),
+    "the client imports no more than its distribution asks for": lambda i: (
+        i.is_by("pyps_wire", "pyps_client")
+        and not (i.is_ours or i.is_stdlib or i.is_of("numpy", "google.protobuf", "torch", *GRPC[:1]))
+        and not (i.for_types and i.is_of("typing_extensions"))
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_import_rule(rule):
+    broken = [f"{i.importer}, line {i.line}: {i.name}" for i in IMPORTS if RULES[rule](i)]
+    assert not broken, f"{rule}; broken by {broken}"
+
+
+@pytest.mark.parametrize(
+    ("importer", "text", "rule"),
+    [
+        (
+            "pyps.core.shard",
+            "import grpc",
+            "core imports the standard library, numpy, the kernels and the errors",
+        ),
+        ("pyps.core.shard", "from time import time", "core knows no clock, file, process or network"),
+        (
+            "pyps.run",
+            "def f():\n  import grpc.aio",
+            "grpc stays in service, server, cli and the client's transport",
+        ),
+        (
+            "pyps_client",
+            "import pyps_client.torch",
+            "torch stays in pyps_client.torch, and lazily in pyps_client.data",
+        ),
+        ("pyps_wire.codecs", "import torch", "pyps_wire imports neither torch nor the packages above it"),
+        (
+            "pyps_client.client",
+            "from pyps import run",
+            "nothing of the client's distribution imports the server's",
+        ),
+        (
+            "pyps.run",
+            "from pyps_client import Client",
+            "the server's distribution imports the client in cli and launcher only",
+        ),
+    ],
+)
+def test_a_rule_finds_what_breaks_it(importer, text, rule):
+    assert any(RULES[rule](found) for found in imports_of(importer, ast.parse(text)))
+
+
+def test_the_modules_were_found():
+    assert {"pyps", "pyps.core", "pyps_wire.framing", "pyps_client"} <= set(MODULES)
+
+
+def test_the_client_loads_without_torch_and_without_the_server():
+    names = [
+        name
+        for name in MODULES
+        if _within(name, ("pyps_wire", "pyps_client")) and not _within(name, ("pyps_client.torch",))
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
+        "print([name for name in ('torch', 'pyps') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
