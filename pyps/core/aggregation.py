@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pyps_wire.errors import BadRequest
-
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Reason
 from pyps.core.staleness import Weighing
+from pyps_wire.errors import BadRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from pyps_wire.errors import BadRequest, WrongSize
-
 from pyps import _kernels
 from pyps.core.aggregation import Aggregation, Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.arrays import Floats, aligned_copy, read_only
@@ -20,6 +18,7 @@ from pyps.core.recorder import Recorder
 from pyps.core.staleness import StalenessPolicy, WeighingContext
 from pyps.core.update import Target, apply_update, rate_of
 from pyps.core.update_rules import Slots, UpdateRule, validate
+from pyps_wire.errors import BadRequest, WrongSize
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from pyps_wire.errors import UnsupportedOptimizer
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
+from pyps_wire.errors import UnsupportedOptimizer
 
 Slots = dict[str, Floats]
 

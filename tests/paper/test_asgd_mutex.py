@@ -1,0 +1,106 @@
+"""ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): a mutex around handing out and updating the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pyps.core import aggregation, staleness
+from pyps.core.arrays import Floats
+from pyps.core.shard import Shard
+from pyps.core.update_rules import Sgd, Slots
+from shards import Log, gradient, make_shard, run_together
+
+# Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
+LENGTH = 200_000
+
+
+class Owners:
+    """Counts who is inside; neither += is atomic, so a second owner also shows as a lost count."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.most = 0
+        self.entries = 0
+
+    def __enter__(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entries += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.inside -= 1
+
+
+class WatchedSgd(Sgd):
+    """SGD that notes who is inside an update."""
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        payload: bytes | memoryview,
+        codec: int,
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        with self.owners:
+            super().apply(
+                parameters, slots, payload, codec, rate=rate, version=version, hyperparameters=hyperparameters
+            )
+
+
+def test_no_update_meets_another_update_or_a_read() -> None:
+    owners, rounds = Owners(), 60
+    shard = Shard(
+        0,
+        np.zeros(LENGTH, np.float32),
+        rule=WatchedSgd(owners),
+        hyperparameters={"learning_rate": 1.0},
+        aggregation=aggregation.parse("async"),
+        staleness=staleness.parse("none"),
+    )
+    values = np.ones(LENGTH, np.float32)
+
+    def copy(version: int, parameters: Floats) -> None:
+        with owners:
+            parameters.copy()
+
+    def pusher(worker_id: str) -> None:
+        for sequence in range(rounds):
+            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), num_workers=2)
+
+    def reader() -> None:
+        for _ in range(rounds):
+            shard.read(copy)
+
+    run_together([lambda: pusher("a"), lambda: pusher("b"), reader, reader])
+    assert (owners.most, owners.entries) == (1, 4 * rounds)
+
+
+def test_every_pull_returns_a_model_that_was() -> None:
+    """A torn read would mix two versions: every update moves all parameters by the same 1."""
+    shard = make_shard(np.zeros(LENGTH), recorder=Log())
+    values = -np.ones(LENGTH, np.float32)
+    torn: list[int] = []
+
+    def whole(version: int, parameters: Floats) -> None:
+        if not (parameters == version).all():
+            torn.append(version)
+
+    def pusher(worker_id: str) -> None:
+        for sequence in range(60):
+            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), num_workers=2)
+
+    def reader() -> None:
+        while shard.version < 120:
+            shard.read(whole)
+
+    run_together([lambda: pusher("a"), lambda: pusher("b"), reader])
+    assert torn == []

@@ -1,0 +1,172 @@
+"""Exactly once: whatever is lost, repeated or overtaken on the way, each push is applied once or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.core.ledger import FORGOTTEN, Ledger, LedgerState
+from pyps.core.receipt import Outcome, Reason, Receipt
+from shards import Log, gradient, make_shard, pull, restored
+
+
+def receipt(sequence: int) -> Receipt:
+    return Receipt(
+        shard_id=0,
+        sequence=sequence,
+        outcome=Outcome.APPLIED,
+        version_before=sequence,
+        version_after=sequence + 1,
+    )
+
+
+def filled(sequences: range, **limits: int) -> Ledger:
+    ledger = Ledger(**limits)
+    for sequence in sequences:
+        ledger.record("a", 1, receipt(sequence))
+    return ledger
+
+
+def test_a_push_never_heard_of_is_new() -> None:
+    assert Ledger().lookup("a", 1, 0) is None
+
+
+def test_a_recorded_push_is_found() -> None:
+    assert filled(range(3)).lookup("a", 1, 1) == receipt(1)
+
+
+def test_another_workers_push_of_the_same_number_is_new() -> None:
+    assert filled(range(3)).lookup("b", 1, 1) is None
+
+
+def test_another_incarnations_push_of_the_same_number_is_new() -> None:
+    assert filled(range(3)).lookup("a", 2, 1) is None
+
+
+def test_the_last_eight_receipts_of_a_worker_are_kept() -> None:
+    ledger = filled(range(20))
+    assert [ledger.lookup("a", 1, sequence) for sequence in range(12, 20)] == [
+        receipt(s) for s in range(12, 20)
+    ]
+
+
+def test_what_is_older_than_the_kept_receipts_is_forgotten() -> None:
+    assert filled(range(20)).lookup("a", 1, 11) is FORGOTTEN
+
+
+def test_a_push_that_was_overtaken_is_still_new() -> None:
+    ledger = filled(range(1, 8))
+    assert ledger.lookup("a", 1, 0) is None
+
+
+def test_a_push_that_was_overtaken_by_too_many_is_forgotten() -> None:
+    ledger = filled(range(1, 10))
+    assert ledger.lookup("a", 1, 0) is FORGOTTEN
+
+
+def test_pushes_of_a_worker_that_was_let_go_are_not_taken_for_new() -> None:
+    ledger = Ledger(lives_max=2)
+    for incarnation, worker_id in enumerate("abc", start=10):
+        ledger.record(worker_id, incarnation, receipt(0))
+    assert ledger.lookup("a", 10, 0) is FORGOTTEN
+
+
+def test_a_later_life_of_a_worker_that_was_let_go_is_new() -> None:
+    ledger = Ledger(lives_max=2)
+    for incarnation, worker_id in enumerate("abc", start=10):
+        ledger.record(worker_id, incarnation, receipt(0))
+    assert ledger.lookup("a", 20, 0) is None
+
+
+def test_the_worker_that_was_silent_longest_is_let_go() -> None:
+    ledger = Ledger(lives_max=2)
+    for worker_id, sequence in [("a", 0), ("b", 0), ("a", 1), ("c", 0)]:
+        ledger.record(worker_id, 1, receipt(sequence))
+    assert [ledger.lookup(w, 1, 0) for w in "abc"] == [receipt(0), FORGOTTEN, receipt(0)]
+
+
+def test_memory_is_bounded_whatever_workers_come() -> None:
+    ledger = Ledger(receipts_max=2, lives_max=3)
+    for number in range(100):
+        ledger.record(f"worker-{number % 10}", number, receipt(number))
+        ledger.record(f"worker-{number % 10}", number, receipt(number + 1))
+    assert len(ledger) == 6
+
+
+def test_a_ledger_comes_back_from_its_json() -> None:
+    ledger = filled(range(20), lives_max=1)
+    ledger.record("b", 2, replace(receipt(5), reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"))
+    state = ledger.entries()
+    assert LedgerState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_a_restored_ledger_answers_as_before() -> None:
+    ledger = filled(range(20))
+    again = Ledger(ledger.entries())
+    assert [again.lookup("a", 1, s) for s in range(25)] == [ledger.lookup("a", 1, s) for s in range(25)]
+
+
+# Properties, through a real shard: every push of every life has a parameter of its own, which counts how
+# often the push was applied.
+
+LIVES = [("a", 1), ("a", 2), ("b", 1)]
+PUSHES = 12
+
+deliveries = st.lists(st.tuples(st.sampled_from(range(len(LIVES))), st.integers(0, PUSHES - 1)), max_size=120)
+
+
+def one_hot(life: int, sequence: int) -> np.ndarray:
+    values = np.zeros(len(LIVES) * PUSHES, np.float32)
+    values[life * PUSHES + sequence] = -1.0
+    return values
+
+
+def deliver(shard, life: int, sequence: int) -> Receipt:
+    worker_id, incarnation = LIVES[life]
+    sent = gradient(one_hot(life, sequence), worker_id=worker_id, incarnation=incarnation, sequence=sequence)
+    return shard.push(sent, num_workers=1)
+
+
+@given(deliveries, st.integers(0, 120))
+@settings(max_examples=150, deadline=None)
+def test_each_push_is_applied_as_often_as_its_first_answer_says(
+    order: list[tuple[int, int]], restore_after: int
+) -> None:
+    shard = make_shard(np.zeros(len(LIVES) * PUSHES))
+    first: dict[tuple[int, int], Receipt] = {}
+    for number, (life, sequence) in enumerate(order):
+        if number == restore_after:
+            shard = restored(shard, shard.state())
+        answer = deliver(shard, life, sequence)
+        first.setdefault((life, sequence), answer)
+    applied = pull(shard)[1].reshape(len(LIVES), PUSHES)
+    for (life, sequence), answer in first.items():
+        assert applied[life, sequence] == (answer.outcome == Outcome.APPLIED)
+    assert applied.sum() == shard.version
+
+
+@given(deliveries)
+@settings(max_examples=100, deadline=None)
+def test_a_repeated_push_gets_its_first_answer_or_none(order: list[tuple[int, int]]) -> None:
+    shard = make_shard(np.zeros(len(LIVES) * PUSHES))
+    first: dict[tuple[int, int], Receipt] = {}
+    for life, sequence in order:
+        answer = deliver(shard, life, sequence)
+        known = first.setdefault((life, sequence), answer)
+        if answer is not known and answer.reason != Reason.FORGOTTEN:
+            assert answer == replace(known, duplicate=True)
+
+
+@given(st.lists(st.permutations(range(8)), min_size=1, max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_no_push_is_refused_that_was_overtaken_by_fewer_than_eight(blocks: list[list[int]]) -> None:
+    log = Log()
+    shard = make_shard([0.0], recorder=log)
+    order = [8 * block + place for block, places in enumerate(blocks) for place in places]
+    for sequence in order:
+        shard.push(gradient([1.0], sequence=sequence), num_workers=1)
+    assert len(log.applied(0)) == len(order)

@@ -1,0 +1,137 @@
+"""Who counts as a live worker, and who may use a worker's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps.core.membership import GONE_FACTOR, Membership, WorkerInfo, WorkerState
+from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
+
+
+@pytest.fixture
+def members() -> Membership:
+    return Membership(lease_seconds=30.0, workers_max=3)
+
+
+def ids(members: Membership) -> list[str]:
+    return [member.worker_id for member in members.alive()]
+
+
+def test_a_worker_that_joins_is_alive(members: Membership) -> None:
+    member = members.join("a", 1, now=5.0, info=WorkerInfo(host="box"))
+    assert (member.alive, member.info.host, member.joined_at) == (True, "box", 5.0)
+    assert (ids(members), members.num_alive) == (["a"], 1)
+
+
+def test_a_silent_workers_lease_runs_out(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.join("b", 1, now=10.0)
+    assert [member.worker_id for member in members.expire(30.5)] == ["a"]
+    assert (ids(members), members.num_alive) == (["b"], 1)
+
+
+def test_a_lease_runs_out_once(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.expire(31.0)
+    assert members.expire(32.0) == []
+
+
+def test_a_sign_of_life_renews_the_lease(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.renew("a", 1, now=20.0)
+    assert members.expire(45.0) == []
+
+
+def test_a_sign_of_life_that_was_overtaken_does_not_shorten_the_lease(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.renew("a", 1, now=20.0)
+    members.renew("a", 1, now=1.0)
+    assert members.expire(45.0) == []
+
+
+def test_an_expired_worker_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.expire(31.0)
+    assert members.renew("a", 1, now=40.0).alive
+    assert members.num_alive == 1
+
+
+def test_an_unknown_worker_is_told_to_say_hello(members: Membership) -> None:
+    with pytest.raises(UnknownWorker, match="say Hello"):
+        members.renew("a", 1, now=0.0)
+
+
+def test_a_new_process_is_told_to_say_hello_first(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    with pytest.raises(UnknownWorker, match="say Hello"):
+        members.renew("a", 2, now=1.0)
+
+
+def test_a_later_process_takes_the_name_over(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.join("a", 2, now=1.0)
+    with pytest.raises(Superseded, match="later process"):
+        members.renew("a", 1, now=2.0)
+    assert members.num_alive == 1
+
+
+def test_an_earlier_process_cannot_take_the_name_from_a_live_one(members: Membership) -> None:
+    members.join("a", 2, now=0.0)
+    with pytest.raises(Superseded, match="incarnation 2, this one is 1"):
+        members.join("a", 1, now=1.0)
+
+
+def test_a_process_with_a_slow_clock_gets_the_name_of_a_dead_one(members: Membership) -> None:
+    members.join("a", 2, now=0.0)
+    members.expire(31.0)
+    assert members.join("a", 1, now=32.0).incarnation == 1
+
+
+def test_a_worker_that_leaves_no_longer_counts(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    left = members.leave("a", 1, now=1.0, state=WorkerState.FAILED, message="out of memory")
+    assert left is not None
+    assert (left.state, left.message, members.num_alive) == (WorkerState.FAILED, "out of memory", 0)
+
+
+def test_a_worker_that_left_has_to_say_hello_to_come_back(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.leave("a", 1, now=1.0, state=WorkerState.FINISHED)
+    with pytest.raises(UnknownWorker):
+        members.renew("a", 1, now=2.0)
+    assert members.join("a", 1, now=3.0).alive
+
+
+def test_the_farewell_of_an_earlier_process_does_not_end_the_later(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.join("a", 2, now=1.0)
+    assert members.leave("a", 1, now=2.0, state=WorkerState.FINISHED) is None
+    assert members.num_alive == 1
+
+
+def test_too_many_workers_are_refused_with_the_setting_to_change(members: Membership) -> None:
+    for worker_id in "abc":
+        members.join(worker_id, 1, now=0.0)
+    with pytest.raises(LimitExceeded, match=r"3 workers are alive and the limit is 3; raise --max-workers"):
+        members.join("d", 1, now=1.0)
+
+
+def test_a_full_house_lets_its_own_workers_say_hello_again(members: Membership) -> None:
+    for worker_id in "abc":
+        members.join(worker_id, 1, now=0.0)
+    assert members.join("b", 2, now=1.0).incarnation == 2
+
+
+def test_a_repeated_hello_keeps_the_workers_figures(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.renew("a", 1, now=1.0, clock=7, scalars={"loss": 0.5})
+    member = members.join("a", 1, now=2.0)
+    assert (member.clock, dict(member.scalars), member.joined_at) == (7, {"loss": 0.5}, 0.0)
+
+
+def test_gone_workers_are_forgotten_in_the_end(members: Membership) -> None:
+    for number in range(100):
+        members.join(f"worker-{number}", 1, now=float(number))
+        members.leave(f"worker-{number}", 1, now=float(number), state=WorkerState.FINISHED)
+    assert len(members.all()) <= GONE_FACTOR * 3
+    assert members.get("worker-99") is not None

@@ -1,0 +1,80 @@
+"""Updates of several gradients: their shares, their staleness, what they do not cover."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps.core.aggregation import Contribution, Part
+from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.gradient import Extent, PayloadKind
+from pyps.core.staleness import Weighing
+from pyps.core.update import Target, apply_update
+from pyps.core.update_rules import RULES, validate
+from shards import floats, gradient
+
+
+def part(
+    values: list[float], *, share: float = 0.5, weight: float = 1.0, rate_scale: float = 1.0, **fields: object
+) -> Part:
+    weighing = Weighing(weight=weight, rate_scale=rate_scale)
+    return Part(Contribution(gradient(values, **fields), 0, weighing), share)
+
+
+def updated(
+    rule: str, length: int, *parts: Part, learning_rate: float = 1.0
+) -> tuple[Floats, dict[str, Floats]]:
+    settings = {"learning_rate": learning_rate} | ({"eps": 0.0} if rule == "adagrad" else {})
+    settled = validate(rule, settings)
+    slots = RULES[rule].make_slots(length, settled)
+    target = Target(aligned_zeros(length), slots, RULES[rule], settled, version=0)
+    apply_update(target, parts)
+    return target.parameters, slots
+
+
+def test_the_shares_make_a_mean() -> None:
+    parameters, _ = updated("sgd", 1, part([1.0]), part([3.0]))
+    assert parameters.tolist() == [-2.0]
+
+
+def test_sgd_divides_each_gradient_by_its_own_staleness() -> None:
+    parameters, _ = updated("sgd", 1, part([8.0], rate_scale=1.0), part([8.0], rate_scale=0.25))
+    assert parameters.tolist() == [pytest.approx(-(0.5 * 8.0 + 0.5 * 8.0 * 0.25))]
+
+
+def test_an_adaptive_rule_shortens_the_step_and_keeps_its_slots_clean() -> None:
+    # Equal staleness: the accumulator sees the plain mean, the step alone is a quarter.
+    parameters, slots = updated("adagrad", 1, part([2.0], rate_scale=0.25), part([4.0], rate_scale=0.25))
+    assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
+
+
+def test_a_weight_multiplies_the_gradient_itself() -> None:
+    parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
+    assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)
+
+
+def test_a_rate_scale_of_zero_makes_no_step() -> None:
+    parameters, _ = updated("sgd", 1, part([2.0], rate_scale=0.0), part([4.0], rate_scale=0.0))
+    assert parameters.tolist() == [0.0]
+
+
+def test_what_no_gradient_covers_is_left_alone() -> None:
+    parameters, slots = updated(
+        "adagrad",
+        5,
+        part([2.0, 2.0], extents=(Extent(0, 2),)),
+        part([4.0, 4.0], extents=(Extent(1, 1), Extent(4, 1))),
+    )
+    assert slots["accumulator"].tolist() == [1.0, 9.0, 0.0, 0.0, 4.0]
+    assert parameters.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]
+
+
+def test_gradients_and_deltas_may_share_an_update() -> None:
+    parameters, slots = updated("adagrad", 1, part([2.0]), part([3.0], kind=PayloadKind.DELTA))
+    assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0 + 1.5)
+
+
+def test_gradients_are_added_in_the_order_of_the_parts() -> None:
+    large, small = [2.0**25], [1.0]
+    forward, _ = updated("sgd", 1, *(part(v, share=1.0) for v in (large, small, [-(2.0**25)])))
+    backward, _ = updated("sgd", 1, *(part(v, share=1.0) for v in (large, [-(2.0**25)], small)))
+    assert (forward.tolist(), backward.tolist()) == ([0.0], floats(-1.0).tolist())
