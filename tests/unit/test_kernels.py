@@ -527,10 +527,10 @@ def test_another_thread_runs_during_the_call(call):
             ran.append(True)
 
     thread = threading.Thread(target=other)
-    thread.start()
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(3600)
+    sys.setswitchinterval(3600)  # Before the thread starts: a thread keeps to the interval it met first.
     try:
+        thread.start()
         gate.release()
         for _ in range(1000):
             call(*arrays)
