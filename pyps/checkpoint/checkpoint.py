@@ -21,8 +21,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors
-from pyps_wire.errors import PypsError
-from pyps_wire.partition import Model, Tensor
 from safetensors import safe_open
 
 from pyps import __version__
@@ -34,6 +32,8 @@ from pyps.core.shard import Shard, ShardState
 from pyps.core.update_rules import find
 from pyps.plain import contribution_from_plain, contribution_to_plain
 from pyps.run.settings import RuleSettings
+from pyps_wire.errors import PypsError
+from pyps_wire.partition import Model, Tensor
 
 FORMAT_VERSION = 1
 PARAMETERS = "parameters.safetensors"

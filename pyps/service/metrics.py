@@ -1,0 +1,246 @@
+"""The server's Prometheus page: counted anyway, put together when somebody asks."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from pyps import _kernels
+from pyps.config import ConfigError
+from pyps.core.membership import WorkerState
+from pyps.process import resident_bytes
+from pyps.run import Run, RunState
+from pyps.run.run import SOFTWARE
+from pyps.service.hosting import address_of, busy_port
+from pyps.service.limits import ByteBudget
+from pyps.statistics import Statistics, Tally
+
+# A sample for each shard is useful up to here; beyond, the smallest and the largest version say enough.
+SHARDS_LISTED_MAX = 100
+STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# A scraper that says nothing for so long is cut off.
+REQUEST_TIMEOUT_SECONDS = 10.0
+
+
+class RunCollector(Collector):
+    """Reads a run's counts at scrape time; nothing is counted twice."""
+
+    def __init__(self, run: Run, budget: ByteBudget):
+        self._run = run
+        self._budget = budget
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every family, also those without a value yet: a dashboard never misses one."""
+        statistics = self._run.statistics
+        yield from self._about_run()
+        yield from _about_pushes(statistics.total())
+        yield from self._about_time(statistics)
+        yield from self._about_versions()
+        yield from self._about_memory()
+
+    def _about_run(self) -> Iterator[Metric]:
+        run = self._run
+        yield InfoMetricFamily(
+            "pyps",
+            "What is in force.",
+            value={
+                "software": SOFTWARE,
+                "instruction_set": _kernels.isa(),
+                "run_id": run.run_id,
+                "protocol": run.aggregation.name,
+                "staleness": run.staleness.name,
+                "rule": run.optimizer.rule if run.optimizer else "",
+                "server_index": str(run.server_index),
+            },
+        )
+        state = run.state
+        states = GaugeMetricFamily("pyps_run_state", "1 for the state the run is in.", labels=["state"])
+        for known in RunState:
+            states.add_metric([known.name.lower()], float(known == state))
+        yield states
+        yield GaugeMetricFamily("pyps_epoch", "Restores and resets since the run began.", value=run.epoch)
+        members = [member.state for member in run.membership.all()]
+        workers = GaugeMetricFamily("pyps_workers", "Workers known, by state.", labels=["state"])
+        for worker_state in WorkerState:
+            workers.add_metric([worker_state.value], members.count(worker_state))
+        yield workers
+        yield GaugeMetricFamily("pyps_workers_alive", "Live workers.", value=run.membership.num_alive)
+
+    def _about_time(self, statistics: Statistics) -> Iterator[Metric]:
+        last = statistics.last_update
+        timestamp = 0.0 if last is None else time.time() - (self._run.clock() - last)
+        yield GaugeMetricFamily(
+            "pyps_last_update_timestamp_seconds",
+            "Unix time of the last update; 0 before it.",
+            value=timestamp,
+        )
+        apply = statistics.apply_seconds()
+        buckets = _cumulative(zip(apply.bounds, apply.counts, strict=True), above=apply.above)
+        yield HistogramMetricFamily(
+            "pyps_apply_seconds",
+            "Seconds that pushes took in their shard.",
+            buckets=buckets,
+            sum_value=apply.sum,
+        )
+
+    def _about_versions(self) -> Iterator[Metric]:
+        shards = self._run.shards
+        versions = {shard_id: shard.version for shard_id, shard in shards.items()}
+        yield GaugeMetricFamily("pyps_shards", "Shards on this server.", value=len(shards))
+        for name, choose in (("min", min), ("max", max)):
+            yield GaugeMetricFamily(
+                f"pyps_version_{name}",
+                f"The {name} of the shards' versions.",
+                value=choose(versions.values(), default=0),
+            )
+        listed = GaugeMetricFamily(
+            "pyps_shard_version", f"Each shard's version, up to {SHARDS_LISTED_MAX} shards.", labels=["shard"]
+        )
+        if len(versions) <= SHARDS_LISTED_MAX:
+            for shard_id, version in versions.items():
+                listed.add_metric([str(shard_id)], version)
+        yield listed
+
+    def _about_memory(self) -> Iterator[Metric]:
+        shards = list(self._run.shards.values())
+        memory = GaugeMetricFamily("pyps_memory_bytes", "Bytes held, by what for.", labels=["kind"])
+        memory.add_metric(["parameters"], 4 * sum(shard.length for shard in shards))
+        memory.add_metric(["slots"], sum(shard.slots_bytes for shard in shards))
+        memory.add_metric(["in_flight"], self._budget.bytes_held)
+        memory.add_metric(["resident"], resident_bytes())
+        yield memory
+        yield GaugeMetricFamily(
+            "pyps_in_flight_bytes_max",
+            "Most bytes of pushes and pulls held at once.",
+            value=self._budget.bytes_max,
+        )
+        receipts = sum(shard.num_receipts for shard in shards)
+        yield GaugeMetricFamily("pyps_ledger_receipts", "Receipts kept for repeated pushes.", value=receipts)
+
+
+class MetricsServer:
+    """Serves the page over HTTP on threads of its own."""
+
+    def __init__(self, run: Run, *, host: str, port: int, token: str | None, budget: ByteBudget):
+        """Binds the port. Raises ConfigError when it is taken."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(RunCollector(run, budget))
+        ProcessCollector(registry=registry)
+        PlatformCollector(registry=registry)
+        application = _guarded(make_wsgi_app(registry), token)
+        kind = _Server6 if ":" in host else _Server
+        try:
+            self._server = kind((host.strip("[]"), port), _Handler)
+        except OSError:
+            raise ConfigError(busy_port(host, port, field="metrics_port")) from None
+        self._server.set_app(application)
+        self.address = address_of(host, self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        """Answers from now on."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Gives the port back."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own would ask the name service for this machine's name, which can take seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = REQUEST_TIMEOUT_SECONDS
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Says nothing: a scrape every few seconds is no event."""
+
+
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+def _guarded(application: Application, token: str | None) -> Application:
+    """The application, for those who show the token, where there is one."""
+    if token is None:
+        return application
+    expected = f"Bearer {token}".encode()
+
+    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        shown = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
+        if hmac.compare_digest(shown, expected):
+            return application(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"this server wants its token: Authorization: Bearer TOKEN\n"]
+
+    return guarded
+
+
+def _about_pushes(total: Tally) -> Iterator[Metric]:
+    yield CounterMetricFamily("pyps_updates", "Updates applied to shards.", value=total.updates)
+    pushes = CounterMetricFamily("pyps_pushes", "Pushed shards, by outcome.", labels=["outcome"])
+    for outcome in ("applied", "pending", "rejected", "duplicate"):
+        pushes.add_metric([outcome], getattr(total, outcome))
+    yield pushes
+    payload = CounterMetricFamily("pyps_payload_bytes", "Payload bytes moved.", labels=["direction"])
+    payload.add_metric(["in"], total.bytes_in)
+    payload.add_metric(["out"], total.bytes_out)
+    yield payload
+    counts = dict.fromkeys(STALENESS_BOUNDS, 0)
+    above = 0
+    for staleness, count in total.histogram.items():
+        bound = next((bound for bound in STALENESS_BOUNDS if staleness <= bound), None)
+        if bound is None:
+            above += count
+        else:
+            counts[bound] += count
+    yield HistogramMetricFamily(
+        "pyps_staleness",
+        "Staleness of the gradients taken, in updates.",
+        buckets=_cumulative(counts.items(), above=above),
+        sum_value=total.staleness_sum,
+    )
+    yield GaugeMetricFamily(
+        "pyps_rate_scale_mean",
+        "Mean of what staleness left of the learning rate.",
+        value=total.rate_scale_mean,
+    )
+
+
+def _cumulative(counts: Iterable[tuple[float, int]], *, above: int) -> list[tuple[str, float]]:
+    """A histogram's buckets as Prometheus has them: each counts all that lies at or below its bound."""
+    buckets, sum_so_far = [], 0
+    for bound, count in counts:
+        sum_so_far += count
+        buckets.append((str(float(bound)), float(sum_so_far)))
+    return [*buckets, ("+Inf", float(sum_so_far + above))]
