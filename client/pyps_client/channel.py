@@ -9,9 +9,16 @@ import grpc
 from google.protobuf.message import Message
 
 from pyps_client import fork
-from pyps_client.retry import LinkLost
+from pyps_client.retry import Busy, LinkLost
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
-from pyps_wire.errors import METADATA_KEY, ProtocolMismatch, PypsError, ServerUnavailable, from_status
+from pyps_wire.errors import (
+    METADATA_KEY,
+    LimitExceeded,
+    ProtocolMismatch,
+    PypsError,
+    ServerUnavailable,
+    from_status,
+)
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -95,7 +102,11 @@ class Channel:
                 answered += 1
                 yield message
         except grpc.RpcError as error:
-            raise translate(error, self.address, answered=answered) from None
+            verdict = translate(error, self.address, answered=answered)
+            if isinstance(verdict, LimitExceeded):
+                # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
+                verdict = Busy(str(verdict), answered=answered)
+            raise verdict from None
         finally:
             call.cancel()
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from pyps_client.channel import Channel
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
-from pyps_client.retry import LinkLost, RetryPolicy, Wait
+from pyps_client.retry import Busy, LinkLost, RetryPolicy, Wait
 from pyps_wire.errors import NotInitialized, RunFinished, UnknownWorker
 
 T = TypeVar("T")
@@ -82,17 +82,21 @@ class Connection:
         An operation that is run again goes on where it was: it remembers what was answered.
         """
         wait: Wait | None = None
+        known = True
         while True:
             channel = self.channel
             try:
-                if wait is not None:
+                if wait is not None and not known:
                     rejoin(self, channel, wait.call_seconds)
+                    known = True
                 result = operation(channel)
+            except Busy as busy:
+                problem, progress = str(busy), busy.answered > 0
             except LinkLost as lost:
                 self.renew(channel)
-                problem, progress = str(lost), lost.answered > 0
+                problem, progress, known = str(lost), lost.answered > 0, False
             except (UnknownWorker, NotInitialized) as refused:
-                problem, progress = str(refused), False
+                problem, progress, known = str(refused), False, False
             else:
                 if wait is not None:
                     wait.end()

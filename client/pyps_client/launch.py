@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyps_wire.codecs import codec_of
 from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
@@ -51,6 +52,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "servers", parse_servers(self.servers))
+        codec_of(self.codec)
         _check_place(self.worker_index, self.worker_count)
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))

@@ -70,7 +70,8 @@ class IncomingPull:
                     self._take(message)
                     answered += 1
             except LinkLost as lost:
-                raise LinkLost(str(lost), answered=answered) from None
+                lost.answered = answered
+                raise
             self._waiting.difference_update(asked)
         return self._changed
 

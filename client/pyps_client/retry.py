@@ -24,6 +24,10 @@ class LinkLost(Exception):
         self.answered = answered
 
 
+class Busy(LinkLost):
+    """The server's request to try again later. The connection is sound and the caller still known."""
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Exponential backoff with jitter up to a deadline, and a line now and then on what is waited for."""

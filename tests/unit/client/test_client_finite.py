@@ -1,0 +1,45 @@
+"""The guard that keeps NaN and infinity from the wire."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pyps_client.finite import FiniteGuard, first_non_finite
+from pyps_wire.errors import NotFinite
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("index", [0, 7, 4096])
+def test_the_first_bad_value_is_found_wherever_it_stands(value: float, index: int) -> None:
+    gradient = np.ones(4097, np.float32)
+    gradient[index:] = value
+
+    assert first_non_finite(gradient) == index
+    assert first_non_finite(gradient.astype(np.float16)) == index
+    assert first_non_finite((gradient.view(np.uint32) >> 16).astype(np.uint16)) == index
+
+
+def test_infinities_that_cancel_are_found() -> None:
+    assert first_non_finite(np.array([1, np.inf, -np.inf], np.float32)) == 1
+
+
+def test_large_finite_values_whose_sum_overflows_pass() -> None:
+    assert first_non_finite(np.full(1000, 3e38, np.float32)) is None
+    assert first_non_finite(np.full(1000, 65504, np.float16)) is None
+    assert first_non_finite(np.empty(0, np.float32)) is None
+
+
+def test_ten_in_a_row_end_the_worker_and_a_good_one_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    guard = FiniteGuard()
+    for _ in range(9):
+        guard.skipped("w", (1, 2), float("nan"))
+    guard.passed()
+    for _ in range(9):
+        guard.skipped("w", (1, 2), float("nan"))
+
+    with pytest.raises(NotFinite, match=r"gradient of w\[1, 2\] is nan; 10 gradients in a row"):
+        guard.skipped("w", (1, 2), float("nan"))
+
+    assert guard.skips_total == 19
+    assert "the gradient of w[1, 2] is nan" in caplog.text

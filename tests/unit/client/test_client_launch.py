@@ -1,0 +1,111 @@
+"""A worker's launch settings, from the environment and from arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyps_client.launch import Launch, parse_servers
+from pyps_wire.errors import BadRequest
+
+
+def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("secret-token\n")
+    environment = {
+        "PYPS_SERVERS": "a:1, b:2",
+        "PYPS_RUN_ID": "digits",
+        "PYPS_WORKER_INDEX": "2",
+        "PYPS_WORKER_COUNT": "4",
+        "PYPS_TOKEN_FILE": str(token_file),
+        "PYPS_START_WAIT_SECONDS": "7.5",
+        "PYPS_USE_PROXY": "yes",
+    }
+
+    launch = Launch.from_environment(environment=environment)
+
+    assert launch == Launch(
+        servers=("a:1", "b:2"),
+        run_id="digits",
+        worker_id="worker-2",
+        worker_index=2,
+        worker_count=4,
+        token="secret-token",
+        start_wait_seconds=7.5,
+        use_proxy=True,
+    )
+
+
+def test_an_argument_goes_before_the_environment_unless_it_is_none() -> None:
+    environment = {"PYPS_SERVERS": "a:1", "PYPS_RUN_ID": "theirs", "PYPS_WORKER_ID": "w"}
+
+    launch = Launch.from_environment("b:2", environment=environment, run_id="mine", worker_id=None)
+
+    assert (launch.servers, launch.run_id, launch.worker_id) == (("b:2",), "mine", "w")
+
+
+def test_rank_and_world_size_are_never_read() -> None:
+    environment = {"PYPS_SERVERS": "a:1", "RANK": "3", "WORLD_SIZE": "8"}
+
+    launch = Launch.from_environment(environment=environment)
+
+    assert launch.worker_index is None
+    assert launch.worker_count is None
+
+
+def test_the_token_is_not_printed() -> None:
+    assert "secret" not in repr(Launch(servers=("a:1",), token="secret"))
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("host", ("host:7610",)),
+        ("host:80,other:81,", ("host:80", "other:81")),
+        (["[::1]:7610"], ("[::1]:7610",)),
+    ],
+)
+def test_addresses_are_read(given: str | list[str], parsed: tuple[str, ...]) -> None:
+    assert parse_servers(given) == parsed
+
+
+@pytest.mark.parametrize(
+    ("servers", "complaint"),
+    [
+        ("", "No servers were named"),
+        ("http://host:7610", "'http://host:7610' is malformed: expected host:port"),
+        ("host:port", "'host:port' is malformed"),
+        ("host:70000", "has port 70000; expected 1 to 65535"),
+        ("::1", "'::1' is malformed"),
+        ("a:1,b:2,a:1", "a:1 is listed twice"),
+    ],
+)
+def test_a_malformed_address_is_refused_by_name(servers: str, complaint: str) -> None:
+    with pytest.raises(BadRequest, match=complaint.replace("(", r"\(")):
+        parse_servers(servers)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "complaint"),
+    [
+        ("PYPS_WORKER_INDEX", "two", "PYPS_WORKER_INDEX is 'two'; expected a whole number"),
+        ("PYPS_WORKER_INDEX", "4", "worker_index is 4 of 4 workers; expected 0 to 3"),
+        ("PYPS_WORKER_INDEX", "-1", "is -1; expected 0 or more"),
+        ("PYPS_START_WAIT_SECONDS", "-1", "start_wait_seconds is -1.0"),
+        ("PYPS_LOSS_WAIT_SECONDS", "nan", "loss_wait_seconds is nan"),
+        ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
+        ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
+        ("PYPS_CODEC", "float8", "codec"),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, complaint: str) -> None:
+    environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
+
+    with pytest.raises(BadRequest, match=complaint):
+        Launch.from_environment(environment=environment)
+
+
+def test_an_unknown_setting_is_refused_by_name() -> None:
+    with pytest.raises(BadRequest, match="no launch setting 'runid'"):
+        Launch.from_environment("a:1", environment={}, runid="x")
