@@ -1,0 +1,201 @@
+"""Where each parameter of a torch model lies in its group's vector, and on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring tensors of one block that are neighbours in their group's vector too."""
+
+    # Where it begins in the block's buffer and in the group's vector.
+    block_offset: int
+    group_offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The tensors of one group on one device, which share flat buffers."""
+
+    group: int
+    device: torch.device
+    # Indices of tensors, in order, apart by dtype: torch handles many tensors of one dtype at once.
+    batches: tuple[tuple[int, ...], ...]
+    # tensor index -> where it begins in the block's buffer.
+    offsets: Mapping[int, int]
+    stretches: tuple[Stretch, ...]
+    length: int
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The plan by which parameters, in the optimizer's order, become one vector a group and back."""
+
+    model: Model
+    parameters: tuple[torch.Tensor, ...]
+    # Where each tensor begins in its group's vector.
+    group_offsets: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def uses_cuda(self) -> bool:
+        return any(block.on_cuda for block in self.blocks)
+
+    @property
+    def devices(self) -> str:
+        """The devices in words, for people: "cuda:0", "cpu, cuda:1"."""
+        return ", ".join(dict.fromkeys(str(block.device) for block in self.blocks))
+
+
+def plan(
+    module: torch.nn.Module,
+    param_groups: Sequence[Mapping[str, Any]],
+    *,
+    shard_size: int = DEFAULT_SHARD_SIZE,
+) -> Layout:
+    """Lays out the parameters of an optimizer's groups; refuses what cannot live on a server."""
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    parameters: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
+    offsets: list[int] = []
+    for group_index, group in enumerate(param_groups):
+        if not group["params"]:
+            raise BadRequest(f"Parameter group {group_index} is empty: leave it out.")
+        offset = 0
+        for index, parameter in enumerate(group["params"]):
+            name = _checked_name(parameter, names, group=group_index, index=index)
+            tensors.append(Tensor(name, tuple(parameter.shape), group_index))
+            parameters.append(parameter)
+            offsets.append(offset)
+            offset += parameter.numel()
+    _refuse_overlaps(parameters, [tensor.name for tensor in tensors])
+    return Layout(
+        model=Model(tuple(tensors), shard_size=shard_size),
+        parameters=tuple(parameters),
+        group_offsets=tuple(offsets),
+        blocks=_blocks(tensors, parameters, offsets),
+    )
+
+
+def _blocks(
+    tensors: Sequence[Tensor], parameters: Sequence[torch.Tensor], offsets: Sequence[int]
+) -> tuple[Block, ...]:
+    members: dict[tuple[int, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        members.setdefault((tensor.group, parameters[index].device), []).append(index)
+    return tuple(
+        _block(group, device, indices, parameters, offsets) for (group, device), indices in members.items()
+    )
+
+
+def _block(
+    group: int,
+    device: torch.device,
+    indices: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+) -> Block:
+    batches: dict[torch.dtype, list[int]] = {}
+    begins: dict[int, int] = {}
+    stretches: list[Stretch] = []
+    length = 0
+    for index in indices:
+        size = parameters[index].numel()
+        batches.setdefault(parameters[index].dtype, []).append(index)
+        begins[index] = length
+        last = stretches[-1] if stretches else None
+        if last is not None and last.group_offset + last.length == offsets[index]:
+            stretches[-1] = Stretch(last.block_offset, last.group_offset, last.length + size)
+        else:
+            stretches.append(Stretch(length, offsets[index], size))
+        length += size
+    return Block(
+        group=group,
+        device=device,
+        batches=tuple(tuple(batch) for batch in batches.values()),
+        offsets=begins,
+        stretches=tuple(stretches),
+        length=length,
+    )
+
+
+def _plain(name: str) -> str:
+    """The parameter's name without what torch.compile puts into it, so that compiled and plain workers
+    agree."""
+    return name.replace("_orig_mod.", "")
+
+
+def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index: int) -> str:
+    """The parameter's name in the model; parameters that servers cannot hold are refused."""
+    where = f"Parameter {index} of group {group}"
+    if torch.nn.parameter.is_lazy(parameter):
+        raise BadRequest(
+            f"{where} has no shape yet: run one batch through the model before RemoteOptimizer is made."
+        )
+    if id(parameter) not in names:
+        raise BadRequest(
+            f"{where} (shape {tuple(parameter.shape)}) is not a parameter of the model: give RemoteOptimizer "
+            f"the model whose parameters the optimizer was made with, after it was moved or wrapped."
+        )
+    name = names[id(parameter)]
+    problem = _problem(parameter)
+    if problem:
+        raise BadRequest(f"{where}, {name!r} of shape {tuple(parameter.shape)}, {problem}.")
+    return name
+
+
+def _problem(parameter: torch.Tensor) -> str:
+    """What keeps a parameter from living on a server, in words; empty for nothing."""
+    if parameter.is_meta:
+        return "is on the meta device and has no values: materialise the model first"
+    if parameter.layout != torch.strided:
+        return f"has layout {parameter.layout}; servers hold dense parameters only"
+    if parameter.is_complex():
+        return f"is complex ({parameter.dtype}); train its real view (torch.view_as_real)"
+    if not parameter.is_floating_point():
+        return f"has dtype {parameter.dtype}; servers hold floating-point parameters only"
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    ):
+        return "is an expanded tensor whose elements share memory: make it contiguous"
+    return ""
+
+
+def _refuse_overlaps(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Refuses different parameters on the same memory: each would be trained apart and overwrite the other.
+
+    Parameters that are views of one storage side by side (as in a flattened LSTM) are fine.
+    """
+    spans = sorted(
+        (str(parameter.device), parameter.data_ptr(), parameter.data_ptr() + _span_bytes(parameter), name)
+        for parameter, name in zip(parameters, names, strict=True)
+        if parameter.numel()
+    )
+    for (device, _, end, name), (next_device, begin, _, next_name) in pairwise(spans):
+        if device == next_device and begin < end:
+            raise BadRequest(
+                f"The parameters {name!r} and {next_name!r} are different Parameter objects that share "
+                f"memory: they would be trained as two and overwrite each other. Tie them as one Parameter "
+                f"(model.a.weight = model.b.weight)."
+            )
+
+
+def _span_bytes(parameter: torch.Tensor) -> int:
+    reach = 1 + sum(
+        (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
+    return reach * parameter.element_size()

@@ -1,0 +1,270 @@
+"""A torch optimizer whose update rule runs on parameter servers, shared by all workers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pyps_client import departure
+from pyps_client.fork import ForkGuard, keep_alive, let_go
+from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.session import Session
+from pyps_client.torch.downpour import Downpour, Schedule
+from pyps_client.torch.layout import plan
+from pyps_client.torch.translate import Translation, refuse_changes, translate, translation_of
+from pyps_wire.common_pb2 import OptimizerSettings, Receipt
+from pyps_wire.errors import BadRequest, SettingsChanged
+from pyps_wire.partition import DEFAULT_SHARD_SIZE
+
+
+class TrainingFinished(SystemExit):
+    """Ends a worker's program, with exit status 0: the run is over and the loop went on.
+
+    Raised by a step after the one in which `RemoteOptimizer.finished` became true, so that a loop that knows
+    nothing of runs ends cleanly, and a loop that tests `finished` never sees it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """Steps of a torch optimizer, taken on parameter servers: `zero_grad`, `backward` and `step` as ever.
+
+    Made from a model and a fresh torch optimizer over its parameters, whose rule and settings the servers
+    take over:
+
+        optimizer = RemoteOptimizer(model, torch.optim.Adagrad(model.parameters(), lr=0.05),
+        servers="host:7610")
+
+    The constructor joins the run and brings its parameters into the model; from then on parameters change
+    inside `step` only. Not trained, and each worker's own: parameters that are not the optimizer's, and
+    buffers such as batch norm's statistics.
+    """
+
+    # Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it.
+    examples_in_batch: int | None
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        servers: str | Sequence[str] | None = None,
+        *,
+        run_id: str | None = None,
+        worker_id: str | None = None,
+        token_file: str | None = None,
+        push_every: int = 1,
+        pull_every: int = 1,
+        overlap: str = "off",
+        local_learning_rate: float | None = None,
+        compat: str | None = None,
+        gradient_dtype: str | None = None,
+        examples_in_batch: int | None = None,
+        shard_size: int = DEFAULT_SHARD_SIZE,
+    ) -> None:
+        """Joins the run on `servers` ("host:port,host:port"; PYPS_SERVERS by default).
+
+        `run_id`, `worker_id`, `token_file`: PYPS_RUN_ID, PYPS_WORKER_ID and PYPS_TOKEN_FILE by default.
+        `push_every`, `pull_every`: minibatches summed in a push, and minibatches between pulls.
+        `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
+        more version of staleness.
+        `local_learning_rate`: the size of the worker's own step between pulls. By default the learning rate
+        under SGD; none under adaptive rules, which must be told with pull_every > 1.
+        `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
+        `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16".
+        `shard_size`: the largest number of parameters in a shard; the same for all workers.
+        """
+        translation = translation_of(optimizer)
+        settings = translate(optimizer)
+        schedule = Schedule(push_every=push_every, pull_every=pull_every, compat=compat)
+        rates = _local_learning_rates(translation, settings, schedule, local_learning_rate)
+        layout = plan(model, optimizer.param_groups, shard_size=shard_size)
+        launch = Launch.from_environment(
+            servers, token_file=token_file, run_id=run_id, worker_id=worker_id, codec=gradient_dtype
+        )
+        self._groups_are_fixed = False
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
+        self._groups_are_fixed = True
+        # The same groups, so that a scheduler that was made with the torch optimizer is noticed too.
+        self.param_groups = optimizer.param_groups
+        # The servers hold it from now on.
+        optimizer.state.clear()
+        self._translation = translation
+        self._settings = settings
+        self._layout = layout
+        self.examples_in_batch = examples_in_batch
+        self._finish_seen = False
+        self._closed = False
+        self._guard = ForkGuard()
+        self._session = Session(
+            layout.model,
+            settings,
+            launch=launch,
+            initial=lambda: self._downpour.parameters.read(),
+            codec=launch.codec,
+            device=layout.devices,
+        )
+        self._downpour = Downpour(
+            self._session,
+            layout,
+            schedule=schedule,
+            overlap=overlap,
+            codec=launch.codec,
+            local_learning_rates=rates,
+        )
+        self._join()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
+        """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as
+        scheduled.
+
+        A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
+        returned. Raises TrainingFinished when the loop goes on although the run is over.
+        """
+        self._guard.check()
+        if self._closed:
+            raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
+        if self._finish_seen:
+            logger.info("the run %s is over: this worker ends", self.run_id)
+            raise TrainingFinished
+        refuse_changes(self._translation, self._settings, self.param_groups)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if loss is not None:
+                self.report(loss=float(loss))
+        count = self.examples_in_batch if examples is None else examples
+        self._downpour.step(
+            [parameter.grad for parameter in self._layout.parameters], example_count=count or 0
+        )
+        self._finish_seen = self.finished
+        return loss
+
+    @property
+    def finished(self) -> bool:
+        """True when the run is over: leave the loop."""
+        return self._downpour.finished
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the whole run, by all workers: the step to log figures under."""
+        return self._session.global_step
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._session.run_id
+
+    @property
+    def num_workers(self) -> int:
+        """Live workers of the run, as the servers last said."""
+        return self._session.num_workers
+
+    @property
+    def receipts(self) -> Sequence[Receipt]:
+        """The servers' answers to the newest push that was answered, one a shard."""
+        return self._downpour.receipts
+
+    @property
+    def skipped(self) -> int:
+        """Gradients of this worker that were not sent because they held NaN or infinity."""
+        return self._downpour.skipped
+
+    def report(self, **scalars: float) -> None:
+        """Sends figures of this worker, such as loss=0.3, to the servers with its next heartbeat."""
+        self._session.report(**scalars)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """The servers' parameters as they are now, by name, on the CPU; the model and its training are left
+        alone."""
+        return self._downpour.snapshot()
+
+    def close(self, cause: str = "finished", message: str = "") -> None:
+        """Leaves the run; pushes what has gathered before, unless the cause is "failed". A second call does
+        nothing.
+
+        The program's end calls it, if nobody did.
+        """
+        if self._closed or self._guard.in_child:
+            return
+        self._closed = True
+        try:
+            if cause == "finished":
+                self._downpour.flush()
+        except BaseException as error:
+            cause, message = departure.cause_of(error)
+            raise
+        finally:
+            self._downpour.close()
+            self._session.close(cause, message)
+            departure.forget(self)
+            let_go(self)
+
+    def __enter__(self) -> RemoteOptimizer:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(*departure.cause_of(error))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: all workers of a run agree on its parameters before the first step."""
+        if self._groups_are_fixed:
+            raise SettingsChanged(
+                "A parameter group cannot be added to a RemoteOptimizer: the run's parameters are agreed "
+                "upon when it starts. Give the torch optimizer all groups before RemoteOptimizer is made."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave: parameter groups with the run's settings. Slots live on the
+        servers."""
+        if state_dict.get("state"):
+            raise SettingsChanged(
+                "The state dict holds a torch optimizer's own state, but this run's slots live on the "
+                "servers, where `pyps serve --resume` restores them. Load a state dict that a "
+                "RemoteOptimizer made."
+            )
+        groups = self.param_groups
+        try:
+            super().load_state_dict(dict(state_dict))
+            refuse_changes(self._translation, self._settings, self.param_groups)
+        except BaseException:
+            self.param_groups = groups
+            raise
+
+    def _join(self) -> None:
+        try:
+            self._session.connect()
+            # The session is ours to close: what has gathered goes before.
+            departure.forget(self._session)
+            departure.expect(self)
+            # A script's optimizer is often a local of its main function, gone before the program's end.
+            keep_alive(self)
+            self._downpour.start()
+        except BaseException as error:
+            self.close(*departure.cause_of(error))
+            raise
+
+
+def _local_learning_rates(
+    translation: Translation, settings: OptimizerSettings, schedule: Schedule, asked: float | None
+) -> list[float]:
+    """The size of a local step for each group."""
+    if asked is not None:
+        if not asked >= 0:
+            raise BadRequest(f"local_learning_rate is {asked!r}; expected 0 (no local steps) or more.")
+        return [float(asked)] * len(settings.groups)
+    if not translation.adaptive:
+        return [group.hyperparameters["learning_rate"] for group in settings.groups]
+    if schedule.pull_every > 1:
+        raise BadRequest(
+            f"pull_every is {schedule.pull_every} under the adaptive rule {translation.rule!r}: between "
+            f"pulls the worker steps by itself and cannot know the servers' step size. Pass "
+            f"local_learning_rate=0 for no local steps, or the size of a plain SGD step."
+        )
+    return [0.0] * len(settings.groups)

@@ -1,0 +1,82 @@
+"""Each worker's part of the data, and the sizes of batches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyps_client.data import batch_size, count_examples, worker_sampler
+from pyps_wire.errors import BadRequest
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.booleans(), st.integers(0, 3))
+def test_parts_are_disjoint_and_cover_the_dataset_in_every_epoch(length, count, shuffle, seed) -> None:
+    samplers = [
+        worker_sampler(range(length), index=i, count=count, shuffle=shuffle, seed=seed) for i in range(count)
+    ]
+    for _ in range(2):
+        parts = [list(sampler) for sampler in samplers]
+        assert sorted(index for part in parts for index in part) == list(range(length))
+        assert [len(part) for part in parts] == [len(sampler) for sampler in samplers]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_epochs_differ_and_come_again_with_set_epoch() -> None:
+    sampler = worker_sampler(range(100), index=1, count=3)
+    first, second = list(sampler), list(sampler)
+    assert first != second
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(worker_sampler(range(100), index=1, count=3, seed=1)) != first
+
+
+def test_the_place_comes_from_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("PYPS_WORKER_INDEX", "2")
+    monkeypatch.setenv("PYPS_WORKER_COUNT", "4")
+    assert list(worker_sampler(range(10), shuffle=False)) == [2, 6]
+
+
+def test_without_a_place_there_is_one_worker() -> None:
+    assert list(worker_sampler(range(3), shuffle=False)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PYPS_WORKER_INDEX": "1"}, "index is known but not its count"),
+        ({"PYPS_WORKER_COUNT": "4"}, "count is known but not its index"),
+        ({"PYPS_WORKER_INDEX": "4", "PYPS_WORKER_COUNT": "4"}, "index is 4 of 4 workers; expected 0 to 3"),
+        ({"PYPS_WORKER_INDEX": "x", "PYPS_WORKER_COUNT": "4"}, "PYPS_WORKER_INDEX is 'x'"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(monkeypatch, variables, message) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadRequest, match=message):
+        worker_sampler(range(10))
+
+
+def test_the_optimizer_learns_the_size_of_each_batch() -> None:
+    optimizer = SimpleNamespace(examples_in_batch=None)
+    batches = [(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2), torch.zeros(3))]
+    sizes = [optimizer.examples_in_batch for _ in count_examples(batches, optimizer)]
+    assert sizes == [4, 3]
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}])
+def test_a_batch_is_as_large_as_its_first_tensor_is_long(batch) -> None:
+    assert batch_size(batch) == 5
+
+
+def test_a_batch_without_a_tensor_is_refused() -> None:
+    with pytest.raises(BadRequest, match="No batch size can be read from a str"):
+        batch_size("abc")
+
+
+def test_a_loader_with_two_processes_takes_the_sampler() -> None:
+    loader = torch.utils.data.DataLoader(
+        torch.arange(10), batch_size=2, num_workers=2, sampler=worker_sampler(range(10), index=1, count=2)
+    )
+    assert sum(len(batch) for batch in loader) == 5

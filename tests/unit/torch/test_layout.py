@@ -1,0 +1,108 @@
+"""Where parameters lie, and which ones cannot live on a server."""
+
+import pytest
+import torch
+
+from pyps_client.torch.layout import Stretch, plan
+from pyps_wire.errors import BadRequest
+
+
+def groups(*parameters: torch.Tensor) -> list[dict]:
+    return [{"params": list(parameters)}]
+
+
+class Holder(torch.nn.Module):
+    """A module of given parameters, named p0, p1, ..."""
+
+    def __init__(self, *parameters: torch.nn.Parameter) -> None:
+        super().__init__()
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(f"p{index}", parameter)
+
+
+def test_tensors_lie_end_to_end_in_the_optimizers_order_by_group() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    layout = plan(model, [{"params": list(model[1].parameters())}, {"params": list(model[0].parameters())}])
+    assert [(t.name, t.shape, t.group) for t in layout.model.tensors] == [
+        ("1.weight", (1, 2), 0),
+        ("1.bias", (1,), 0),
+        ("0.weight", (2, 3), 1),
+        ("0.bias", (2,), 1),
+    ]
+    assert layout.group_offsets == (0, 2, 0, 6)
+    assert layout.model.group_sizes == (3, 8)
+
+
+def test_one_block_a_group_and_device_with_a_batch_a_dtype() -> None:
+    model = Holder(
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        torch.nn.Parameter(torch.zeros(4)),
+    )
+    (block,) = plan(model, groups(*model.parameters())).blocks
+    assert block.batches == ((0, 2), (1,))
+    assert block.stretches == (Stretch(0, 0, 9),)
+
+
+def test_tied_parameters_are_one_tensor() -> None:
+    layers = {"embedding": torch.nn.Embedding(5, 4), "out": torch.nn.Linear(4, 5, bias=False)}
+    model = torch.nn.ModuleDict(layers)
+    model["out"].weight = model["embedding"].weight
+    layout = plan(model, groups(*model.parameters()))
+    assert [tensor.name for tensor in layout.model.tensors] == ["embedding.weight"]
+
+
+def test_compiled_and_plain_models_have_the_same_names() -> None:
+    model = torch.nn.Linear(2, 2)
+    wrapped = torch.nn.Module()
+    wrapped._orig_mod = model
+    assert (
+        plan(wrapped, groups(*wrapped.parameters())).model == plan(model, groups(*model.parameters())).model
+    )
+
+
+def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
+    storage = torch.zeros(8)
+    model = Holder(torch.nn.Parameter(storage[:5]), torch.nn.Parameter(storage[4:]))
+    with pytest.raises(BadRequest, match=r"'p0' and 'p1' are different Parameter objects that share memory"):
+        plan(model, groups(*model.parameters()))
+
+
+def test_parameters_side_by_side_in_one_storage_are_taken() -> None:
+    storage = torch.zeros(8)
+    model = Holder(torch.nn.Parameter(storage[:4]), torch.nn.Parameter(storage[4:]))
+    assert plan(model, groups(*model.parameters())).model.group_sizes == (8,)
+
+
+def test_a_parameter_that_is_not_the_models_is_refused_by_index() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(BadRequest, match=r"Parameter 1 of group 0 \(shape \(7,\)\) is not a parameter"):
+        plan(model, groups(model.weight, torch.nn.Parameter(torch.zeros(7))))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (lambda: torch.nn.Parameter(torch.zeros(2, device="meta")), "meta device"),
+        (lambda: torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex"),
+        (lambda: torch.nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False), "torch.int32"),
+        (lambda: torch.nn.Parameter(torch.eye(2).to_sparse()), "layout torch.sparse_coo"),
+        (lambda: torch.nn.Parameter(torch.zeros(1).expand(3)), "share memory"),
+    ],
+)
+def test_what_cannot_live_on_a_server_is_refused_with_its_name(parameter, words) -> None:
+    model = Holder(torch.nn.Parameter(torch.zeros(1)), parameter())
+    with pytest.raises(BadRequest, match=f"Parameter 1 of group 0, 'p1' .*{words}"):
+        plan(model, groups(*model.parameters()))
+
+
+def test_a_lazy_parameter_is_refused() -> None:
+    model = torch.nn.LazyLinear(2)
+    with pytest.raises(BadRequest, match="has no shape yet: run one batch"):
+        plan(model, groups(*model.parameters()))
+
+
+def test_an_empty_group_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(BadRequest, match="Parameter group 1 is empty"):
+        plan(model, [{"params": list(model.parameters())}, {"params": []}])
