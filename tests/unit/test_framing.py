@@ -199,8 +199,13 @@ def test_every_prefix_of_a_message_with_all_kinds_of_fields():
 )
 def test_mangled_bytes_are_never_read_otherwise_than_by_protobuf(message):
     expected = parsed(PushRequest, message)
-    if expected is not None:
-        assert split_and_parsed(PushRequest, message) == expected
+    try:
+        split(message)
+    except MalformedFrame as error:
+        # Field number 0 is no valid encoding, yet protobuf's C parser passes over it inside unknown groups.
+        assert expected is None or "field number 0" in str(error)
+    else:
+        assert expected is None or split_and_parsed(PushRequest, message) == expected
 
 
 @given(encodings | st.binary(max_size=60))
