@@ -131,16 +131,12 @@ class Inspector(InspectorServicer):  # type: ignore[misc]
         )
 
     @_answering
-    def ListWorkers(
-        self, request: pb.ListWorkersRequest, context: grpc.ServicerContext
-    ) -> pb.ListWorkersReply:
+    def ListWorkers(self, request: pb.ListWorkersRequest, context: grpc.ServicerContext) -> pb.ListWorkersReply:
         """The workers that the server knows, the gone ones too."""
         return pb.ListWorkersReply(workers=[self._worker_info(m) for m in self._run.membership.all()])
 
     @_answering
-    def ListTensors(
-        self, request: pb.ListTensorsRequest, context: grpc.ServicerContext
-    ) -> pb.ListTensorsReply:
+    def ListTensors(self, request: pb.ListTensorsRequest, context: grpc.ServicerContext) -> pb.ListTensorsReply:
         """The tensors of which this server holds a part, a page at a time."""
         partition, shards = self._run.partition, self._run.shards
         if partition is None:
@@ -156,17 +152,13 @@ class Inspector(InspectorServicer):  # type: ignore[misc]
         for index, tensor_places in held[:page_size]:
             tensor, summary = partition.model.tensors[index], summarise(tensor_places, shards)
             infos.append(
-                pb.TensorInfo(
-                    name=tensor.name, shape=tensor.shape, group=tensor.group, **dataclasses.asdict(summary)
-                )
+                pb.TensorInfo(name=tensor.name, shape=tensor.shape, group=tensor.group, **dataclasses.asdict(summary))
             )
         token = str(held[page_size][0]) if len(held) > page_size else ""
         return pb.ListTensorsReply(tensors=infos, next_page_token=token)
 
     @_answering
-    def GetStaleness(
-        self, request: pb.GetStalenessRequest, context: grpc.ServicerContext
-    ) -> pb.StalenessHistogram:
+    def GetStaleness(self, request: pb.GetStalenessRequest, context: grpc.ServicerContext) -> pb.StalenessHistogram:
         """How stale the gradients were, everybody's or one worker's."""
         statistics = self._run.statistics
         tally = statistics.worker(request.worker_id) if request.worker_id else statistics.total()
@@ -181,9 +173,7 @@ class Inspector(InspectorServicer):  # type: ignore[misc]
         )
 
     @_answering
-    def ListReceipts(
-        self, request: pb.ListReceiptsRequest, context: grpc.ServicerContext
-    ) -> pb.ListReceiptsReply:
+    def ListReceipts(self, request: pb.ListReceiptsRequest, context: grpc.ServicerContext) -> pb.ListReceiptsReply:
         """The newest receipts, newest first."""
         limit = min(request.limit or RECEIPTS_DEFAULT, RECEIPTS_MAX)
         now = self._run.clock()

@@ -1,0 +1,111 @@
+"""`pyps export`: the model under its tensors' own names, for plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from safetensors.numpy import save_file
+
+from pyps.checkpoint import Checkpoint, CheckpointError, newest
+from pyps.cli.control import TOKEN_HELP, fail, read_token
+from pyps_client import Observer
+from pyps_client.client import split_tensors
+from pyps_wire.errors import ModelMismatch, PypsError
+from pyps_wire.partition import partition
+
+Arrays = dict[str, npt.NDArray[np.float32]]
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    servers: Annotated[str, typer.Option(help="Data addresses of all servers, in order.", envvar="PYPS_SERVERS")] = "",
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead: a server's checkpoint folder, or one checkpoint in it; once a server."),
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+    wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
+) -> None:
+    """Write the model to a safetensors file: every tensor under its own name and shape, in float32.
+
+    `safetensors.torch.load_file` reads it; so does `model.load_state_dict` of what that gives.
+    """
+    if not checkpoint and not servers:
+        fail("say where the model is: --servers HOST:7610,... or --checkpoint FOLDER", status=2)
+    try:
+        if checkpoint:
+            tensors = from_checkpoints(checkpoint)
+        else:
+            tensors = _from_servers(servers, token_file, wait_seconds)
+        _write(file, tensors)
+    except PypsError as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{file} cannot be written: {error.strerror}")
+    size = sum(array.size for array in tensors.values())
+    typer.echo(f"{file}: {len(tensors)} tensors, {size:,} parameters.")
+
+
+def from_checkpoints(folders: Sequence[Path]) -> Arrays:
+    """The model in the newest checkpoints of all its servers."""
+    checkpoints = [_open(folder) for folder in folders]
+    first = checkpoints[0].header
+    plan = partition(first.model, num_servers=first.num_servers)
+    vectors = [np.zeros(size, np.float32) for size in first.model.group_sizes]
+    missing = {shard.shard_id for shard in plan.shards}
+    for checkpoint in checkpoints:
+        _require_same_run(checkpoint, checkpoints[0])
+        for shard_id, values in checkpoint.parameters():
+            shard = plan.shard(shard_id)
+            vectors[shard.group][shard.offset : shard.offset + shard.length] = values
+            missing.discard(shard_id)
+    if missing:
+        servers = sorted({plan.shard(shard_id).server_index for shard_id in missing})
+        raise CheckpointError(
+            f"the model has parts on {first.num_servers} servers; missing here: those of server "
+            f"{', '.join(map(str, servers))}. Give --checkpoint once for each server"
+        )
+    return split_tensors(first.model, vectors)
+
+
+def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
+    mine, other = checkpoint.header, first.header
+    if (mine.run_id, mine.model, mine.num_servers) != (other.run_id, other.model, other.num_servers):
+        raise ModelMismatch(
+            f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
+            f"{other.run_id!r} on {other.num_servers}: name checkpoints of one run"
+        )
+
+
+def _open(folder: Path) -> Checkpoint:
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    if (folder / "manifest.json").exists():
+        return Checkpoint(folder)
+    checkpoint = newest(folder)
+    if checkpoint is None:
+        raise CheckpointError(f"there is no whole checkpoint in {folder}")
+    return checkpoint
+
+
+def _from_servers(servers: str, token_file: Path | None, wait_seconds: float) -> Arrays:
+    waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
+    with Observer(servers, token=read_token(token_file), **waits) as observer:
+        return observer.snapshot()
+
+
+def _write(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
+    """Writes the file whole or not at all."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    try:
+        save_file(contiguous, temporary, {"format": "pt"})
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,25 @@
+"""`pyps reset`: makes servers forget a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pyps.cli.control import SERVERS_HELP, TIMEOUT_SECONDS, TOKEN_HELP, call_each
+from pyps_wire import inspector_pb2 as pb
+
+
+def reset(
+    run_id: Annotated[str, typer.Argument(help="The run to forget: its name, as `pyps status` gives it.")],
+    servers: Annotated[str, typer.Option(help=SERVERS_HELP)] = "127.0.0.1:7611",
+    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+) -> None:
+    """Make servers forget a run, its parameters included; checkpoints on disk stay.
+
+    Works on the servers' own machine only. The run must be named, so that nothing is forgotten by accident.
+    """
+    request = pb.ResetRequest(run_id=run_id)
+    for address, _ in call_each(servers, token_file, "Reset", request, timeout_seconds=TIMEOUT_SECONDS):
+        typer.echo(f"{address} has forgotten run {run_id!r} and is empty.")
