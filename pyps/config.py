@@ -12,7 +12,11 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from pyps.core import aggregation, staleness
+from pyps.run.settings import RuleSettings
+from pyps_wire.errors import PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
 
@@ -80,22 +84,24 @@ class ServerConfig:
         return StopCondition.parse(self.stop_after) if self.stop_after else None
 
 
-class StopCondition(NamedTuple):
+@dataclass(frozen=True)
+class StopCondition:
     """After how much of what a run is finished."""
 
     unit: str
-    count: float
+    limit: float
 
     @classmethod
     def parse(cls, text: str) -> StopCondition:
-        unit, separator, number = text.partition("=")
+        """Reads updates=N, examples=N or seconds=N; ValueError tells what is expected."""
+        unit, _, number = text.partition("=")
         try:
-            count = float(number) if unit == "seconds" else int(number)
+            limit = float(number) if unit == "seconds" else int(number)
         except ValueError:
-            count = 0
-        if unit not in ("updates", "examples", "seconds") or not separator or not 0 < count < float("inf"):
+            limit = 0
+        if unit not in ("updates", "examples", "seconds") or not 0 < limit < float("inf"):
             raise ValueError("updates=N, examples=N or seconds=N with N above 0")
-        return cls(unit, count)
+        return cls(unit, limit)
 
 
 def flag_name(field_name: str) -> str:
@@ -193,6 +199,11 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         except ValueError as error:
             text = f"{origin('stop_after')} is {config.stop_after!r}, but must be {error}"
             raise ConfigError(text) from None
+    for name, parse in _PARSED_FURTHER.items():
+        try:
+            parse(getattr(config, name))
+        except (PypsError, ValueError) as error:
+            raise ConfigError(f"{origin(name)} cannot be used: {error}") from None
     if config.resume and config.checkpoint_dir is None:
         raise ConfigError(f"{origin('resume')} needs a folder to resume from: give --checkpoint-dir too")
     if config.lease_seconds <= config.heartbeat_seconds:
@@ -246,4 +257,9 @@ _EXPECTED = {
     float: "a number",
     str: "a text",
     Path: "a path",
+}
+_PARSED_FURTHER: dict[str, Callable[[str], object]] = {
+    "protocol": aggregation.parse,
+    "staleness": staleness.parse,
+    "optimizer": lambda text: text and RuleSettings.parse(text),
 }

@@ -1,0 +1,114 @@
+"""Who may join a run: what a caller says of itself, compared with what the server holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyps.run.settings import RuleSettings
+from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
+from pyps_wire.partition import Model, Partition, first_difference
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a caller says in Hello."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    protocol_version: int
+    software: str
+    observer: bool
+    server_index: int
+    num_servers: int
+    model: Model | None
+    optimizer: RuleSettings | None
+    fingerprint: str
+    host: str
+    process_id: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The run that a server holds, as far as a newcomer is compared with it."""
+
+    run_id: str
+    version_max: int
+    last_update_seconds: float | None
+
+    def __str__(self) -> str:
+        if self.version_max == 0:
+            return f"run {self.run_id!r} at version 0, not updated yet"
+        age = "since it was restored" if self.last_update_seconds is None else _ago(self.last_update_seconds)
+        return f"run {self.run_id!r} at version {self.version_max}, last updated {age}"
+
+
+def check_caller(greeting: Greeting, *, software: str) -> None:
+    """Refuses a caller that no server of this version could serve."""
+    if greeting.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"this server ({software}) speaks protocol version {PROTOCOL_VERSION}, the caller "
+            f"({greeting.software or 'unnamed software'}) version {greeting.protocol_version}: "
+            "install the same release of pyps and pyps-client at both ends"
+        )
+    if greeting.observer:
+        return
+    if not greeting.worker_id:
+        raise BadRequest("the worker gives no worker_id: every worker of a run needs a name of its own")
+    if greeting.incarnation == 0:
+        raise BadRequest("the worker gives no incarnation: send its start time in nanoseconds")
+    if greeting.model is None or not greeting.model.tensors:
+        raise BadRequest("the worker names no model: send its tensors in Hello")
+    if not greeting.server_index < greeting.num_servers:
+        raise BadRequest(
+            f"server_index is {greeting.server_index}, but must be below num_servers, {greeting.num_servers}"
+        )
+
+
+def check_model_size(model: Model, *, parameters_max: int) -> None:
+    """Refuses a model beyond the server's limit."""
+    if model.num_parameters > parameters_max:
+        raise LimitExceeded(
+            f"the model has {model.num_parameters} parameters, this server takes {parameters_max} at the most: "
+            "raise --max-model-parameters"
+        )
+
+
+def check_run(asked: str, holding: Holding, *, observer: bool) -> None:
+    """Refuses a caller that means another run, or none in particular while the run holds updates."""
+    if asked == holding.run_id or (not asked and (observer or holding.version_max == 0)):
+        return
+    meant = f"the caller means run {asked!r}" if asked else "the caller names no run"
+    raise RunMismatch(
+        f"this server holds {holding}, but {meant}: join it by name (PYPS_RUN_ID={holding.run_id} or "
+        f"run_id={holding.run_id!r}), or forget it with `pyps reset`"
+    )
+
+
+def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None:
+    """Refuses a model or a list of servers that cuts into other shards than the run's."""
+    if (theirs.num_servers, theirs.server_index) != (mine.num_servers, server_index):
+        raise ModelMismatch(
+            f"the run has {mine.num_servers} servers and this is server {server_index}, but the caller's list "
+            f"has {theirs.num_servers} and this one at place {theirs.server_index}: give all workers one list"
+        )
+    if theirs.model is None:
+        return
+    difference = first_difference(mine.model, theirs.model)
+    if difference is not None:
+        raise ModelMismatch(f"the worker's model is not the run's: {difference}")
+    if theirs.fingerprint and theirs.fingerprint != mine.fingerprint:
+        raise ModelMismatch(
+            f"the worker cuts the same model into other shards (fingerprint {theirs.fingerprint}, here "
+            f"{mine.fingerprint}): install the same release of pyps and pyps-client at both ends"
+        )
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min ago"
+    return f"{seconds / 3600:.1f} h ago"

@@ -1,0 +1,97 @@
+"""The first parameters of a run on their way in: kept apart until the last shard is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pyps import _kernels
+from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.gradient import Codec, item_bytes
+from pyps.run.settings import RuleSettings
+from pyps_wire.errors import BadRequest, WrongSize
+from pyps_wire.partition import Model, Partition
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What an initialiser says before it sends the first shard."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    term: int
+    model: Model
+    optimizer: RuleSettings | None
+    server_index: int
+    num_servers: int
+
+    @property
+    def initializer(self) -> tuple[int, str, int]:
+        """Who initialises, in which term."""
+        return self.term, self.worker_id, self.incarnation
+
+
+class Initialization:
+    """Collects this server's shards from one initialiser. Used by one call, not shared."""
+
+    def __init__(self, opening: Opening, partition: Partition, settings: RuleSettings):
+        self.opening = opening
+        self.partition = partition
+        self.settings = settings
+        self._expected = {shard.shard_id: shard for shard in partition.of_server(opening.server_index)}
+        self._received: dict[int, Floats] = {}
+
+    def add(self, shard_id: int, codec: int, payload: memoryview) -> None:
+        """Takes one shard's parameters, decoded; a shard sent again replaces what was there."""
+        shard = self._expected.get(shard_id)
+        if shard is None:
+            raise BadRequest(
+                f"shard {shard_id} does not belong on server {self.opening.server_index}, which holds "
+                f"{listed(self._expected)}"
+            )
+        if codec not in tuple(Codec):
+            raise BadRequest(
+                f"shard {shard_id} came with codec {codec}; expected float32, float16 or bfloat16"
+            )
+        expected_bytes = shard.length * item_bytes(codec)
+        if payload.nbytes != expected_bytes:
+            raise WrongSize(
+                f"the payload of shard {shard_id} is {payload.nbytes} bytes long; its {shard.length} parameters as "
+                f"{Codec(codec).name.lower()} are {expected_bytes} bytes"
+            )
+        index = _kernels.first_non_finite(payload, codec)
+        if index >= 0:
+            raise BadRequest(
+                f"the first parameters hold NaN or infinity, in {self._tensor_at(shard_id, index)}: "
+                "initialise the model with finite numbers"
+            )
+        values = aligned_zeros(shard.length)
+        _kernels.decode(payload, codec, values)
+        self._received[shard_id] = values
+
+    def take(self) -> dict[int, Floats]:
+        """Hands over all shards; BadRequest names those that never came."""
+        missing = [shard_id for shard_id in self._expected if shard_id not in self._received]
+        if missing:
+            raise BadRequest(
+                f"the initialisation ended without {listed(missing)}: {len(self._received)} of "
+                f"{len(self._expected)} shards came; start it again from the first message"
+            )
+        received, self._received = self._received, {}
+        return received
+
+    def _tensor_at(self, shard_id: int, index: int) -> str:
+        pieces = self.partition.pieces(shard_id)
+        piece = next(p for p in pieces if p.shard_offset <= index < p.shard_offset + p.length)
+        tensor = self.partition.model.tensors[piece.tensor_index]
+        return f"tensor {tensor.name!r} at flat index {piece.tensor_offset + index - piece.shard_offset}"
+
+
+def listed(shard_ids: Iterable[int]) -> str:
+    """Shard ids in words, few of many."""
+    ids = sorted(shard_ids)
+    if not ids:
+        return "no shards"
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    return f"shard{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:8]))}{more}"

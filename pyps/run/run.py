@@ -1,0 +1,588 @@
+"""The run that a server holds, from empty over initialised to finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from threading import RLock
+from typing import TYPE_CHECKING, Protocol
+
+from pyps import __version__, logs
+from pyps.core import aggregation, staleness, update_rules
+from pyps.core.election import Election
+from pyps.core.gradient import Gradient
+from pyps.core.ledger import Ledger, LedgerState
+from pyps.core.membership import Membership, WorkerInfo, WorkerState
+from pyps.core.receipt import Outcome, Receipt
+from pyps.core.recorder import Recorder
+from pyps.core.shard import Shard, ShardState
+from pyps.run import handshake
+from pyps.run.handshake import Greeting, Holding
+from pyps.run.initialization import Initialization, Opening, listed
+from pyps.run.settings import RuleSettings, settle
+from pyps.run.state import RunState
+from pyps.run.waits import Waits
+from pyps.statistics import Statistics
+from pyps_wire.errors import (
+    BadRequest,
+    NotInitialized,
+    RunMismatch,
+    ServerUnavailable,
+    Superseded,
+    UnknownWorker,
+)
+from pyps_wire.partition import Model, Partition, partition
+
+if TYPE_CHECKING:
+    from pyps.checkpoint import RestoredRun, RunHeader
+    from pyps.config import ServerConfig
+
+SOFTWARE = f"pyps {__version__}"
+# An initialiser that is silent for so long has died: another takes its place.
+ELECTION_LEASE_SECONDS = 10.0
+
+log = logs.get("pyps.run")
+
+
+class RunRecorder(Recorder, Protocol):
+    """A shard's recorder that is told when a run's shards begin to serve."""
+
+    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+        """Hears of the shards before anything happens to them."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What an initialised run consists of; replaced as a whole, never changed."""
+
+    run_id: str
+    partition: Partition
+    server_index: int
+    settings: RuleSettings
+    shards: Mapping[int, Shard]
+    # Who initialised it, in which term; None for a restored run.
+    initializer: tuple[int, str, int] | None
+    ready_at: float
+
+    @property
+    def version_max(self) -> int:
+        """The largest version among the shards: updates of the run."""
+        return max((shard.version for shard in self.shards.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What Hello decides about a caller; `term` is 0 unless it is to initialise the run."""
+
+    initialize: bool = False
+    term: int = 0
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a heartbeat is answered with."""
+
+    known: bool
+    stop: bool
+    state: RunState
+    epoch: int
+    version: int
+
+
+class Run:
+    """One run, or the place for one. Every method may be called from any thread.
+
+    `_lock` guards who holds what; it is never held while a shard is updated or a caller waited for.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: RunRecorder | None = None,
+    ):
+        self.config = config
+        self.clock = clock
+        self.recorder = recorder
+        self.aggregation = aggregation.parse(config.protocol)
+        self.staleness = staleness.parse(config.staleness)
+        self.told = RuleSettings.parse(config.optimizer) if config.optimizer else None
+        self.stop_condition = config.stop_condition
+        self.started_at = clock()
+        self.waits = Waits()
+        self.on_ready: Callable[[], None] = _nothing
+        self._lock = RLock()
+        # Guarded by _lock; read without it, since each is replaced as a whole.
+        self.epoch = 0
+        self._draining = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.statistics = Statistics()
+        self.membership = Membership(
+            lease_seconds=self.config.lease_seconds, workers_max=self.config.max_workers
+        )
+        self.election = Election(lease_seconds=min(ELECTION_LEASE_SECONDS, self.config.lease_seconds))
+        self._content: Content | None = None
+        self._finished = False
+        self._term_newest = 0
+
+    # What the run is.
+
+    @property
+    def state(self) -> RunState:
+        """Where the server stands with its run."""
+        if self._draining:
+            return RunState.DRAINING
+        if self._finished:
+            return RunState.FINISHED
+        if self._content is not None:
+            return RunState.READY
+        return RunState.EMPTY if self.election.term is None else RunState.INITIALIZING
+
+    @property
+    def run_id(self) -> str:
+        """The run held, or the one that the server was told to hold; empty when nobody named one yet."""
+        return self._content.run_id if self._content else self.config.run_id
+
+    @property
+    def partition(self) -> Partition | None:
+        """The plan of the whole model, None before initialisation."""
+        return self._content.partition if self._content else None
+
+    @property
+    def model(self) -> Model | None:
+        """The whole model, None before initialisation."""
+        return self._content.partition.model if self._content else None
+
+    @property
+    def server_index(self) -> int:
+        """This server's place among the run's servers."""
+        return self._content.server_index if self._content else 0
+
+    @property
+    def num_servers(self) -> int:
+        """The servers of the run; 0 before initialisation."""
+        return self._content.partition.num_servers if self._content else 0
+
+    @property
+    def optimizer(self) -> RuleSettings | None:
+        """The rule in force with its settings, or what the server was told; None when nobody said yet."""
+        return self._content.settings if self._content else self.told
+
+    @property
+    def shards(self) -> Mapping[int, Shard]:
+        """This server's shards by id; empty before initialisation."""
+        return self._content.shards if self._content else {}
+
+    @property
+    def version_max(self) -> int:
+        """The largest version among this server's shards: updates of the run."""
+        return self._content.version_max if self._content else 0
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the run was initialised or restored, in the run's clock."""
+        return self._content.ready_at if self._content else None
+
+    # How workers come and go.
+
+    def hello(self, greeting: Greeting) -> Welcome:
+        """Takes a caller in, or refuses it with the reason; elects it where somebody has to initialise."""
+        handshake.check_caller(greeting, software=SOFTWARE)
+        now = self.clock()
+        with self._lock:
+            self._refuse_when_draining()
+            if self._content is not None:
+                self._check_against(self._content, greeting)
+            else:
+                self._check_alone(greeting)
+            if greeting.observer:
+                return Welcome()
+            self._join(greeting, now)
+            if self._content is not None or greeting.server_index != 0:
+                return Welcome()
+            term = self.election.elect(greeting.worker_id, greeting.incarnation, now=now)
+            if term is None:
+                return Welcome()
+            log.info("worker elected to initialise the run", worker=greeting.worker_id, term=term.number)
+            return Welcome(initialize=True, term=term.number)
+
+    def heartbeat(
+        self, run_id: str, worker_id: str, incarnation: int, *, clock: int, scalars: Mapping[str, float]
+    ) -> Pulse:
+        """Renews a worker's lease and tells what the server wants of it."""
+        known = run_id == self.run_id or not run_id
+        try:
+            if known:
+                self._heard(worker_id, incarnation, clock=clock, scalars=scalars)
+        except UnknownWorker:
+            known = False
+        state = self.state
+        return Pulse(known, state == RunState.FINISHED, state, self.epoch, self.version_max)
+
+    def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
+        """Ends a worker's membership; returns how many are left alive."""
+        if run_id == self.run_id:
+            ended = WorkerState.FAILED if failed else WorkerState.FINISHED
+            member = self.membership.leave(
+                worker_id, incarnation, now=self.clock(), state=ended, message=message
+            )
+            if member is not None:
+                log.info("worker left", worker=worker_id, state=ended.value, message=message)
+        return self.membership.num_alive
+
+    # How the first parameters come in.
+
+    def begin_initialize(self, opening: Opening) -> Initialization | None:
+        """Opens an initialisation; None when this very one is done already."""
+        if not opening.run_id or not opening.worker_id:
+            raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
+        with self._lock:
+            self._refuse_when_draining()
+            if self._content is not None:
+                if self._same_initialization(self._content, opening):
+                    return None
+                self._check_replaceable(self._content, opening)
+            self._check_run_told(opening.run_id)
+            self.renew_term(opening)
+            handshake.check_model_size(opening.model, parameters_max=self.config.max_model_parameters)
+            plan = partition(opening.model, num_servers=opening.num_servers)
+            plan.of_server(opening.server_index)
+            return Initialization(opening, plan, self._settle(opening.optimizer, opening.model))
+
+    def renew_term(self, opening: Opening) -> None:
+        """Prolongs the initialiser's turn; Superseded when it has passed to another."""
+        with self._lock:
+            if opening.server_index == 0:
+                term = self.election.term
+                owner = (term.number, term.worker_id, term.incarnation) if term else None
+                current = owner == opening.initializer and self.election.renew(opening.term, now=self.clock())
+            else:
+                current = opening.term >= self._term_newest
+                self._term_newest = max(self._term_newest, opening.term)
+            if not current:
+                raise Superseded(
+                    f"worker {opening.worker_id!r} is not (or no longer) the one that initialises this run: "
+                    f"term {opening.term} is over; say Hello again"
+                )
+
+    def commit(self, initialization: Initialization) -> None:
+        """Makes the collected parameters the run's: from now on it serves."""
+        opening = initialization.opening
+        states = {
+            shard_id: ShardState(0, values, {}, LedgerState())
+            for shard_id, values in initialization.take().items()
+        }
+        shards = self._make_shards(
+            initialization.settings, initialization.partition, opening.server_index, states
+        )
+        with self._lock:
+            self._refuse_when_draining()
+            if self._content is not None:
+                if self._same_initialization(self._content, opening):
+                    return
+                self._check_replaceable(self._content, opening)
+            self.renew_term(opening)
+            self._set_content(
+                Content(
+                    opening.run_id,
+                    initialization.partition,
+                    opening.server_index,
+                    initialization.settings,
+                    shards,
+                    opening.initializer,
+                    self.clock(),
+                )
+            )
+        log.info("run initialised", run=opening.run_id, worker=opening.worker_id, shards=len(shards))
+        self.on_ready()
+
+    def header(self) -> RunHeader:
+        """What the run is, apart from its shards: the head of a checkpoint."""
+        return self._header(self._require_content())
+
+    def restore(self, restored: RestoredRun) -> None:
+        """Goes on from a checkpoint under a new epoch. Refuses one that contradicts what the server was told."""
+        header = restored.header
+        if self.config.run_id and header.run_id != self.config.run_id:
+            raise RunMismatch(
+                f"the checkpoint is of run {header.run_id!r}, but this server was started for "
+                f"{self.config.run_id!r}: drop --run-id or name another --checkpoint-dir"
+            )
+        settle(self.told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer")
+        plan = partition(header.model, num_servers=header.num_servers)
+        with self._lock:
+            self.epoch = header.epoch + 1
+            shards = self._make_shards(header.optimizer, plan, header.server_index, dict(restored.shards))
+            self.statistics.restore_examples(restored.examples)
+            self._set_content(
+                Content(
+                    header.run_id, plan, header.server_index, header.optimizer, shards, None, self.clock()
+                )
+            )
+        log.info("run restored", run=header.run_id, epoch=self.epoch, version=self.version_max)
+
+    # How the run moves.
+
+    def push(self, gradient: Gradient, shard_id: int, *, run_id: str | None = None) -> Receipt:
+        """Handles one pushed shard; see `Shard.push`. `run_id` None trusts the caller to mean this run."""
+        content = self._require_content()
+        self._refuse_when_draining()
+        self._require_run(content, run_id)
+        shard = self._shard(content, shard_id)
+        self._heard(gradient.worker_id, gradient.incarnation, clock=gradient.clock or None)
+        began = self.clock()
+        receipt = shard.push(gradient, num_workers=self.membership.num_alive)
+        now = self.clock()
+        self.statistics.pushed(
+            gradient.worker_id,
+            shard_id,
+            receipt,
+            payload_bytes=len(gradient.payload),
+            examples=gradient.example_count,
+            now=now,
+            apply_seconds=now - began,
+        )
+        if receipt.outcome == Outcome.APPLIED and not receipt.duplicate:
+            self._stop_where_due(shard, receipt, now)
+        return receipt
+
+    def shards_to_pull(
+        self, run_id: str, worker_id: str, incarnation: int, *, observer: bool, shard_ids: Iterable[int]
+    ) -> list[Shard]:
+        """The shards that a caller may read, those named or all; a worker's lease is renewed."""
+        content = self._require_content()
+        if observer:
+            handshake.check_run(run_id, self.holding(), observer=True)
+        else:
+            self._require_run(content, run_id)
+            self._heard(worker_id, incarnation)
+        return [self._shard(content, shard_id) for shard_id in shard_ids] or list(content.shards.values())
+
+    def tick(self) -> None:
+        """Does what time brings: forgets silent workers, ends a run whose time is over."""
+        now = self.clock()
+        for member in self.membership.expire(now):
+            silent = now - member.heard_at
+            log.warning("worker's lease ran out", worker=member.worker_id, silent_seconds=round(silent, 1))
+        condition, content = self.stop_condition, self._content
+        if condition is not None and condition.unit == "seconds" and content is not None:
+            if now - content.ready_at >= condition.limit:
+                self.finish(f"{condition.limit:g} seconds are over")
+
+    def finish(self, reason: str = "stopped on request") -> None:
+        """Ends the run: pushes are refused, workers told to stop; pulls go on."""
+        with self._lock:
+            if self._finished or self._content is None:
+                return
+            self._finished = True
+            shards = list(self._content.shards.values())
+        for shard in shards:
+            shard.finish()
+        self.waits.wake_all()
+        log.info("run finished", run=self.run_id, version=self.version_max, reason=reason)
+
+    def drain(self) -> None:
+        """Refuses everything from now on, before the server ends; waiting calls end too."""
+        with self._lock:
+            self._draining = True
+        self.waits.wake_all()
+
+    def reset(self, run_id: str) -> None:
+        """Forgets the run that goes by that name: the server is empty afterwards."""
+        with self._lock:
+            content = self._content
+            if content is None:
+                raise NotInitialized("this server holds no run: there is nothing to reset")
+            if run_id != content.run_id:
+                raise RunMismatch(
+                    f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset"
+                )
+            log.warning("run reset", run=run_id, version=content.version_max)
+            # Held versions of the forgotten run mean nothing in the next.
+            self.epoch += 1
+            self._clear()
+        for shard in content.shards.values():
+            shard.finish()
+        self.waits.wake_all()
+
+    @property
+    def done(self) -> bool:
+        """True when as many workers as expected (at least one) have joined, and none of them is left."""
+        joined = len(self.membership.all())
+        return joined >= max(1, self.config.expected_workers) and self.membership.num_alive == 0
+
+    def holding(self) -> Holding:
+        """What the server holds, as a newcomer is told."""
+        last, now = self.statistics.last_update, self.clock()
+        return Holding(self.run_id, self.version_max, None if last is None else now - last)
+
+    # Helpers.
+
+    def _check_against(self, content: Content, greeting: Greeting) -> None:
+        handshake.check_run(greeting.run_id, self.holding(), observer=greeting.observer)
+        if greeting.num_servers:
+            handshake.check_model(greeting, mine=content.partition, server_index=content.server_index)
+        if greeting.optimizer is not None:
+            source = f"that of run {content.run_id!r}"
+            settle(
+                content.settings,
+                greeting.optimizer,
+                num_groups=content.partition.model.num_groups,
+                source=source,
+            )
+
+    def _check_alone(self, greeting: Greeting) -> None:
+        self._check_run_told(greeting.run_id)
+        if greeting.model is not None and not greeting.observer:
+            handshake.check_model_size(greeting.model, parameters_max=self.config.max_model_parameters)
+            partition(greeting.model, num_servers=greeting.num_servers)
+            self._settle(greeting.optimizer, greeting.model)
+
+    def _check_run_told(self, run_id: str) -> None:
+        if run_id and self.config.run_id and run_id != self.config.run_id:
+            raise RunMismatch(
+                f"this server was started for run {self.config.run_id!r} (--run-id), the caller means {run_id!r}: "
+                f"join with PYPS_RUN_ID={self.config.run_id}, or use another server"
+            )
+
+    def _settle(self, asked: RuleSettings | None, model: Model) -> RuleSettings:
+        source = "what the server was told at its start (--optimizer)"
+        return settle(self.told, asked, num_groups=model.num_groups, source=source)
+
+    def _join(self, greeting: Greeting, now: float) -> None:
+        before = self.membership.get(greeting.worker_id)
+        info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
+        member = self.membership.join(greeting.worker_id, greeting.incarnation, now=now, info=info)
+        if before is None or before.incarnation != member.incarnation or not before.alive:
+            log.info("worker joined", worker=member.worker_id, host=info.host, pid=info.process_id)
+
+    def _heard(
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        clock: int | None = None,
+        scalars: Mapping[str, float] | None = None,
+    ) -> None:
+        before = self.membership.get(worker_id)
+        self.membership.renew(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
+        if before is not None and not before.alive:
+            log.info("worker is back", worker=worker_id)
+
+    def _same_initialization(self, content: Content, opening: Opening) -> bool:
+        return content.run_id == opening.run_id and content.initializer == opening.initializer
+
+    def _check_replaceable(self, content: Content, opening: Opening) -> None:
+        """Refuses to initialise over a run that serves, except on a server that its first one did not commit yet."""
+        if opening.run_id != content.run_id or content.version_max > 0 or content.initializer is None:
+            if opening.run_id == content.run_id or content.version_max > 0 or opening.server_index == 0:
+                raise RunMismatch(
+                    f"this server holds {self.holding()} and cannot be initialised again: join it by name "
+                    f"(PYPS_RUN_ID={content.run_id}), or forget it with `pyps reset`"
+                )
+            # Another run that nobody ever updated, left behind by a first server that was started anew.
+            self._term_newest = 0
+        elif opening.server_index == 0:
+            raise Superseded(f"another worker has initialised run {content.run_id!r}: say Hello again")
+
+    def _make_shards(
+        self, settings: RuleSettings, plan: Partition, server_index: int, states: dict[int, ShardState]
+    ) -> dict[int, Shard]:
+        shards = {}
+        for shard_range in plan.of_server(server_index):
+            # Taken out one by one, so that a model is never held twice.
+            state = states.pop(shard_range.shard_id)
+            shards[shard_range.shard_id] = Shard(
+                shard_range.shard_id,
+                state.parameters,
+                rule=update_rules.find(settings.rule),
+                hyperparameters=settings.groups[shard_range.group],
+                aggregation=self.aggregation,
+                staleness=self.staleness,
+                epoch=self.epoch,
+                version=state.version,
+                slots=state.slots or None,
+                ledger=Ledger(state.ledger),
+                pending=state.pending,
+                recorder=self.recorder,
+            )
+        return shards
+
+    def _set_content(self, content: Content) -> None:
+        if self.recorder is not None:
+            self.recorder.begin(self._header(content), content.shards)
+        self._content = content
+        self.election.done()
+
+    def _header(self, content: Content) -> RunHeader:
+        # Imported here: checkpoints know of runs, and a run only of a checkpoint's head.
+        from pyps.checkpoint import RunHeader
+
+        return RunHeader(
+            run_id=content.run_id,
+            epoch=self.epoch,
+            server_index=content.server_index,
+            num_servers=content.partition.num_servers,
+            model=content.partition.model,
+            optimizer=content.settings,
+            protocol=self.aggregation.name,
+            staleness=self.staleness.name,
+        )
+
+    def _stop_where_due(self, shard: Shard, receipt: Receipt, now: float) -> None:
+        condition = self.stop_condition
+        if condition is None:
+            return
+        if condition.unit == "updates" and receipt.version_after >= condition.limit:
+            # Each shard takes its own count of updates: the other shards of this push still get theirs.
+            shard.finish()
+            self._finish_softly(condition.limit)
+        elif condition.unit == "examples" and self.statistics.examples >= condition.limit:
+            self.finish(f"{self.statistics.examples} examples are over")
+
+    def _finish_softly(self, updates: float) -> None:
+        with self._lock:
+            first = not self._finished
+            self._finished = True
+        if first:
+            self.waits.wake_all()
+            log.info(
+                "run finished",
+                run=self.run_id,
+                version=self.version_max,
+                reason=f"{updates:g} updates are done",
+            )
+
+    def _require_content(self) -> Content:
+        content = self._content
+        if content is None:
+            raise NotInitialized(
+                f"this server holds no parameters yet (it is {self.state.name.lower()}): "
+                "a worker's Hello and Initialize come first"
+            )
+        return content
+
+    def _require_run(self, content: Content, run_id: str | None) -> None:
+        if run_id is not None and run_id != content.run_id:
+            handshake.check_run(run_id or "(none)", self.holding(), observer=False)
+
+    def _shard(self, content: Content, shard_id: int) -> Shard:
+        shard = content.shards.get(shard_id)
+        if shard is None:
+            raise BadRequest(
+                f"shard {shard_id} is not on server {content.server_index}, which holds {listed(content.shards)} "
+                f"of {content.partition.num_shards}"
+            )
+        return shard
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise ServerUnavailable("this server is shutting down: try again once it is back")
+
+
+def _nothing() -> None:
+    """What happens at an event that nobody asked to hear of."""

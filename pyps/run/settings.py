@@ -1,0 +1,92 @@
+"""The update rule of a run and its settings, group by group: who says what, and what is then in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pyps.core import update_rules
+from pyps_wire.errors import BadRequest, OptimizerMismatch
+
+
+@dataclass(frozen=True)
+class RuleSettings:
+    """An update rule's name and, for each parameter group, its settings, defaults filled in."""
+
+    rule: str
+    groups: tuple[Mapping[str, float], ...]
+
+    @classmethod
+    def make(cls, rule: str, groups: tuple[Mapping[str, float], ...]) -> RuleSettings:
+        """Checks and completes settings; UnsupportedOptimizer names what the server lacks."""
+        return cls(rule, tuple(update_rules.validate(rule, dict(group)) for group in groups))
+
+    @classmethod
+    def parse(cls, text: str) -> RuleSettings:
+        """Reads adagrad:learning_rate=0.05,eps=1e-10 into settings of one group; ValueError when malformed."""
+        rule, _, rest = text.partition(":")
+        group: dict[str, float] = {}
+        for item in filter(None, rest.split(",")):
+            name, separator, number = item.partition("=")
+            if not separator:
+                raise ValueError(f"{item!r} is no setting: write name=number")
+            try:
+                group[name.strip()] = float(number)
+            except ValueError:
+                raise ValueError(f"{name.strip()} is {number!r}, but must be a number") from None
+        return cls.make(rule.strip(), (group,))
+
+    def for_groups(self, num_groups: int) -> RuleSettings:
+        """The same settings for every one of a model's groups, where one was given."""
+        if len(self.groups) == num_groups:
+            return self
+        if len(self.groups) != 1:
+            raise BadRequest(
+                f"the optimizer has settings for {len(self.groups)} parameter groups, the model has {num_groups}"
+            )
+        return RuleSettings(self.rule, self.groups * num_groups)
+
+    def differences(self, other: RuleSettings) -> list[str]:
+        """One line for each setting in which `other` differs: what it is here, what it is there."""
+        if self.rule != other.rule:
+            return [f"rule: {self.rule} here, {other.rule} there"]
+        lines = []
+        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            for name in sorted({*mine, *theirs}):
+                if mine.get(name) != theirs.get(name):
+                    values = f"{_number(mine.get(name))} here, {_number(theirs.get(name))} there"
+                    lines.append(f"{name} of group {index}: {values}")
+        return lines
+
+    def __str__(self) -> str:
+        groups = self.groups if len({tuple(group.items()) for group in self.groups}) > 1 else self.groups[:1]
+        texts = [",".join(f"{name}={value:g}" for name, value in group.items()) for group in groups]
+        return f"{self.rule}:{' | '.join(texts)}"
+
+
+def settle(
+    told: RuleSettings | None, asked: RuleSettings | None, *, num_groups: int, source: str
+) -> RuleSettings:
+    """The settings in force, from those that are fixed already (`told`, by `source`) and a worker's own.
+
+    A worker that asks for something else than what is fixed is refused, never silently overridden.
+    """
+    if told is None and asked is None:
+        raise BadRequest("no optimizer was given: neither the server (--optimizer) nor the worker names one")
+    if asked is not None:
+        asked = asked.for_groups(num_groups)
+    if told is None:
+        assert asked is not None
+        return asked
+    told = told.for_groups(num_groups)
+    lines = told.differences(asked) if asked is not None else []
+    if lines:
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise OptimizerMismatch(
+            f"the worker's optimizer differs from {source} (here: the server, there: the worker):\n{listed}"
+        )
+    return told
+
+
+def _number(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.12g}"

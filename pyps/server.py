@@ -1,0 +1,311 @@
+"""The server process: it starts everything, keeps time, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_channelz.v1 import channelz, channelz_pb2
+from grpc_health.v1 import _async as async_health
+from grpc_health.v1 import health as threaded_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pyps import _kernels, logs
+from pyps.checkpoint import CheckpointError, CheckpointFolder
+from pyps.config import ConfigError, ServerConfig
+from pyps.record import Recorder
+from pyps.run import Run, RunState
+from pyps.run.run import SOFTWARE
+from pyps.service import hosting
+from pyps.service.limits import ByteBudget
+from pyps.service.parameter_server import ParameterServer
+from pyps.service.reflection import add_reflection
+from pyps.service.security import load_token
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
+
+# How often the server looks at what time brings: leases, checkpoints, the end of the job.
+TICK_SECONDS = 0.2
+# The part of drain_seconds that calls under way get to end by themselves; the rest is for the checkpoint.
+_CALLS_SHARE = 0.4
+
+_Health = health_pb2.HealthCheckResponse
+_CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+
+log = logs.get("pyps.server")
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the server listens, as host:port."""
+
+    data: str
+    control: str
+    metrics: str
+
+
+def serve(config: ServerConfig) -> int:
+    """Runs a server until it is told to stop or its job is done; returns the exit status."""
+    try:
+        instruction_set = _kernels.isa()
+    except ValueError as error:
+        raise ConfigError(f"PYPS_ISA in the environment cannot be used: {error}") from None
+    token = load_token(config)
+    return asyncio.run(Server(config, token=token, instruction_set=instruction_set).run())
+
+
+class Server:
+    """One server process around one run."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        token: str | None,
+        instruction_set: str,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._config = config
+        self._token = token
+        self._instruction_set = instruction_set
+        self._clock = clock
+        folder = config.checkpoint_dir
+        self._checkpoints = CheckpointFolder(folder, keep=config.checkpoint_keep) if folder else None
+        self._recorder = Recorder(config.record_dir) if config.record_dir else None
+        self._run = Run(config, clock=clock, recorder=self._recorder)
+        self._run.on_ready = self._log_ready
+        self._budget = ByteBudget(config.max_in_flight_bytes)
+        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="kernel")
+        self._data_health = async_health.HealthServicer()
+        self._control_health = threaded_health.HealthServicer()
+        self._stop = asyncio.Event()
+        self._stop_reason = ""
+
+    async def run(self) -> int:
+        """Serves until a signal or the end of the job, then drains, saves and returns the exit status."""
+        data = hosting.make_data_server(self._config, self._token)
+        control = hosting.make_control_server(self._token)
+        addresses = self._bind(data, control)
+        self._resume()
+        self._add_services(data, control, addresses)
+        await self._set_health(_Health.SERVING)
+        self._handle_signals()
+        await data.start()
+        control.start()
+        self._announce(addresses)
+        ticker = asyncio.create_task(self._keep_time())
+        ticker.add_done_callback(self._report_ticker)
+        await self._stop.wait()
+        ticker.cancel()
+        return await self._end(data, control)
+
+    def stop(self, reason: str) -> None:
+        """Makes `run` end in order."""
+        self._stop_reason = self._stop_reason or reason
+        self._stop.set()
+
+    # The start.
+
+    def _bind(self, data: grpc.aio.Server, control: grpc.Server) -> Addresses:
+        host, config = self._config.host, self._config
+        return Addresses(
+            data=hosting.bind(data, host, config.port, field="port"),
+            control=hosting.bind(control, host, config.control_port, field="control_port"),
+            metrics="",
+        )
+
+    def _add_services(self, data: grpc.aio.Server, control: grpc.Server, addresses: Addresses) -> None:
+        parameter_server = ParameterServer(
+            self._run, budget=self._budget, executor=self._executor, control_address=addresses.control
+        )
+        data.add_generic_rpc_handlers((parameter_server.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._data_health, data)
+        add_reflection(data, [PARAMETER_SERVER, threaded_health.SERVICE_NAME])
+        health_pb2_grpc.add_HealthServicer_to_server(self._control_health, control)
+        channelz.add_channelz_servicer(control)
+        add_reflection(control, [INSPECTOR, threaded_health.SERVICE_NAME, _CHANNELZ])
+
+    def _resume(self) -> None:
+        if self._checkpoints is None:
+            return
+        if not self._config.resume:
+            self._checkpoints.require_empty()
+            return
+        restored = self._checkpoints.resume()
+        if restored is None:
+            log.info("nothing to resume: the server starts empty", folder=self._checkpoints.path)
+        else:
+            self._run.restore(restored)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            # Somebody is in a hurry, and means it.
+            log.warning("second signal: exit at once, nothing more is saved", signal=number.name)
+            os._exit(128 + number)
+        self.stop(number.name)
+
+    def _announce(self, addresses: Addresses) -> None:
+        facts = self._facts(addresses)
+        if self._config.log_format == "json":
+            log.info("server started", **facts)
+        else:
+            width = max(map(len, facts))
+            lines = [f"  {name.replace('_', ' '):<{width}}  {value}" for name, value in facts.items()]
+            print(f"{SOFTWARE} parameter server", *lines, sep="\n", flush=True)
+        if self._config.ready_file is not None:
+            ready = {**asdict(addresses), "pid": os.getpid(), "run_id": self._run.run_id}
+            _write_whole(self._config.ready_file, json.dumps(ready))
+
+    def _facts(self, addresses: Addresses) -> Mapping[str, str]:
+        """What the start block says; what only a run decides is said to be open."""
+        config, run = self._config, self._run
+        later = "known once a worker has initialised the run"
+        return {
+            "kernels": f"{self._instruction_set}, {self._threads} threads",
+            "data": addresses.data,
+            "control": addresses.control,
+            "metrics": f"http://{addresses.metrics}/metrics",
+            "access": _access(config),
+            "run": run.run_id or "named by the first worker",
+            "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
+            "protocol": run.aggregation.name,
+            "staleness": run.staleness.name,
+            "shards": _shards_in_words(run) if run.partition else later,
+            "memory": f"{_mib(config.max_in_flight_bytes)} at the most for pushes and pulls under way, and "
+            + (_memory_in_words(run) if run.partition else f"the model's: {later}"),
+            "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
+            if config.checkpoint_dir
+            else "none (--checkpoint-dir)",
+        }
+
+    def _log_ready(self) -> None:
+        run = self._run
+        log.info(
+            "run ready",
+            run=run.run_id,
+            epoch=run.epoch,
+            server=f"{run.server_index} of {run.num_servers}",
+            optimizer=run.optimizer,
+            shards=_shards_in_words(run),
+            memory=_memory_in_words(run),
+        )
+
+    # While it serves.
+
+    async def _keep_time(self) -> None:
+        saved_at, finished_saved = self._clock(), False
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._run.tick()
+            finished = self._run.state == RunState.FINISHED
+            due = self._clock() - saved_at >= self._config.checkpoint_seconds
+            if (due and not finished_saved) or (finished and not finished_saved):
+                finished_saved = finished
+                await asyncio.to_thread(self._save)
+                saved_at = self._clock()
+            if self._config.exit_when_done and self._run.done:
+                self._run.finish("all workers are done")
+                self.stop("all workers are done")
+
+    def _report_ticker(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            # Without its clock a server would never forget a worker: better to end than to look alive.
+            log.error("the server's clock failed", reason=repr(task.exception()))
+            self.stop("an error in the server")
+
+    def _save(self) -> bool:
+        """Writes a checkpoint where there is a folder and a run; False when it failed."""
+        if self._checkpoints is None or not self._run.shards:
+            return True
+        try:
+            self._checkpoints.save(self._run)
+        except CheckpointError as error:
+            log.error(str(error))
+            return False
+        return True
+
+    # The end.
+
+    async def _end(self, data: grpc.aio.Server, control: grpc.Server) -> int:
+        """Not serving, drain, save; in this order, so that what was acknowledged is in the checkpoint."""
+        began = self._clock()
+        log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
+        await self._set_health(_Health.NOT_SERVING)
+        self._run.drain()
+        await self._calls_end(began + _CALLS_SHARE * self._config.drain_seconds)
+        await data.stop(0.1)
+        self._executor.shutdown(wait=True)
+        left = self._config.drain_seconds - (self._clock() - began)
+        saved = await self._save_within(left)
+        if self._recorder is not None:
+            self._recorder.end()
+        control.stop(0.1).wait(1.0)
+        log.info("server ended", seconds=round(self._clock() - began, 2))
+        return 0 if saved else 1
+
+    async def _calls_end(self, deadline: float) -> None:
+        while self._budget.bytes_held and self._clock() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def _save_within(self, seconds: float) -> bool:
+        saving = asyncio.to_thread(self._save)
+        try:
+            async with asyncio.timeout(max(seconds, 0.1)):
+                return await asyncio.shield(saving)
+        except TimeoutError:
+            log.error("the last checkpoint took too long: raise --drain-seconds", seconds=round(seconds, 1))
+            sys.stderr.flush()
+            os._exit(1)
+
+    async def _set_health(self, status: int) -> None:
+        for service in ("", PARAMETER_SERVER):
+            await self._data_health.set(service, status)
+        # The control plane's health is that of the whole server: probes need to know one port only.
+        for service in ("", PARAMETER_SERVER, INSPECTOR):
+            self._control_health.set(service, status)
+
+
+def _access(config: ServerConfig) -> str:
+    if config.token_file is not None:
+        return f"with the token in {config.token_file}"
+    if config.insecure:
+        return "open to everybody who can reach it (--insecure)"
+    return "this machine only"
+
+
+def _shards_in_words(run: Run) -> str:
+    total = run.partition.num_shards if run.partition else 0
+    held = sum(shard.length for shard in run.shards.values())
+    return f"{len(run.shards)} of {total}, {held:,} parameters"
+
+
+def _memory_in_words(run: Run) -> str:
+    parameters = sum(4 * shard.length for shard in run.shards.values())
+    slots = sum(shard.slots_bytes for shard in run.shards.values())
+    return f"{_mib(parameters)} of parameters, {_mib(slots)} of slots"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file that readers find either whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text + "\n")
+    temporary.replace(path)

@@ -1,0 +1,187 @@
+"""Between the core's values and the wire's messages."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from pyps import _kernels
+from pyps.core.gradient import Codec, Extent, Gradient
+from pyps.core.receipt import Receipt
+from pyps.run import Greeting, RuleSettings, Run
+from pyps.run.initialization import Opening
+from pyps.run.run import SOFTWARE, Welcome
+from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
+from pyps_wire.errors import BadRequest, MalformedFrame
+from pyps_wire.framing import PAYLOAD_FIELD
+from pyps_wire.partition import Model
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], message: bytes) -> M:
+    """Reads a message without tensors; MalformedFrame when the bytes are no such message."""
+    try:
+        return kind.FromString(message)
+    except DecodeError:
+        raise MalformedFrame(
+            f"the {len(message)} bytes received are no valid {kind.__name__} message"
+        ) from None
+
+
+def parse_frame(kind: type[M], message: bytes) -> tuple[M, memoryview]:
+    """Reads a tensor-bearing message: its fields, and its payload in place."""
+    try:
+        header, offset, length = _kernels.split_frame(message, PAYLOAD_FIELD)
+    except ValueError as error:
+        raise MalformedFrame(
+            f"the {len(message)} bytes received are no valid {kind.__name__} message: {error}"
+        ) from None
+    return parse(kind, header), memoryview(message)[offset : offset + length]
+
+
+def greeting_from(request: wire.HelloRequest) -> Greeting:
+    """What a caller says of itself in Hello."""
+    observer = request.role == common.ROLE_OBSERVER
+    # A caller of another protocol version may mean anything by the rest: it is refused before that is read.
+    readable = request.protocol_version == PROTOCOL_VERSION
+    has_model = readable and request.HasField("model")
+    has_optimizer = readable and request.HasField("optimizer") and not observer
+    return Greeting(
+        run_id=request.sender.run_id,
+        worker_id=request.sender.worker_id,
+        incarnation=request.sender.incarnation,
+        protocol_version=request.protocol_version,
+        software=request.software,
+        observer=observer,
+        server_index=request.server_index,
+        num_servers=request.num_servers,
+        model=Model.from_proto(request.model) if has_model else None,
+        optimizer=settings_from(request.optimizer) if has_optimizer else None,
+        fingerprint=request.fingerprint,
+        host=request.host,
+        process_id=request.process_id,
+        device=request.device,
+    )
+
+
+def opening_from(request: wire.InitializeRequest) -> Opening:
+    """What an initialiser says before its first shard."""
+    if not request.HasField("model"):
+        raise BadRequest("the first message of Initialize must name the model: send it before the shards")
+    return Opening(
+        run_id=request.sender.run_id,
+        worker_id=request.sender.worker_id,
+        incarnation=request.sender.incarnation,
+        term=request.term,
+        model=Model.from_proto(request.model),
+        optimizer=settings_from(request.optimizer) if request.HasField("optimizer") else None,
+        server_index=request.server_index,
+        num_servers=request.num_servers,
+    )
+
+
+def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
+    """A pushed gradient whose payload lies in the received bytes."""
+    return Gradient(
+        worker_id=request.sender.worker_id,
+        incarnation=request.sender.incarnation,
+        sequence=request.sequence,
+        base_version=request.base_version,
+        epoch=request.epoch,
+        codec=request.codec,
+        payload=payload,
+        extents=tuple(Extent(extent.offset, extent.length) for extent in request.extents),
+        kind=request.kind,
+        example_count=request.example_count,
+        minibatch_count=request.minibatch_count or 1,
+        newest_base_version=request.newest_base_version or None,
+        clock=request.clock,
+    )
+
+
+def codec_from(number: int) -> Codec:
+    """How a caller wants parameters written; float32 unless it says otherwise."""
+    try:
+        return Codec(number or Codec.FLOAT32)
+    except ValueError:
+        names = ", ".join(codec.name.lower() for codec in Codec)
+        raise BadRequest(f"codec {number} is unknown; this server writes {names}") from None
+
+
+def receipt_to(receipt: Receipt) -> common.Receipt:
+    """A receipt as it travels."""
+    return common.Receipt(
+        shard_id=receipt.shard_id,
+        sequence=receipt.sequence,
+        outcome=int(receipt.outcome),  # type: ignore[arg-type]
+        reason=int(receipt.reason),  # type: ignore[arg-type]
+        message=receipt.message,
+        duplicate=receipt.duplicate,
+        version_before=receipt.version_before,
+        version_after=receipt.version_after,
+        staleness=receipt.staleness,
+        rate=receipt.rate,
+        rate_scale=receipt.rate_scale,
+        weight=receipt.weight,
+        num_workers=receipt.num_workers,
+        epoch=receipt.epoch,
+    )
+
+
+def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
+    """A worker's optimizer, checked and completed; None when it names no rule."""
+    if not message.rule:
+        return None
+    return RuleSettings.make(message.rule, tuple(dict(group.hyperparameters) for group in message.groups))
+
+
+def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
+    """The optimizer in force as it travels."""
+    groups = [common.GroupSettings(hyperparameters=group) for group in settings.groups]
+    return common.OptimizerSettings(rule=settings.rule, groups=groups)
+
+
+def shard_versions(run: Run) -> list[common.ShardVersion]:
+    """This server's shards and their versions."""
+    return [common.ShardVersion(shard_id=i, version=shard.version) for i, shard in run.shards.items()]
+
+
+def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.HelloReply:
+    """Everything that a welcome caller needs to know."""
+    config = run.config
+    reply = wire.HelloReply(
+        protocol_version=PROTOCOL_VERSION,
+        features=FEATURES,
+        software=SOFTWARE,
+        state=int(run.state),  # type: ignore[arg-type]
+        run_id=run.run_id,
+        epoch=run.epoch,
+        initialize=welcome.initialize,
+        term=welcome.term,
+        initialize_lease_seconds=run.election.lease_seconds,
+        limits=common.Limits(
+            message_bytes_max=config.max_message_bytes,
+            model_parameters_max=config.max_model_parameters,
+            workers_max=config.max_workers,
+            in_flight_bytes_max=config.max_in_flight_bytes,
+        ),
+        heartbeat_seconds=config.heartbeat_seconds,
+        lease_seconds=config.lease_seconds,
+        shards=shard_versions(run),
+        protocol=run.aggregation.name,
+        staleness=run.staleness.name,
+        codecs=[int(codec) for codec in Codec],  # type: ignore[misc]
+        server_index=run.server_index,
+        num_servers=run.num_servers,
+        control_address=control_address,
+    )
+    if run.optimizer is not None:
+        reply.optimizer.CopyFrom(settings_to(run.optimizer))
+    if run.partition is not None:
+        reply.model.CopyFrom(run.partition.model.to_proto())
+        reply.fingerprint = run.partition.fingerprint
+    return reply

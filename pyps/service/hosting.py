@@ -1,0 +1,84 @@
+"""gRPC servers as this project runs them: their options, their ports, the services that every one of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pyps.config import ConfigError, ServerConfig, flag_name
+from pyps.service.security import AsyncTokenInterceptor, SyncTokenInterceptor
+
+# Handlers of the control plane are quick; this many may be busy at once, the rest wait in line.
+CONTROL_THREADS = 8
+# Clients ping an idle connection every 60 s; the server allows twice that pace before it calls it abuse.
+_PING_INTERVAL_MIN_MS = 30_000
+_KEEPALIVE_MS = 60_000
+_KEEPALIVE_TIMEOUT_MS = 20_000
+
+Options = list[tuple[str, int]]
+
+
+def make_data_server(config: ServerConfig, token: str | None) -> grpc.aio.Server:
+    """An asyncio server for tensor-bearing calls: a call that waits costs no thread."""
+    interceptors = [AsyncTokenInterceptor(token)] if token else []
+    # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
+    # setting, and one far too long is never held.
+    options = [
+        *_common_options(),
+        ("grpc.max_receive_message_length", 2 * config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+    ]
+    return grpc.aio.server(interceptors=interceptors, options=options)
+
+
+def make_control_server(token: str | None) -> grpc.Server:
+    """A threaded server for small calls, which answers while the data plane is saturated."""
+    interceptors = [SyncTokenInterceptor(token)] if token else []
+    pool = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+    return grpc.server(pool, interceptors=interceptors, options=_common_options())
+
+
+def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int, *, field: str) -> str:
+    """Binds a port and returns its address; ConfigError names the port and the setting when it is taken."""
+    try:
+        bound = server.add_insecure_port(address_of(host, port))
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise ConfigError(busy_port(host, port, field=field))
+    return address_of(host, bound)
+
+
+def busy_port(host: str, port: int, *, field: str) -> str:
+    """What to say of a port that cannot be bound."""
+    return (
+        f"cannot listen on {address_of(host, port)}: port {port} is taken by another program, or {host} is no "
+        f"address of this machine; choose another with {flag_name(field)} or --host"
+    )
+
+
+def address_of(host: str, port: int) -> str:
+    """host:port, with an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _common_options() -> Options:
+    return [
+        # Without this a second server would silently share the port and take half of the traffic.
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MIN_MS),
+        # The server pings too: a machine that vanished must not leave calls behind.
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def generic_handlers(service: str, methods: dict[str, grpc.RpcMethodHandler]) -> Sequence[Any]:
+    """The handlers of a service whose (de)serializers are not the generated ones."""
+    return (grpc.method_handlers_generic_handler(service, methods),)

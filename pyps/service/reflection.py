@@ -1,0 +1,65 @@
+"""Reflection under both of its names: grpcurl asks for v1 and falls back to v1alpha, other tools know only one.
+
+Python's package serves v1alpha. The messages of v1 are the same bytes, so the same servicer answers for both;
+only the descriptors of v1 are made here, by renaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_reflection.v1alpha import _async as asynchronous
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+ALPHA = reflection.SERVICE_NAME
+V1 = ALPHA.replace("v1alpha", "v1")
+
+
+def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str]) -> None:
+    """Lets tools ask a server for these services, and for reflection itself."""
+    _describe_v1()
+    names = [*services, ALPHA, V1]
+    servicer_type: Any = (
+        asynchronous.ReflectionServicer
+        if isinstance(server, grpc.aio.Server)
+        else reflection.ReflectionServicer
+    )
+    servicer = servicer_type(names)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        tuple(
+            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (ALPHA, V1)
+        )
+    )
+
+
+def _describe_v1() -> None:
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindServiceByName(V1)
+        return
+    except KeyError:
+        pass
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    old, new = f".{file.package}.", f".{file.package.replace('v1alpha', 'v1')}."
+    file.name = file.name.replace("v1alpha", "v1")
+    file.package = file.package.replace("v1alpha", "v1")
+    for message in file.message_type:
+        for field in message.field:
+            # Assigning it, even empty, would make a type name of a field that has none.
+            if field.type_name:
+                field.type_name = field.type_name.replace(old, new)
+    for service in file.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(old, new)
+            method.output_type = method.output_type.replace(old, new)
+    pool.AddSerializedFile(file.SerializeToString())

@@ -1,0 +1,161 @@
+"""Who may call: a shared token on both ports, and loopback for calls that change the server."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import urllib.parse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from pyps.config import ConfigError, ServerConfig
+from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsError
+
+# Orchestrators probe health without knowing the token, and learn nothing from it but that the server lives.
+_OPEN_PREFIX = "/grpc.health.v1.Health/"
+_SCHEME = "Bearer "
+
+Handler = grpc.RpcMethodHandler
+
+
+def load_token(config: ServerConfig) -> str | None:
+    """The token that callers must show, None for none.
+
+    Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in plain words.
+    """
+    if config.token_file is None:
+        if not is_loopback_host(config.host) and not config.insecure:
+            raise ConfigError(
+                f"host is {config.host}, which other machines can reach: give --token-file, "
+                "or say --insecure to let everybody in"
+            )
+        return None
+    return _read_token(config.token_file)
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"the token file {path} cannot be read: {reason}") from None
+    if len(token) < 8 or not token.isascii() or not token.isprintable():
+        raise ConfigError(f"the token in {path} must be one line of at least 8 printable ASCII characters")
+    return token
+
+
+def is_loopback_host(host: str) -> bool:
+    """True for an address that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def is_loopback_peer(peer: str) -> bool:
+    """True when gRPC's name of a peer ("ipv4:127.0.0.1:51234", "ipv6:%5B::1%5D:51234") is on this machine."""
+    kind, _, address = urllib.parse.unquote(peer).partition(":")
+    if kind == "unix":
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+def require_loopback(context: grpc.ServicerContext, call: str) -> None:
+    """Refuses a call that changes the server unless it comes from the server's own machine (NotAllowed)."""
+    if not is_loopback_peer(context.peer()):
+        raise NotAllowed(f"{call} changes the server and is taken from its own machine only: run it there")
+
+
+class TokenCheck:
+    """Compares the token of a call with the server's, in constant time."""
+
+    def __init__(self, token: str):
+        self._expected = (_SCHEME + token).encode()
+
+    def refusal(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
+        """Why the call is refused, None when it may go on."""
+        if details.method.startswith(_OPEN_PREFIX):
+            return None
+        given = [value for key, value in details.invocation_metadata if key == "authorization"]
+        if not given:
+            return NotAuthenticated(
+                "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was started "
+                "with; grpcurl takes -H 'authorization: Bearer TOKEN'"
+            )
+        shown = given[-1].encode() if isinstance(given[-1], str) else given[-1]
+        if not hmac.compare_digest(shown, self._expected):
+            return NotAuthenticated("the token is not this server's: compare the token files of both ends")
+        return None
+
+
+class SyncTokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Asks for the token on a threaded server."""
+
+    def __init__(self, token: str):
+        self._check = TokenCheck(token)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        error = self._check.refusal(details)
+        handler = continuation(details)
+        if error is None or handler is None:
+            return handler
+
+        def refuse(_: Any, context: grpc.ServicerContext) -> NoReturn:
+            context.set_trailing_metadata(((METADATA_KEY, type(error).__name__),))
+            context.abort(grpc.StatusCode[error.status], str(error))
+
+        return _same_kind(handler, refuse)
+
+
+class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Asks for the token on an asyncio server."""
+
+    def __init__(self, token: str):
+        self._check = TokenCheck(token)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        error = self._check.refusal(details)
+        handler = await continuation(details)
+        if error is None or handler is None:
+            return handler
+
+        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            await abort(context, error)
+
+        return _same_kind(handler, refuse)
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:
+    """Ends a call with an error that the client can make again."""
+    await context.abort(grpc.StatusCode[error.status], str(error), ((METADATA_KEY, type(error).__name__),))
+
+
+def _same_kind(handler: Handler, behavior: Callable[..., Any]) -> Handler:
+    """A handler of the same kind as `handler`, so that a refused stream is refused before its first message."""
+    makers = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    return makers[handler.request_streaming, handler.response_streaming](behavior)

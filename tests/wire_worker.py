@@ -1,0 +1,203 @@
+"""A worker of a few lines, straight on the generated stubs: what tests of the server speak."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+from pyps_wire import common_pb2 as common
+from pyps_wire import framing
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.contract import METHODS, PROTOCOL_VERSION
+from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
+from pyps_wire.partition import Model, Partition, Tensor, partition
+
+Floats = npt.NDArray[np.float32]
+
+SMALL = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (7,))))
+CALL_SECONDS = 20.0
+_INCARNATIONS = itertools.count(time.time_ns())
+
+CHANNEL_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # Every channel its own connection, as in separate processes.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def sgd(learning_rate: float = 1.0, *, groups: int = 1) -> common.OptimizerSettings:
+    """Plain SGD: with learning rate 1 an update is a subtraction."""
+    group = common.GroupSettings(hyperparameters={"learning_rate": learning_rate})
+    return common.OptimizerSettings(rule="sgd", groups=[group] * groups)
+
+
+class WireWorker:
+    """One worker of one server. A context manager that closes its channel."""
+
+    def __init__(
+        self,
+        address: str,
+        worker_id: str = "a",
+        *,
+        run_id: str = "run-1",
+        model: Model = SMALL,
+        optimizer: common.OptimizerSettings | None = None,
+        token: str | None = None,
+        server_index: int = 0,
+        num_servers: int = 1,
+    ):
+        self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.stub = ParameterServerStub(self.channel)
+        self.model = model
+        self.plan: Partition = partition(model, num_servers=num_servers)
+        self.optimizer = optimizer if optimizer is not None else sgd()
+        self.sender = common.Sender(run_id=run_id, worker_id=worker_id, incarnation=next(_INCARNATIONS))
+        self.metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
+        self.server_index, self.num_servers = server_index, num_servers
+        self.epoch = 0
+        self._sequences = itertools.count(1)
+
+    def __enter__(self) -> WireWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def hello(self, **fields: object) -> wire.HelloReply:
+        """Says Hello; `fields` replace what it says."""
+        request = wire.HelloRequest(
+            sender=self.sender,
+            protocol_version=PROTOCOL_VERSION,
+            software="test",
+            role=common.ROLE_WORKER,
+            server_index=self.server_index,
+            num_servers=self.num_servers,
+            model=self.model.to_proto(),
+            optimizer=self.optimizer,
+            fingerprint=self.plan.fingerprint,
+        )
+        for name, value in fields.items():
+            if isinstance(value, int | str):
+                setattr(request, name, value)
+            else:
+                getattr(request, name).CopyFrom(value)
+        reply: wire.HelloReply = self.stub.Hello(request, timeout=CALL_SECONDS, metadata=self.metadata)
+        self.epoch = reply.epoch
+        return reply
+
+    def initialize_messages(self, term: int, value: float = 0.0) -> Iterator[wire.InitializeRequest]:
+        """The messages that initialise every parameter with one value."""
+        yield wire.InitializeRequest(
+            sender=self.sender,
+            term=term,
+            model=self.model.to_proto(),
+            optimizer=self.optimizer,
+            server_index=self.server_index,
+            num_servers=self.num_servers,
+        )
+        for shard in self.plan.of_server(self.server_index):
+            yield wire.InitializeRequest(
+                sender=self.sender,
+                term=term,
+                shard_id=shard.shard_id,
+                codec=common.CODEC_FLOAT32,
+                payload=np.full(shard.length, value, np.float32).tobytes(),
+            )
+
+    def initialize(self, term: int, value: float = 0.0) -> wire.InitializeReply:
+        """Initialises every parameter with one value."""
+        return self.stub.Initialize(
+            self.initialize_messages(term, value), timeout=CALL_SECONDS, metadata=self.metadata
+        )
+
+    def join(self, value: float = 0.0) -> wire.HelloReply:
+        """Says Hello, and initialises the run where it is asked to."""
+        reply = self.hello()
+        if reply.initialize:
+            self.initialize(reply.term, value)
+        return reply
+
+    def push_request(
+        self, values: Floats | float, shard_id: int = 0, base_version: int = 0, **fields: object
+    ) -> wire.PushRequest:
+        """One shard of a push; a number stands for a whole shard of it."""
+        length = self.plan.shard(shard_id).length
+        gradient = np.full(length, values, np.float32) if isinstance(values, int | float) else values
+        request = wire.PushRequest(
+            sender=self.sender,
+            sequence=next(self._sequences),
+            shard_id=shard_id,
+            base_version=base_version,
+            epoch=self.epoch,
+            codec=common.CODEC_FLOAT32,
+            kind=common.PAYLOAD_KIND_GRADIENT,
+            example_count=1,
+            payload=gradient.tobytes(),
+        )
+        for name, value in fields.items():
+            setattr(request, name, value)
+        return request
+
+    def push(self, *requests: wire.PushRequest) -> list[common.Receipt]:
+        """Sends the messages in one stream and returns their receipts."""
+        return list(self.stub.Push(iter(requests), timeout=CALL_SECONDS, metadata=self.metadata))
+
+    def push_frames(self, frames: Iterable[bytes]) -> list[common.Receipt]:
+        """Sends raw frames, as the real client does."""
+        call = self.channel.stream_stream(METHODS["Push"])
+        replies: Iterable[bytes] = call(iter(frames), timeout=CALL_SECONDS, metadata=self.metadata)
+        return [common.Receipt.FromString(reply) for reply in replies]
+
+    def pull(
+        self,
+        wants: Sequence[wire.PullRequest.Want] = (),
+        *,
+        wait_seconds: float = 0.0,
+        timeout: float = CALL_SECONDS,
+        **fields: int,
+    ) -> list[wire.Parameters]:
+        """Pulls the shards that are newer than those held."""
+        request = wire.PullRequest(
+            sender=self.sender,
+            role=common.ROLE_WORKER,
+            epoch=self.epoch,
+            codec=common.CODEC_FLOAT32,
+            wants=wants,
+            wait_milliseconds=round(wait_seconds * 1000),
+            **fields,
+        )
+        return list(self.stub.Pull(request, timeout=timeout, metadata=self.metadata))
+
+    def pull_frames(self) -> list[tuple[wire.Parameters, Floats]]:
+        """Pulls everything as raw frames, as the real client does."""
+        request = wire.PullRequest(sender=self.sender, role=common.ROLE_WORKER, epoch=self.epoch)
+        call = self.channel.unary_stream(METHODS["Pull"])
+        frames: Iterable[bytes] = call(
+            request.SerializeToString(), timeout=CALL_SECONDS, metadata=self.metadata
+        )
+        parts = [framing.split(frame) for frame in frames]
+        return [
+            (wire.Parameters.FromString(header), np.frombuffer(payload, np.float32))
+            for header, payload in parts
+        ]
+
+    def heartbeat(self, **fields: int) -> wire.HeartbeatReply:
+        """Gives a sign of life."""
+        request = wire.HeartbeatRequest(sender=self.sender, **fields)
+        return self.stub.Heartbeat(request, timeout=CALL_SECONDS, metadata=self.metadata)
+
+    def leave(self, cause: int = wire.LeaveRequest.CAUSE_FINISHED) -> wire.LeaveReply:
+        """Leaves the run."""
+        request = wire.LeaveRequest(sender=self.sender, cause=cause)
+        return self.stub.Leave(request, timeout=CALL_SECONDS, metadata=self.metadata)
+
+
+def values_of(parameters: wire.Parameters) -> Floats:
+    """The numbers of a pulled shard."""
+    return np.frombuffer(parameters.payload, np.float32)
