@@ -57,6 +57,19 @@ assert partition.Model.from_proto(hello.model) == model
 print(google.protobuf.__version__)
 """
 
+# Trains one step of a worker, reads the result as an observer.
+WORKER = """
+import sys
+import numpy as np
+from pyps_client import Client, Observer
+
+with Client({"w": np.zeros(4, np.float32)}, ("sgd", {"learning_rate": 0.5}), servers=sys.argv[1]) as client:
+    client.push({"w": np.ones(4, np.float32)}, examples=1)
+    assert client.pull()["w"].tolist() == [-0.5] * 4
+with Observer(servers=sys.argv[1]) as observer:
+    print(observer.snapshot()["w"].tolist())
+"""
+
 
 def run(*command):
     # A developer's constraints pin the newest versions, which are not what is tested here.
@@ -90,6 +103,15 @@ def test_the_client_loads_and_sends_under(name, tmp_path):
     output = run(str(environment_python(name, requirements)), "-c", PROGRAM)
     wanted = requirements[0].removeprefix("protobuf==").removesuffix("*")
     assert output.strip().startswith(wanted)
+
+
+@pytest.mark.compat
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_worker_trains_on_the_server_under(name, start_server):
+    python = environment_python(name, ENVIRONMENTS[name])
+    server = start_server()
+    assert run(str(python), "-c", WORKER, server.data).strip() == "[-0.5, -0.5, -0.5, -0.5]"
 
 
 @pytest.mark.compat
