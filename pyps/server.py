@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -27,11 +27,14 @@ from pyps.record import Recorder
 from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
 from pyps.service import hosting
+from pyps.service.inspector import Addresses, Inspector
 from pyps.service.limits import ByteBudget
+from pyps.service.metrics import MetricsServer
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.security import load_token
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
+from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
 # How often the server looks at what time brings: leases, checkpoints, the end of the job.
 TICK_SECONDS = 0.2
@@ -42,15 +45,6 @@ _Health = health_pb2.HealthCheckResponse
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 log = logs.get("pyps.server")
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where the server listens, as host:port."""
-
-    data: str
-    control: str
-    metrics: str
 
 
 def serve(config: ServerConfig) -> int:
@@ -95,19 +89,27 @@ class Server:
         """Serves until a signal or the end of the job, then drains, saves and returns the exit status."""
         data = hosting.make_data_server(self._config, self._token)
         control = hosting.make_control_server(self._token)
-        addresses = self._bind(data, control)
+        metrics = MetricsServer(
+            self._run,
+            host=self._config.host,
+            port=self._config.metrics_port,
+            token=self._token,
+            budget=self._budget,
+        )
+        addresses = self._bind(data, control, metrics)
         self._resume()
         self._add_services(data, control, addresses)
         await self._set_health(_Health.SERVING)
         self._handle_signals()
         await data.start()
         control.start()
+        metrics.start()
         self._announce(addresses)
         ticker = asyncio.create_task(self._keep_time())
         ticker.add_done_callback(self._report_ticker)
         await self._stop.wait()
         ticker.cancel()
-        return await self._end(data, control)
+        return await self._end(data, control, metrics)
 
     def stop(self, reason: str) -> None:
         """Makes `run` end in order."""
@@ -116,12 +118,12 @@ class Server:
 
     # The start.
 
-    def _bind(self, data: grpc.aio.Server, control: grpc.Server) -> Addresses:
+    def _bind(self, data: grpc.aio.Server, control: grpc.Server, metrics: MetricsServer) -> Addresses:
         host, config = self._config.host, self._config
         return Addresses(
             data=hosting.bind(data, host, config.port, field="port"),
             control=hosting.bind(control, host, config.control_port, field="control_port"),
-            metrics="",
+            metrics=metrics.address,
         )
 
     def _add_services(self, data: grpc.aio.Server, control: grpc.Server, addresses: Addresses) -> None:
@@ -131,6 +133,10 @@ class Server:
         data.add_generic_rpc_handlers((parameter_server.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._data_health, data)
         add_reflection(data, [PARAMETER_SERVER, threaded_health.SERVICE_NAME])
+        inspector = Inspector(
+            self._run, addresses=addresses, budget=self._budget, checkpoints=self._checkpoints
+        )
+        add_InspectorServicer_to_server(inspector, control)
         health_pb2_grpc.add_HealthServicer_to_server(self._control_health, control)
         channelz.add_channelz_servicer(control)
         add_reflection(control, [INSPECTOR, threaded_health.SERVICE_NAME, _CHANNELZ])
@@ -241,7 +247,7 @@ class Server:
 
     # The end.
 
-    async def _end(self, data: grpc.aio.Server, control: grpc.Server) -> int:
+    async def _end(self, data: grpc.aio.Server, control: grpc.Server, metrics: MetricsServer) -> int:
         """Not serving, drain, save; in this order, so that what was acknowledged is in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
@@ -254,6 +260,7 @@ class Server:
         saved = await self._save_within(left)
         if self._recorder is not None:
             self._recorder.end()
+        metrics.stop()
         control.stop(0.1).wait(1.0)
         log.info("server ended", seconds=round(self._clock() - began, 2))
         return 0 if saved else 1
