@@ -49,9 +49,7 @@ def _parameters() -> list[inspect.Parameter]:
         if isinstance(kind, types.UnionType):
             kind = typing.get_args(kind)[0]
         if kind is bool:
-            option = typer.Option(
-                flag_name(field.name) + "/--no-" + flag_name(field.name)[2:], help=_help(field)
-            )
+            option = typer.Option(flag_name(field.name) + "/--no-" + flag_name(field.name)[2:], help=_help(field))
             parameters.append(_parameter(field.name, bool | None, None, option))
         else:
             choices = "|".join(field.metadata["choices"])

@@ -27,9 +27,7 @@ def parse(kind: type[M], message: bytes) -> M:
     try:
         return kind.FromString(message)
     except DecodeError:
-        raise MalformedFrame(
-            f"the {len(message)} bytes received are no valid {kind.__name__} message"
-        ) from None
+        raise MalformedFrame(f"the {len(message)} bytes received are no valid {kind.__name__} message") from None
 
 
 def parse_frame(kind: type[M], message: bytes) -> tuple[M, memoryview]:

@@ -1,10 +1,8 @@
-"""gRPC servers as this project runs them: their options, their ports, the services that every one of them has."""
+"""gRPC servers as this project runs them: their options and their ports."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -37,7 +35,7 @@ def make_data_server(config: ServerConfig, token: str | None) -> grpc.aio.Server
 
 def make_control_server(token: str | None) -> grpc.Server:
     """A threaded server for small calls, which answers while the data plane is saturated."""
-    interceptors = [SyncTokenInterceptor(token)] if token else []
+    interceptors: list[grpc.ServerInterceptor] = [SyncTokenInterceptor(token)] if token else []
     pool = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
     return grpc.server(pool, interceptors=interceptors, options=_common_options())
 
@@ -56,8 +54,8 @@ def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int, *, field: 
 def busy_port(host: str, port: int, *, field: str) -> str:
     """What to say of a port that cannot be bound."""
     return (
-        f"cannot listen on {address_of(host, port)}: port {port} is taken by another program, or {host} is no "
-        f"address of this machine; choose another with {flag_name(field)} or --host"
+        f"cannot listen on {address_of(host, port)}: port {port} is taken by another program, or {host} is "
+        f"no address of this machine; choose another with {flag_name(field)} or --host"
     )
 
 
@@ -77,8 +75,3 @@ def _common_options() -> Options:
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-
-
-def generic_handlers(service: str, methods: dict[str, grpc.RpcMethodHandler]) -> Sequence[Any]:
-    """The handlers of a service whose (de)serializers are not the generated ones."""
-    return (grpc.method_handlers_generic_handler(service, methods),)

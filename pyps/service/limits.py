@@ -29,9 +29,9 @@ class ByteBudget:
         with self._lock:
             if self._bytes + num_bytes > self.bytes_max:
                 raise LimitExceeded(
-                    f"{num_bytes} bytes more would make {self._bytes + num_bytes} bytes of pushes and pulls held "
-                    f"at once, this server holds {self.bytes_max} at the most: try again later, or raise "
-                    "--max-in-flight-bytes"
+                    f"{num_bytes} bytes more would make {self._bytes + num_bytes} bytes of pushes and pulls "
+                    f"held at once, this server holds {self.bytes_max} at the most: try again later, or "
+                    "raise --max-in-flight-bytes"
                 )
             self._bytes += num_bytes
         try:

@@ -54,7 +54,7 @@ class ParameterServer:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's handlers: bytes in, bytes out."""
-        methods = {
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Hello": grpc.unary_unary_rpc_method_handler(_guarded(self.hello)),
             "Initialize": grpc.stream_unary_rpc_method_handler(_guarded(self.initialize)),
             "Push": grpc.stream_stream_rpc_method_handler(_guarded(self.push)),
@@ -69,9 +69,7 @@ class ParameterServer:
         """Takes a caller in."""
         greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
         welcome = self._run.hello(greeting)
-        return convert.hello_reply(
-            self._run, welcome, control_address=self._control_address
-        ).SerializeToString()
+        return convert.hello_reply(self._run, welcome, control_address=self._control_address).SerializeToString()
 
     async def initialize(self, _: object, context: Context) -> bytes:
         """Takes the first parameters, shard by shard, and makes them the run's."""
@@ -99,7 +97,7 @@ class ParameterServer:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             with self._budget.holding(len(message)):
                 _, receipt = await self._push_one(message)
-            await _write(context, convert.receipt_to(receipt).SerializeToString())
+                await _write(context, convert.receipt_to(receipt).SerializeToString())
 
     async def exchange(self, _: object, context: Context) -> None:
         """Answers each pushed shard with its receipt and the newest parameters."""
@@ -336,8 +334,6 @@ def _guarded(behavior: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any,
             await abort(context, error)
         except Exception as error:
             log.exception("a call failed by a bug in the server", call=behavior.__name__)
-            await context.abort(
-                grpc.StatusCode.INTERNAL, f"a bug in the server: {type(error).__name__}; see its log"
-            )
+            await context.abort(grpc.StatusCode.INTERNAL, f"a bug in the server: {type(error).__name__}; see its log")
 
     return call

@@ -24,9 +24,7 @@ def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str
     _describe_v1()
     names = [*services, ALPHA, V1]
     servicer_type: Any = (
-        asynchronous.ReflectionServicer
-        if isinstance(server, grpc.aio.Server)
-        else reflection.ReflectionServicer
+        asynchronous.ReflectionServicer if isinstance(server, grpc.aio.Server) else reflection.ReflectionServicer
     )
     servicer = servicer_type(names)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -35,9 +33,7 @@ def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     server.add_generic_rpc_handlers(
-        tuple(
-            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (ALPHA, V1)
-        )
+        tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (ALPHA, V1))
     )
 
 

@@ -7,7 +7,7 @@ import ipaddress
 import urllib.parse
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -19,13 +19,13 @@ from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsErr
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 _SCHEME = "Bearer "
 
-Handler = grpc.RpcMethodHandler
+Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
 
 
 def load_token(config: ServerConfig) -> str | None:
     """The token that callers must show, None for none.
 
-    Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in plain words.
+    Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in words.
     """
     if config.token_file is None:
         if not is_loopback_host(config.host) and not config.insecure:
@@ -91,8 +91,8 @@ class TokenCheck:
         given = [value for key, value in details.invocation_metadata if key == "authorization"]
         if not given:
             return NotAuthenticated(
-                "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was started "
-                "with; grpcurl takes -H 'authorization: Bearer TOKEN'"
+                "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was "
+                "started with; grpcurl takes -H 'authorization: Bearer TOKEN'"
             )
         shown = given[-1].encode() if isinstance(given[-1], str) else given[-1]
         if not hmac.compare_digest(shown, self._expected):
@@ -100,7 +100,7 @@ class TokenCheck:
         return None
 
 
-class SyncTokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
+class SyncTokenInterceptor(grpc.ServerInterceptor):
     """Asks for the token on a threaded server."""
 
     def __init__(self, token: str):
@@ -123,7 +123,7 @@ class SyncTokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         return _same_kind(handler, refuse)
 
 
-class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):
     """Asks for the token on an asyncio server."""
 
     def __init__(self, token: str):
@@ -131,9 +131,9 @@ class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         details: grpc.HandlerCallDetails,
-    ) -> Handler:
+    ) -> Handler | None:
         error = self._check.refusal(details)
         handler = await continuation(details)
         if error is None or handler is None:
@@ -151,7 +151,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -
 
 
 def _same_kind(handler: Handler, behavior: Callable[..., Any]) -> Handler:
-    """A handler of the same kind as `handler`, so that a refused stream is refused before its first message."""
+    """A handler of the same kind as `handler`: a refused stream is refused before its first message."""
     makers = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
