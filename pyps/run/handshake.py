@@ -96,7 +96,7 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         )
     if theirs.model is None:
         return
-    difference = first_difference(mine.model, theirs.model)
+    difference = first_difference(mine.model, theirs.model, mine_name="the run", theirs_name="the worker")
     if difference is not None:
         raise ModelMismatch(f"the worker's model is not the run's: {difference}")
     if theirs.fingerprint and theirs.fingerprint != mine.fingerprint:
