@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt $(
 	@touch $(STAMP)
 
 demo: $(STAMP) ## Watch four workers train on real data through two servers (under a minute)
-	$(BIN)/pyps demo
+	$(BIN)/pyps demo --picture out/demo.png
 
 test: $(STAMP) ## Run the tests, all but those that need a Docker engine
 	$(BIN)/python -m pytest --ignore=tests/compose $(PYTEST_FLAGS)

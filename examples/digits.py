@@ -19,12 +19,13 @@ import time
 
 import numpy as np
 import torch
-from pyps_client import RemoteOptimizer
-from pyps_client.data import count_examples, worker_sampler
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+
+from pyps_client import RemoteOptimizer
+from pyps_client.data import count_examples, worker_sampler
 
 # Images that no worker trains on.
 HELD_OUT = 360

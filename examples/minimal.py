@@ -1,7 +1,8 @@
 import torch
+from sklearn.datasets import load_digits
+
 from pyps_client import RemoteOptimizer
 from pyps_client.data import worker_sampler
-from sklearn.datasets import load_digits
 
 images, labels = (torch.tensor(array) for array in load_digits(return_X_y=True))
 dataset = torch.utils.data.TensorDataset(images.float() / 16, labels)

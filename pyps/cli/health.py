@@ -7,6 +7,7 @@ from typing import Annotated
 import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pyps_client.launch import parse_servers
 
 
@@ -28,7 +29,7 @@ def ask(address: str, *, timeout_seconds: float) -> str:
     # A proxy of the machine must not stand between a server and its health check.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(
+            reply = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds
             )
         except grpc.RpcError as error:

@@ -7,10 +7,13 @@ from typing import Annotated
 
 import typer
 
+from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import PrefixedOutput
 
 WAIT_SECONDS = 1.0
+# What follows the worker's program is the worker's, --flags too, with and without a -- before it.
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 def run(
@@ -46,13 +49,13 @@ def run(
 ) -> None:
     """Start servers and workers on this machine and end with them.
 
-    Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by default. Servers
-    listen on free ports of 127.0.0.1. Further settings of the servers come from PYPS_ variables or --config. A worker
-    that dies is reported and not restarted; the exit status is 0 only if all workers finished with 0.
+    Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by
+    default. Servers listen on free ports of 127.0.0.1. Further settings of the servers come from PYPS_
+    variables or --config. A worker that dies is reported and not restarted; the exit status is 0 only if all
+    workers finished with 0.
     """
     if resume and checkpoint_dir is None:
-        typer.echo("Error: --resume needs a folder to resume from: give --checkpoint-dir too.", err=True)
-        raise typer.Exit(2)
+        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     flags = {
         "--protocol": protocol,
         "--staleness": staleness,
@@ -91,7 +94,7 @@ def run_job(settings: JobSettings, *, stay: bool) -> int:
         except JobError as error:
             if job.signal_number is not None:
                 return job.exit_status()
-            output.announce(f"Error: {error}")
+            output.announce(str(error))
             return 1
         control = ",".join(server.control for server in job.addresses)
         output.announce(
@@ -102,10 +105,15 @@ def run_job(settings: JobSettings, *, stay: bool) -> int:
             job.wait(WAIT_SECONDS)
         if stay and not job.server_died and job.signal_number is None:
             output.announce("The workers are done; the servers stay until Ctrl-C.")
-            while not job.server_died and job.signal_number is None:
-                job.wait(WAIT_SECONDS)
+            wait_for_signal(job)
             # The signal was the way out that had been offered.
             return job.exit_status_of_workers()
         if job.signal_number is not None:
             output.announce("Interrupted: ending the workers, then the servers.")
         return job.exit_status()
+
+
+def wait_for_signal(job: Job) -> None:
+    """Waits until somebody wants the servers to end, or one of them died."""
+    while job.signal_number is None and not job.server_died:
+        job.wait(WAIT_SECONDS)

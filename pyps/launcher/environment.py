@@ -47,7 +47,7 @@ def worker_environment(
 
 
 def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs to hand out, as CUDA_VISIBLE_DEVICES names them: an inherited list, else all that nvidia-smi lists."""
+    """The GPUs to hand out: those of an inherited CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists."""
     if "CUDA_VISIBLE_DEVICES" in inherited:
         return tuple(name.strip() for name in inherited["CUDA_VISIBLE_DEVICES"].split(",") if name.strip())
     program = shutil.which("nvidia-smi", path=inherited.get("PATH"))

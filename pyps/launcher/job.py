@@ -61,8 +61,8 @@ class ServerAddresses:
 class Job:
     """Servers on free ports and workers that know them; used as a context manager, it leaves nothing behind.
 
-    The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is told
-    through `announce`, the children's output through `on_line`. Nothing is ever started a second time.
+    The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is
+    told through `announce`, the children's output through `on_line`. Nothing is ever started a second time.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class Job:
                 self._report_end(child)
 
     def stop(self) -> None:
-        """Ends what still runs: workers, then servers, by SIGTERM, and by SIGKILL what does not obey in time."""
+        """Ends what still runs, workers before servers: by SIGTERM, and by SIGKILL what does not obey."""
         self._stopping = True
         self._stop(self.workers, seconds=self.settings.worker_stop_seconds)
         self._stop(self.servers, seconds=self.settings.server_stop_seconds)
 
     def exit_status(self) -> int:
-        """0 when every worker finished with 0 and no server died; 128 and the signal's number after a signal."""
+        """0 when every worker finished with 0 and no server died; after a signal 128 and its number."""
         if self.signal_number is not None:
             return 128 + self.signal_number
         return self.exit_status_of_workers()

@@ -17,8 +17,8 @@ DRAIN_SECONDS = 5.0
 class ChildProcess:
     """A child in a process group of its own, whose output goes to `on_line` line by line.
 
-    `on_end` is called once, when the child has ended and its output was delivered. What the child itself started
-    and left running is killed with it. Both callbacks come from threads of the child's own.
+    `on_end` is called once, when the child has ended and its output was delivered. What the child itself
+    started and left running is killed with it. Both callbacks come from threads of the child's own.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ChildProcess:
         self._on_line = on_line
         self._on_end = on_end
         self._lock = threading.Lock()
-        # Its own session: a Ctrl-C in the terminal reaches the launcher alone, which then ends everybody in order.
+        # Its own session: a Ctrl-C in the terminal reaches the launcher alone, which ends everybody in order.
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,191 @@
+"""The command: starts the job, watches it, reports on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pyps.cli.demo.held_out import HeldOut
+from pyps.cli.demo.picture import draw
+from pyps.cli.demo.progress import Progress, ProgressReader
+from pyps.cli.demo.screen import Screen, final_table
+from pyps.launcher import Job, JobError, JobSettings
+from pyps_client.launch import Launch
+from pyps_client.observer import Observer
+
+WANTED_ACCURACY = 0.95
+WATCH_SECONDS = 0.25
+# Workers report their loss with their heartbeats: often enough for a live picture.
+HEARTBEAT_SECONDS = 0.5
+# Lines of a child's output that are shown when it fails.
+KEPT_LINES = 15
+NEEDED = {"matplotlib": "pyps[demo]", "sklearn": "pyps[demo]", "torch": "pyps-client[torch]"}
+
+
+def demo(
+    workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 4,
+    servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 2,
+    epochs: Annotated[int, typer.Option(help="Passes of each worker over its part of the data.", min=1)] = 40,
+    picture: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("pyps-demo.png"),
+) -> None:
+    """Watch workers train a small network on real images through servers on this machine.
+
+    Downpour with Adagrad on the servers, each gradient's step divided by its staleness. Ends with the
+    accuracy on images that no worker saw, a table of what staleness cost, and a picture.
+    """
+    console = Console()
+    for module, requirement in NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            console.print(f"pyps: the demo needs {module}: pip install '{requirement}'.", markup=False)
+            raise typer.Exit(1)
+    settings = JobSettings(
+        command=(sys.executable, str(worker_script()), "--epochs", str(epochs)),
+        num_servers=servers,
+        num_workers=workers,
+        server_flags=(
+            *("--protocol", "async", "--staleness", "divide"),
+            *("--heartbeat-seconds", str(HEARTBEAT_SECONDS), "--expected-workers", str(workers)),
+        ),
+    )
+    raise typer.Exit(Demo(settings, console=console, picture=picture).run())
+
+
+def worker_script() -> Path:
+    """examples/digits.py: beside the package in a checkout, inside it where it was installed."""
+    package = Path(__file__).resolve().parents[2]
+    places = (package.parent / "examples" / "digits.py", package / "examples" / "digits.py")
+    return next((place for place in places if place.exists()), places[0])
+
+
+@dataclass
+class History:
+    """What was seen of a run over time: (seconds, value) pairs."""
+
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    accuracies: list[tuple[float, float]] = field(default_factory=list)
+    updates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=8))
+
+    def updates_per_second(self) -> float:
+        """Over the last seconds."""
+        if len(self.updates) < 2 or self.updates[-1][0] <= self.updates[0][0]:
+            return 0.0
+        return (self.updates[-1][1] - self.updates[0][1]) / (self.updates[-1][0] - self.updates[0][0])
+
+
+class Demo:
+    """One demonstration, from the start of its servers to the picture."""
+
+    def __init__(self, settings: JobSettings, *, console: Console, picture: Path) -> None:
+        self._console = console
+        self._picture = picture
+        self._screen = Screen(console)
+        self._lines: dict[str, deque[str]] = {}
+        self._job = Job(settings, on_line=self._keep_line, announce=self._screen.line)
+        self._held_out = HeldOut()
+        self._history = History()
+        self._observer: Observer | None = None
+        # When the servers first had parameters; until then the workers load torch.
+        self._began_at: float | None = None
+
+    def run(self) -> int:
+        """Runs to the end and returns the exit status."""
+        with self._job.handle_signals(), self._job:
+            try:
+                self._job.start()
+            except JobError as error:
+                return self._fail(str(error))
+            with ProgressReader([server.control for server in self._job.addresses], token=token()) as reader:
+                try:
+                    self._watch(reader)
+                    return self._conclude(reader)
+                finally:
+                    if self._observer is not None:
+                        self._observer.close()
+
+    def _watch(self, reader: ProgressReader) -> None:
+        settings = self._job.settings
+        addresses = ",".join(server.control for server in self._job.addresses)
+        self._screen.line(
+            f"{settings.num_workers} workers train on {settings.num_servers} servers: Downpour, Adagrad, "
+            f"steps divided by staleness.\nLook inside meanwhile: pyps status --servers {addresses}"
+        )
+        self._screen.line("The workers load torch and the images.")
+        with self._screen:
+            while not self._job.done:
+                self._job.wait(WATCH_SECONDS)
+                self._look(reader)
+
+    def _look(self, reader: ProgressReader) -> Progress | None:
+        """Asks how it goes, notes it, shows it."""
+        now = time.monotonic()
+        progress = reader.read(now - (self._began_at or now))
+        if progress is None or not progress.ready:
+            return progress
+        self._began_at = self._began_at or now
+        history = self._history
+        accuracy = self._measure_accuracy()
+        history.accuracies.append((progress.seconds, accuracy))
+        history.updates.append((progress.seconds, progress.updates))
+        if progress.loss is not None and progress.workers_alive:
+            history.losses.append((progress.seconds, progress.loss))
+        self._screen.show(progress, updates_per_second=history.updates_per_second(), accuracy=accuracy)
+        return progress
+
+    def _measure_accuracy(self) -> float:
+        if self._observer is None:
+            self._observer = Observer([server.data for server in self._job.addresses], run_id=self._job.run_id)
+        return self._held_out.accuracy(self._observer.snapshot())
+
+    def _conclude(self, reader: ProgressReader) -> int:
+        job = self._job
+        if job.signal_number is not None:
+            self._console.print("Interrupted.")
+            return job.exit_status()
+        if job.exit_status() != 0:
+            return self._fail("Not all workers finished.")
+        progress = self._look(reader)
+        if progress is None or not progress.ready:
+            return self._fail("The servers do not answer any more.")
+        accuracy = self._history.accuracies[-1][1]
+        self._console.print(final_table(progress))
+        title = f"{progress.updates} updates by {len(progress.workers)} workers: accuracy {accuracy:.3f}"
+        draw(
+            self._picture,
+            losses=self._history.losses or [(progress.seconds, float("nan"))],
+            accuracies=self._history.accuracies,
+            staleness=reader.staleness(),
+            title=title,
+        )
+        self._console.print(f"Picture: {self._picture.resolve()}", soft_wrap=True, highlight=False)
+        verdict = f"Held-out accuracy {accuracy:.4f} after {progress.updates} updates"
+        verdict += f" in {progress.seconds:.1f} s"
+        if accuracy < WANTED_ACCURACY:
+            return self._fail(f"{verdict}, below the {WANTED_ACCURACY} that this training should reach.")
+        self._console.print(f"{verdict}.", highlight=False)
+        return 0
+
+    def _keep_line(self, name: str, line: str) -> None:
+        self._lines.setdefault(name, deque(maxlen=KEPT_LINES)).append(line)
+
+    def _fail(self, sentence: str) -> int:
+        """Shows the last lines of the children that failed, then why it ends; returns the exit status."""
+        for child in self._job.servers + self._job.workers:
+            if child.returncode:
+                for line in self._lines.get(child.name, ()):
+                    self._screen.line(f"{child.name} | {line}")
+        self._screen.line(f"pyps: {sentence}")
+        return 1
+
+
+def token() -> str:
+    """What servers that inherit this environment ask for."""
+    return Launch.from_environment("127.0.0.1", environment=os.environ).token

@@ -1,0 +1,142 @@
+"""How a run goes, as its servers' Inspectors tell it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import grpc
+
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.common_pb2 import RUN_STATE_FINISHED, RUN_STATE_READY
+from pyps_wire.inspector_pb2_grpc import InspectorStub
+
+CALL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerProgress:
+    """One worker, over all servers."""
+
+    worker_id: str
+    state: str
+    # The worker's own count of steps, and what it last said of its loss.
+    steps: int
+    loss: float | None
+    pushes: float
+    staleness_mean: float
+    staleness_max: int
+    # Mean share of the step size that staleness left.
+    rate_scale_mean: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The run at one moment."""
+
+    seconds: float
+    ready: bool
+    updates: int
+    version_min: int
+    version_max: int
+    staleness_mean: float
+    staleness_max: int
+    rate_scale_mean: float
+    workers: tuple[WorkerProgress, ...]
+
+    @property
+    def workers_alive(self) -> bool:
+        return any(worker.state == "alive" for worker in self.workers)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the losses that the workers last reported."""
+        losses = [worker.loss for worker in self.workers if worker.loss is not None]
+        return sum(losses) / len(losses) if losses else None
+
+
+class ProgressReader:
+    """Asks the control port of each server of a run and puts the answers together."""
+
+    def __init__(self, control_addresses: Sequence[str], *, token: str = "") -> None:
+        # A proxy of the machine must not stand before its own loopback.
+        options = [("grpc.enable_http_proxy", 0)]
+        self._channels = [grpc.insecure_channel(address, options=options) for address in control_addresses]
+        self._stubs = [InspectorStub(channel) for channel in self._channels]
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    def read(self, seconds: float) -> Progress | None:
+        """The run now, `seconds` after its start; None where a server does not answer."""
+        call = {"timeout": CALL_SECONDS, "metadata": self._metadata}
+        try:
+            statuses = [stub.GetStatus(pb.GetStatusRequest(), **call) for stub in self._stubs]
+            listings = [stub.ListWorkers(pb.ListWorkersRequest(), **call) for stub in self._stubs]
+        except grpc.RpcError:
+            return None
+        applied = [status.pushes_applied for status in statuses]
+        return Progress(
+            seconds=seconds,
+            ready=all(status.state in (RUN_STATE_READY, RUN_STATE_FINISHED) for status in statuses),
+            updates=max(status.version_max for status in statuses),
+            version_min=min(status.version_min for status in statuses),
+            version_max=max(status.version_max for status in statuses),
+            staleness_mean=mean([status.staleness_mean for status in statuses], applied),
+            staleness_max=max(status.staleness_max for status in statuses),
+            rate_scale_mean=mean([status.rate_scale_mean for status in statuses], applied),
+            workers=merge_workers([listing.workers for listing in listings], statuses),
+        )
+
+    def staleness(self) -> Counter[int]:
+        """How many gradients, pushed shards that is, were how stale."""
+        counts: Counter[int] = Counter()
+        for stub in self._stubs:
+            histogram = stub.GetStaleness(pb.GetStalenessRequest(), timeout=CALL_SECONDS, metadata=self._metadata)
+            for bucket in histogram.buckets:
+                counts[bucket.staleness] += bucket.count
+        return counts
+
+    def __enter__(self) -> ProgressReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for channel in self._channels:
+            channel.close()
+
+
+def merge_workers(
+    listings: Sequence[Sequence[pb.WorkerInfo]], statuses: Sequence[pb.Status]
+) -> tuple[WorkerProgress, ...]:
+    """Each worker once, with what all servers know of it."""
+    found: dict[str, list[tuple[pb.WorkerInfo, int]]] = {}
+    for listing, status in zip(listings, statuses, strict=True):
+        for worker in listing:
+            found.setdefault(worker.worker_id, []).append((worker, status.num_shards))
+    return tuple(merge_worker(found[worker_id]) for worker_id in sorted(found))
+
+
+def merge_worker(known: Sequence[tuple[pb.WorkerInfo, int]]) -> WorkerProgress:
+    """One worker from what each server knows, beside that server's number of shards."""
+    infos = [info for info, _ in known]
+    applied = [info.pushes_applied for info in infos]
+    losses = [info.scalars["loss"] for info in infos if "loss" in info.scalars]
+    return WorkerProgress(
+        worker_id=infos[0].worker_id,
+        state=infos[0].state,
+        steps=max(info.clock for info in infos),
+        loss=losses[-1] if losses else None,
+        # A push has a part for each shard.
+        pushes=max(info.pushes_applied / num_shards for info, num_shards in known if num_shards),
+        staleness_mean=mean([info.staleness_mean for info in infos], applied),
+        staleness_max=max(info.staleness_max for info in infos),
+        rate_scale_mean=mean([info.rate_scale_mean for info in infos], applied),
+    )
+
+
+def mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    """The mean of means over so many things each; 0 over nothing."""
+    total = sum(counts)
+    return sum(value * count for value, count in zip(values, counts, strict=True)) / total if total else 0.0

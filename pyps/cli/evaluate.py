@@ -1,0 +1,84 @@
+"""`pyps eval`: scores a running model with a script of the user's own, outside the training."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+from pyps_client.observer import Observer
+from pyps_wire.errors import BadRequest, ServerUnavailable
+
+Parameters = dict[str, npt.NDArray[np.float32]]
+# The score, or several by name.
+Evaluate = Callable[[Parameters], float | Mapping[str, float]]
+
+
+def evaluate(
+    script: Annotated[Path, typer.Argument(help="Python file that defines evaluate(parameters).")],
+    servers: Annotated[
+        str,
+        typer.Option(
+            help="Data addresses of all servers, in order, separated by commas.", envvar="PYPS_SERVERS"
+        ),
+    ] = "127.0.0.1:7610",
+    every: Annotated[float, typer.Option(help="Seconds between two evaluations.", min=0.0)] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="Evaluate one snapshot and end.")] = False,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the servers' token.", envvar="PYPS_TOKEN_FILE")
+    ] = None,
+    wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers at the start.")] = 300.0,
+) -> None:
+    """Evaluate a running model with your own script, as an observer.
+
+    The script defines evaluate(parameters), which gets the model's tensors by name as float32 numpy arrays
+    and returns a number, or several in a dict. One line is printed per snapshot, until the servers are gone.
+    """
+    function = load_evaluate(script)
+    launch_options: dict[str, Any] = {"token_file": token_file, "start_wait_seconds": wait_seconds}
+    # Gone servers end the evaluation, they are not waited for.
+    with Observer(servers, loss_wait_seconds=every, **launch_options) as observer:
+        watch(observer, function, every=None if once else every)
+
+
+def load_evaluate(script: Path) -> Evaluate:
+    """The function `evaluate` of a script, which is run as a module, not as a program."""
+    if not script.is_file():
+        raise BadRequest(f"There is no script {script}.")
+    # As with `python script.py`, modules beside the script can be imported.
+    sys.path.insert(0, str(script.resolve().parent))
+    function = runpy.run_path(str(script), run_name="__pyps_eval__").get("evaluate")
+    if not callable(function):
+        raise BadRequest(f"{script} defines no function evaluate(parameters).")
+    return function  # type: ignore[no-any-return]
+
+
+def watch(observer: Observer, function: Evaluate, *, every: float | None) -> None:
+    """Prints a line per snapshot, every so many seconds; once where None."""
+    pause = threading.Event()
+    seen = False
+    while True:
+        try:
+            parameters = observer.snapshot()
+        except ServerUnavailable:
+            if not seen:
+                raise
+            typer.echo("The servers are gone: the run has ended.")
+            return
+        seen = True
+        typer.echo(line_of(observer.global_step, function(parameters)))
+        if every is None or pause.wait(every):
+            return
+
+
+def line_of(step: int, result: float | Mapping[str, float]) -> str:
+    """One evaluation: "update 512  accuracy 0.9423"."""
+    scores = result if isinstance(result, Mapping) else {"score": result}
+    return "  ".join([f"update {step}", *(f"{name} {float(value):.6g}" for name, value in scores.items())])
