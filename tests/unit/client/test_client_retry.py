@@ -24,8 +24,8 @@ def test_past_its_deadline_a_wait_names_server_seconds_problem_and_setting() -> 
 
     with pytest.raises(
         ServerUnavailable,
-        match=r"Waited 0 s for server 1 \(host:7610\): connection refused. Look there. Raise start_wait_seconds "
-        r"\(PYPS_START_WAIT_SECONDS\)",
+        match=r"Waited 0 s for server 1 \(host:7610\): connection refused. Look there. "
+        r"Raise start_wait_seconds \(PYPS_START_WAIT_SECONDS\)",
     ):
         while True:
             wait.pause("connection refused")
