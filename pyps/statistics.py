@@ -18,7 +18,7 @@ APPLY_SECONDS_BOUNDS = (
 RECENT_RECEIPTS_MAX = 1000
 # Workers counted one by one; beyond it the one that pushed longest ago is forgotten: memory is bounded.
 WORKERS_MAX = 4096
-# Staleness is counted exactly below this, and to 1 part in 16 above.
+# Staleness is counted exactly below this, and to 1 part in 8 above.
 EXACT_STALENESS_BELOW = 1024
 
 

@@ -86,7 +86,9 @@ def read_token(path: Path | None) -> str:
         )
 
 
-def call_each(servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float) -> list[Any]:
+def call_each(
+    servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float
+) -> list[tuple[str, Any]]:
     """Makes the same call on every server; tells of each that refuses, and exits with 1 if any did."""
     token, failed = read_token(token_file), False
     replies: list[tuple[str, Any]] = []

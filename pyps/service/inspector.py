@@ -59,7 +59,7 @@ def _answering(method: Method) -> Method:
     return answer  # type: ignore[return-value]
 
 
-class Inspector(InspectorServicer):  # type: ignore[misc]
+class Inspector(InspectorServicer):
     """Answers from the control plane's threads; reads the run, one shard's lock at a time."""
 
     def __init__(

@@ -1,0 +1,140 @@
+"""Statistics: what pushes and pulls are counted as."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.statistics import RECENT_RECEIPTS_MAX, WORKERS_MAX, Statistics
+
+
+def receipt(outcome: Outcome = Outcome.APPLIED, **fields: Any) -> Receipt:
+    grown = int(outcome is Outcome.APPLIED)
+    return Receipt(
+        **{
+            "shard_id": 0,
+            "sequence": 1,
+            "outcome": outcome,
+            "version_before": 4,
+            "version_after": 4 + grown,
+            "rate_scale": 1.0,
+            **fields,
+        }
+    )
+
+
+def push(statistics: Statistics, answer: Receipt, *, worker_id: str = "a", now: float = 1.0, **fields: Any) -> None:
+    statistics.pushed(worker_id, answer.shard_id, answer, **{"payload_bytes": 8, "examples": 2, "now": now, **fields})
+
+
+def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> None:
+    statistics = Statistics()
+    push(statistics, receipt(staleness=3, rate_scale=0.5))
+    push(statistics, receipt(Outcome.PENDING, shard_id=1), worker_id="b")
+    push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
+
+    total = statistics.total()
+    assert (total.applied, total.pending, total.rejected, total.duplicate) == (1, 1, 1, 0)
+    assert (total.updates, total.bytes_in, total.staleness_max) == (1, 24, 3)
+    assert statistics.worker("b").pending == 1
+    assert statistics.shard(0).rejected == 1
+    assert statistics.worker("nobody") == statistics.shard(9) == Statistics().total()
+
+
+def test_a_duplicate_counts_as_nothing_else() -> None:
+    statistics = Statistics()
+    push(statistics, receipt(), now=1.0)
+    push(statistics, receipt(duplicate=True), now=5.0)
+    total = statistics.total()
+    assert (total.applied, total.duplicate, total.updates, total.examples) == (1, 1, 1, 2)
+    assert statistics.last_update == 1.0
+
+
+def test_a_rejected_gradient_counts_neither_as_stale_nor_for_its_examples() -> None:
+    statistics = Statistics()
+    push(statistics, receipt(Outcome.REJECTED, staleness=900))
+    total = statistics.total()
+    assert (total.staleness_count, total.staleness_max, total.examples, total.histogram) == (0, 0, 0, {})
+    assert statistics.last_update is None
+
+
+def test_means_are_of_the_gradients_taken() -> None:
+    statistics = Statistics()
+    assert (statistics.total().staleness_mean, statistics.total().rate_scale_mean) == (0.0, 1.0)
+    for staleness in (0, 1, 5):
+        push(statistics, receipt(staleness=staleness, rate_scale=1 / max(1, staleness)))
+    total = statistics.total()
+    assert total.staleness_mean == 2.0
+    assert total.rate_scale_mean == (1 + 1 + 0.2) / 3
+    assert total.histogram == {0: 1, 1: 1, 5: 1}
+
+
+def test_examples_are_counted_on_the_shard_with_the_lowest_number() -> None:
+    statistics = Statistics()
+    assert statistics.examples == 0
+    statistics.restore_examples({3: 100, 5: 90})
+    for shard_id in (3, 5, 5):
+        push(statistics, receipt(shard_id=shard_id), examples=10)
+    assert statistics.examples == 110
+    assert statistics.examples_by_shard() == {3: 110, 5: 110}
+
+
+def test_recent_receipts_come_newest_first_and_are_bounded() -> None:
+    statistics = Statistics()
+    for sequence in range(RECENT_RECEIPTS_MAX + 5):
+        push(statistics, receipt(sequence=sequence), worker_id="ab"[sequence % 2])
+    assert [logged.receipt.sequence for logged in statistics.recent(2)] == [1004, 1003]
+    assert [logged.receipt.sequence for logged in statistics.recent(2, "a")] == [1004, 1002]
+    assert len(statistics.recent(5000)) == RECENT_RECEIPTS_MAX
+
+
+def test_memory_is_bounded_whatever_workers_call_themselves_and_however_stale_they_are() -> None:
+    statistics = Statistics()
+    for index in range(WORKERS_MAX + 10):
+        statistics.pulled(f"worker-{index}", 4)
+    assert statistics.worker("worker-0").bytes_out == 0
+    assert statistics.worker(f"worker-{WORKERS_MAX}").bytes_out == 4
+    assert statistics.total().bytes_out == 4 * (WORKERS_MAX + 10)
+    for staleness in range(1, 10**7, 997):
+        push(statistics, receipt(staleness=staleness))
+    assert len(statistics.total().histogram) < 1200
+
+
+def test_large_staleness_is_counted_to_one_part_in_eight() -> None:
+    statistics = Statistics()
+    for staleness in (1023, 1024, 1100, 5000):
+        push(statistics, receipt(staleness=staleness))
+    total = statistics.total()
+    assert set(total.histogram) == {1023, 1024, 4608}
+    assert (total.staleness_max, total.staleness_sum) == (5000, 1023 + 1024 + 1100 + 5000)
+
+
+def test_apply_times_fall_into_the_first_bucket_that_holds_them() -> None:
+    statistics = Statistics()
+    for seconds in (1e-5, 1.1e-5, 9.0):
+        push(statistics, receipt(), apply_seconds=seconds)
+    push(statistics, receipt())
+    times = statistics.apply_seconds()
+    assert times.counts[:2] == (1, 1)
+    assert (times.above, sum(times.counts)) == (1, 2)
+    assert times.sum == 1e-5 + 1.1e-5 + 9.0
+
+
+def test_threads_lose_no_count() -> None:
+    statistics = Statistics()
+    barrier = threading.Barrier(4)
+
+    def count() -> None:
+        barrier.wait(10)
+        for _ in range(500):
+            push(statistics, receipt())
+            statistics.pulled("a", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    total = statistics.total()
+    assert (total.applied, total.bytes_in, total.bytes_out) == (2000, 16000, 2000)
