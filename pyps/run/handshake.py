@@ -71,8 +71,17 @@ def check_model_size(model: Model, *, parameters_max: int) -> None:
     """Refuses a model beyond the server's limit."""
     if model.num_parameters > parameters_max:
         raise LimitExceeded(
-            f"the model has {model.num_parameters} parameters, this server takes {parameters_max} at the most: "
-            "raise --max-model-parameters"
+            f"the model has {model.num_parameters} parameters, this server takes {parameters_max} at the "
+            "most: raise --max-model-parameters"
+        )
+
+
+def check_run_told(asked: str, *, told: str) -> None:
+    """Refuses a caller that means another run than the one that the server was started for."""
+    if asked and told and asked != told:
+        raise RunMismatch(
+            f"this server was started for run {told!r} (--run-id), the caller means {asked!r}: "
+            f"join with PYPS_RUN_ID={told}, or use another server"
         )
 
 
@@ -91,8 +100,9 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
     """Refuses a model or a list of servers that cuts into other shards than the run's."""
     if (theirs.num_servers, theirs.server_index) != (mine.num_servers, server_index):
         raise ModelMismatch(
-            f"the run has {mine.num_servers} servers and this is server {server_index}, but the caller's list "
-            f"has {theirs.num_servers} and this one at place {theirs.server_index}: give all workers one list"
+            f"the run has {mine.num_servers} servers and this is server {server_index}, but the caller's "
+            f"list has {theirs.num_servers} and this one at place {theirs.server_index}: give all workers "
+            "one list"
         )
     if theirs.model is None:
         return

@@ -51,14 +51,12 @@ class Initialization:
                 f"{listed(self._expected)}"
             )
         if codec not in tuple(Codec):
-            raise BadRequest(
-                f"shard {shard_id} came with codec {codec}; expected float32, float16 or bfloat16"
-            )
+            raise BadRequest(f"shard {shard_id} came with codec {codec}; expected float32, float16 or bfloat16")
         expected_bytes = shard.length * item_bytes(codec)
         if payload.nbytes != expected_bytes:
             raise WrongSize(
-                f"the payload of shard {shard_id} is {payload.nbytes} bytes long; its {shard.length} parameters as "
-                f"{Codec(codec).name.lower()} are {expected_bytes} bytes"
+                f"the payload of shard {shard_id} is {payload.nbytes} bytes long; its {shard.length} "
+                f"parameters as {Codec(codec).name.lower()} are {expected_bytes} bytes"
             )
         index = _kernels.first_non_finite(payload, codec)
         if index >= 0:

@@ -9,29 +9,24 @@ from threading import RLock
 from typing import TYPE_CHECKING, Protocol
 
 from pyps import __version__, logs
-from pyps.core import aggregation, staleness, update_rules
-from pyps.core.election import Election
+from pyps.core import aggregation, staleness
+from pyps.core.arrays import Floats
 from pyps.core.gradient import Gradient
-from pyps.core.ledger import Ledger, LedgerState
+from pyps.core.ledger import LedgerState
 from pyps.core.membership import Membership, WorkerInfo, WorkerState
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.shard import Shard, ShardState
 from pyps.run import handshake
+from pyps.run.content import Content, ShardFactory
+from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Greeting, Holding
-from pyps.run.initialization import Initialization, Opening, listed
+from pyps.run.initialization import Initialization, Opening
 from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
-from pyps_wire.errors import (
-    BadRequest,
-    NotInitialized,
-    RunMismatch,
-    ServerUnavailable,
-    Superseded,
-    UnknownWorker,
-)
+from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
 from pyps_wire.partition import Model, Partition, partition
 
 if TYPE_CHECKING:
@@ -50,25 +45,6 @@ class RunRecorder(Recorder, Protocol):
 
     def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
         """Hears of the shards before anything happens to them."""
-
-
-@dataclass(frozen=True)
-class Content:
-    """What an initialised run consists of; replaced as a whole, never changed."""
-
-    run_id: str
-    partition: Partition
-    server_index: int
-    settings: RuleSettings
-    shards: Mapping[int, Shard]
-    # Who initialised it, in which term; None for a restored run.
-    initializer: tuple[int, str, int] | None
-    ready_at: float
-
-    @property
-    def version_max(self) -> int:
-        """The largest version among the shards: updates of the run."""
-        return max((shard.version for shard in self.shards.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -108,6 +84,7 @@ class Run:
         self.recorder = recorder
         self.aggregation = aggregation.parse(config.protocol)
         self.staleness = staleness.parse(config.staleness)
+        self._factory = ShardFactory(self.aggregation, self.staleness, recorder)
         self.told = RuleSettings.parse(config.optimizer) if config.optimizer else None
         self.stop_condition = config.stop_condition
         self.started_at = clock()
@@ -121,13 +98,10 @@ class Run:
 
     def _clear(self) -> None:
         self.statistics = Statistics()
-        self.membership = Membership(
-            lease_seconds=self.config.lease_seconds, workers_max=self.config.max_workers
-        )
-        self.election = Election(lease_seconds=min(ELECTION_LEASE_SECONDS, self.config.lease_seconds))
+        self.membership = Membership(lease_seconds=self.config.lease_seconds, workers_max=self.config.max_workers)
+        self.gate = InitializationGate(lease_seconds=min(ELECTION_LEASE_SECONDS, self.config.lease_seconds))
         self._content: Content | None = None
         self._finished = False
-        self._term_newest = 0
 
     # What the run is.
 
@@ -140,7 +114,7 @@ class Run:
             return RunState.FINISHED
         if self._content is not None:
             return RunState.READY
-        return RunState.EMPTY if self.election.term is None else RunState.INITIALIZING
+        return RunState.INITIALIZING if self.gate.busy else RunState.EMPTY
 
     @property
     def run_id(self) -> str:
@@ -204,7 +178,7 @@ class Run:
             self._join(greeting, now)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
-            term = self.election.elect(greeting.worker_id, greeting.incarnation, now=now)
+            term = self.gate.elect(greeting.worker_id, greeting.incarnation, now=now)
             if term is None:
                 return Welcome()
             log.info("worker elected to initialise the run", worker=greeting.worker_id, term=term.number)
@@ -227,9 +201,7 @@ class Run:
         """Ends a worker's membership; returns how many are left alive."""
         if run_id == self.run_id:
             ended = WorkerState.FAILED if failed else WorkerState.FINISHED
-            member = self.membership.leave(
-                worker_id, incarnation, now=self.clock(), state=ended, message=message
-            )
+            member = self.membership.leave(worker_id, incarnation, now=self.clock(), state=ended, message=message)
             if member is not None:
                 log.info("worker left", worker=worker_id, state=ended.value, message=message)
         return self.membership.num_alive
@@ -241,13 +213,9 @@ class Run:
         if not opening.run_id or not opening.worker_id:
             raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
         with self._lock:
-            self._refuse_when_draining()
-            if self._content is not None:
-                if self._same_initialization(self._content, opening):
-                    return None
-                self._check_replaceable(self._content, opening)
-            self._check_run_told(opening.run_id)
-            self.renew_term(opening)
+            if self._already_initialized(opening):
+                return None
+            handshake.check_run_told(opening.run_id, told=self.config.run_id)
             handshake.check_model_size(opening.model, parameters_max=self.config.max_model_parameters)
             plan = partition(opening.model, num_servers=opening.num_servers)
             plan.of_server(opening.server_index)
@@ -256,74 +224,51 @@ class Run:
     def renew_term(self, opening: Opening) -> None:
         """Prolongs the initialiser's turn; Superseded when it has passed to another."""
         with self._lock:
-            if opening.server_index == 0:
-                term = self.election.term
-                owner = (term.number, term.worker_id, term.incarnation) if term else None
-                current = owner == opening.initializer and self.election.renew(opening.term, now=self.clock())
-            else:
-                current = opening.term >= self._term_newest
-                self._term_newest = max(self._term_newest, opening.term)
-            if not current:
-                raise Superseded(
-                    f"worker {opening.worker_id!r} is not (or no longer) the one that initialises this run: "
-                    f"term {opening.term} is over; say Hello again"
-                )
+            self.gate.renew(opening, now=self.clock())
 
     def commit(self, initialization: Initialization) -> None:
         """Makes the collected parameters the run's: from now on it serves."""
         opening = initialization.opening
-        states = {
-            shard_id: ShardState(0, values, {}, LedgerState())
-            for shard_id, values in initialization.take().items()
-        }
-        shards = self._make_shards(
-            initialization.settings, initialization.partition, opening.server_index, states
-        )
+        plan, settings = initialization.partition, initialization.settings
+        states = {shard_id: _first_state(values) for shard_id, values in initialization.take().items()}
+        shards = self._factory.make(plan, settings, states, server_index=opening.server_index, epoch=self.epoch)
         with self._lock:
-            self._refuse_when_draining()
-            if self._content is not None:
-                if self._same_initialization(self._content, opening):
-                    return
-                self._check_replaceable(self._content, opening)
-            self.renew_term(opening)
+            if self._already_initialized(opening):
+                return
             self._set_content(
                 Content(
                     opening.run_id,
-                    initialization.partition,
+                    plan,
                     opening.server_index,
-                    initialization.settings,
+                    settings,
                     shards,
                     opening.initializer,
                     self.clock(),
                 )
             )
-        log.info("run initialised", run=opening.run_id, worker=opening.worker_id, shards=len(shards))
+        self.on_ready()
+
+    def restore(self, restored: RestoredRun) -> None:
+        """Goes on from a checkpoint under a new epoch; refuses one that contradicts what the server was told."""
+        header = restored.header
+        if self.config.run_id and header.run_id != self.config.run_id:
+            raise RunMismatch(
+                f"the checkpoint is of run {header.run_id!r}, but this server was started for "
+                f"{self.config.run_id!r}: drop --run-id, or name another --checkpoint-dir"
+            )
+        settle(self.told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer")
+        plan, index = partition(header.model, num_servers=header.num_servers), header.server_index
+        states = dict(restored.shards)
+        with self._lock:
+            self.epoch = header.epoch + 1
+            shards = self._factory.make(plan, header.optimizer, states, server_index=index, epoch=self.epoch)
+            self.statistics.restore_examples(restored.examples)
+            self._set_content(Content(header.run_id, plan, index, header.optimizer, shards, None, self.clock()))
         self.on_ready()
 
     def header(self) -> RunHeader:
         """What the run is, apart from its shards: the head of a checkpoint."""
         return self._header(self._require_content())
-
-    def restore(self, restored: RestoredRun) -> None:
-        """Goes on from a checkpoint under a new epoch. Refuses one that contradicts what the server was told."""
-        header = restored.header
-        if self.config.run_id and header.run_id != self.config.run_id:
-            raise RunMismatch(
-                f"the checkpoint is of run {header.run_id!r}, but this server was started for "
-                f"{self.config.run_id!r}: drop --run-id or name another --checkpoint-dir"
-            )
-        settle(self.told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer")
-        plan = partition(header.model, num_servers=header.num_servers)
-        with self._lock:
-            self.epoch = header.epoch + 1
-            shards = self._make_shards(header.optimizer, plan, header.server_index, dict(restored.shards))
-            self.statistics.restore_examples(restored.examples)
-            self._set_content(
-                Content(
-                    header.run_id, plan, header.server_index, header.optimizer, shards, None, self.clock()
-                )
-            )
-        log.info("run restored", run=header.run_id, epoch=self.epoch, version=self.version_max)
 
     # How the run moves.
 
@@ -332,7 +277,7 @@ class Run:
         content = self._require_content()
         self._refuse_when_draining()
         self._require_run(content, run_id)
-        shard = self._shard(content, shard_id)
+        shard = content.shard(shard_id)
         self._heard(gradient.worker_id, gradient.incarnation, clock=gradient.clock or None)
         began = self.clock()
         receipt = shard.push(gradient, num_workers=self.membership.num_alive)
@@ -347,7 +292,7 @@ class Run:
             apply_seconds=now - began,
         )
         if receipt.outcome == Outcome.APPLIED and not receipt.duplicate:
-            self._stop_where_due(shard, receipt, now)
+            self._stop_where_due(shard)
         return receipt
 
     def shards_to_pull(
@@ -360,7 +305,7 @@ class Run:
         else:
             self._require_run(content, run_id)
             self._heard(worker_id, incarnation)
-        return [self._shard(content, shard_id) for shard_id in shard_ids] or list(content.shards.values())
+        return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
 
     def tick(self) -> None:
         """Does what time brings: forgets silent workers, ends a run whose time is over."""
@@ -369,21 +314,17 @@ class Run:
             silent = now - member.heard_at
             log.warning("worker's lease ran out", worker=member.worker_id, silent_seconds=round(silent, 1))
         condition, content = self.stop_condition, self._content
-        if condition is not None and condition.unit == "seconds" and content is not None:
-            if now - content.ready_at >= condition.limit:
-                self.finish(f"{condition.limit:g} seconds are over")
+        if condition is None or condition.unit != "seconds" or content is None:
+            return
+        if now - content.ready_at >= condition.limit:
+            self.finish(f"{condition.limit:g} seconds are over")
 
     def finish(self, reason: str = "stopped on request") -> None:
         """Ends the run: pushes are refused, workers told to stop; pulls go on."""
-        with self._lock:
-            if self._finished or self._content is None:
-                return
-            self._finished = True
-            shards = list(self._content.shards.values())
-        for shard in shards:
-            shard.finish()
-        self.waits.wake_all()
-        log.info("run finished", run=self.run_id, version=self.version_max, reason=reason)
+        if self._content is not None:
+            for shard in self._content.shards.values():
+                shard.finish()
+            self._end(reason)
 
     def drain(self) -> None:
         """Refuses everything from now on, before the server ends; waiting calls end too."""
@@ -398,9 +339,7 @@ class Run:
             if content is None:
                 raise NotInitialized("this server holds no run: there is nothing to reset")
             if run_id != content.run_id:
-                raise RunMismatch(
-                    f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset"
-                )
+                raise RunMismatch(f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset")
             log.warning("run reset", run=run_id, version=content.version_max)
             # Held versions of the forgotten run mean nothing in the next.
             self.epoch += 1
@@ -436,18 +375,11 @@ class Run:
             )
 
     def _check_alone(self, greeting: Greeting) -> None:
-        self._check_run_told(greeting.run_id)
+        handshake.check_run_told(greeting.run_id, told=self.config.run_id)
         if greeting.model is not None and not greeting.observer:
             handshake.check_model_size(greeting.model, parameters_max=self.config.max_model_parameters)
             partition(greeting.model, num_servers=greeting.num_servers)
             self._settle(greeting.optimizer, greeting.model)
-
-    def _check_run_told(self, run_id: str) -> None:
-        if run_id and self.config.run_id and run_id != self.config.run_id:
-            raise RunMismatch(
-                f"this server was started for run {self.config.run_id!r} (--run-id), the caller means {run_id!r}: "
-                f"join with PYPS_RUN_ID={self.config.run_id}, or use another server"
-            )
 
     def _settle(self, asked: RuleSettings | None, model: Model) -> RuleSettings:
         source = "what the server was told at its start (--optimizer)"
@@ -473,53 +405,28 @@ class Run:
         if before is not None and not before.alive:
             log.info("worker is back", worker=worker_id)
 
-    def _same_initialization(self, content: Content, opening: Opening) -> bool:
-        return content.run_id == opening.run_id and content.initializer == opening.initializer
-
-    def _check_replaceable(self, content: Content, opening: Opening) -> None:
-        """Refuses to initialise over a run that serves, except on a server that its first one did not commit yet."""
-        if opening.run_id != content.run_id or content.version_max > 0 or content.initializer is None:
-            if opening.run_id == content.run_id or content.version_max > 0 or opening.server_index == 0:
-                raise RunMismatch(
-                    f"this server holds {self.holding()} and cannot be initialised again: join it by name "
-                    f"(PYPS_RUN_ID={content.run_id}), or forget it with `pyps reset`"
-                )
-            # Another run that nobody ever updated, left behind by a first server that was started anew.
-            self._term_newest = 0
-        elif opening.server_index == 0:
-            raise Superseded(f"another worker has initialised run {content.run_id!r}: say Hello again")
-
-    def _make_shards(
-        self, settings: RuleSettings, plan: Partition, server_index: int, states: dict[int, ShardState]
-    ) -> dict[int, Shard]:
-        shards = {}
-        for shard_range in plan.of_server(server_index):
-            # Taken out one by one, so that a model is never held twice.
-            state = states.pop(shard_range.shard_id)
-            shards[shard_range.shard_id] = Shard(
-                shard_range.shard_id,
-                state.parameters,
-                rule=update_rules.find(settings.rule),
-                hyperparameters=settings.groups[shard_range.group],
-                aggregation=self.aggregation,
-                staleness=self.staleness,
-                epoch=self.epoch,
-                version=state.version,
-                slots=state.slots or None,
-                ledger=Ledger(state.ledger),
-                pending=state.pending,
-                recorder=self.recorder,
-            )
-        return shards
+    def _already_initialized(self, opening: Opening) -> bool:
+        """Whether there is nothing to do; refuses whoever may not initialise now."""
+        self._refuse_when_draining()
+        if self.gate.already_done(self._content, opening):
+            return True
+        self.gate.require_replaceable(
+            self._content, opening, holding=self.holding(), workers_alive=self.membership.num_alive
+        )
+        self.gate.renew(opening, now=self.clock())
+        return False
 
     def _set_content(self, content: Content) -> None:
         if self.recorder is not None:
             self.recorder.begin(self._header(content), content.shards)
         self._content = content
-        self.election.done()
+        self.gate.done()
+        for shard in content.shards.values():
+            # A restored run may have reached its end already.
+            self._stop_where_due(shard)
 
     def _header(self, content: Content) -> RunHeader:
-        # Imported here: checkpoints know of runs, and a run only of a checkpoint's head.
+        # Imported here: checkpoints know runs, and a run knows only the head of a checkpoint.
         from pyps.checkpoint import RunHeader
 
         return RunHeader(
@@ -533,29 +440,25 @@ class Run:
             staleness=self.staleness.name,
         )
 
-    def _stop_where_due(self, shard: Shard, receipt: Receipt, now: float) -> None:
+    def _stop_where_due(self, shard: Shard) -> None:
+        """Ends the run where the shard's last update was the last of the run."""
         condition = self.stop_condition
         if condition is None:
             return
-        if condition.unit == "updates" and receipt.version_after >= condition.limit:
-            # Each shard takes its own count of updates: the other shards of this push still get theirs.
+        if condition.unit == "updates" and shard.version >= condition.limit:
+            # Each shard takes its own count of updates: the other shards of the same push still get theirs.
             shard.finish()
-            self._finish_softly(condition.limit)
+            self._end(f"{condition.limit:g} updates are done")
         elif condition.unit == "examples" and self.statistics.examples >= condition.limit:
-            self.finish(f"{self.statistics.examples} examples are over")
+            self.finish(f"{self.statistics.examples} examples are done")
 
-    def _finish_softly(self, updates: float) -> None:
+    def _end(self, reason: str) -> None:
         with self._lock:
-            first = not self._finished
+            if self._finished:
+                return
             self._finished = True
-        if first:
-            self.waits.wake_all()
-            log.info(
-                "run finished",
-                run=self.run_id,
-                version=self.version_max,
-                reason=f"{updates:g} updates are done",
-            )
+        self.waits.wake_all()
+        log.info("run finished", run=self.run_id, version=self.version_max, reason=reason)
 
     def _require_content(self) -> Content:
         content = self._content
@@ -570,18 +473,13 @@ class Run:
         if run_id is not None and run_id != content.run_id:
             handshake.check_run(run_id or "(none)", self.holding(), observer=False)
 
-    def _shard(self, content: Content, shard_id: int) -> Shard:
-        shard = content.shards.get(shard_id)
-        if shard is None:
-            raise BadRequest(
-                f"shard {shard_id} is not on server {content.server_index}, which holds {listed(content.shards)} "
-                f"of {content.partition.num_shards}"
-            )
-        return shard
-
     def _refuse_when_draining(self) -> None:
         if self._draining:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
+
+
+def _first_state(parameters: Floats) -> ShardState:
+    return ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
 
 
 def _nothing() -> None:

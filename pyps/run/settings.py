@@ -23,7 +23,7 @@ class RuleSettings:
 
     @classmethod
     def parse(cls, text: str) -> RuleSettings:
-        """Reads adagrad:learning_rate=0.05,eps=1e-10 into settings of one group; ValueError when malformed."""
+        """Reads adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError when malformed."""
         rule, _, rest = text.partition(":")
         group: dict[str, float] = {}
         for item in filter(None, rest.split(",")):
@@ -64,9 +64,7 @@ class RuleSettings:
         return f"{self.rule}:{' | '.join(texts)}"
 
 
-def settle(
-    told: RuleSettings | None, asked: RuleSettings | None, *, num_groups: int, source: str
-) -> RuleSettings:
+def settle(told: RuleSettings | None, asked: RuleSettings | None, *, num_groups: int, source: str) -> RuleSettings:
     """The settings in force, from those that are fixed already (`told`, by `source`) and a worker's own.
 
     A worker that asks for something else than what is fixed is refused, never silently overridden.

@@ -160,7 +160,7 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
         epoch=run.epoch,
         initialize=welcome.initialize,
         term=welcome.term,
-        initialize_lease_seconds=run.election.lease_seconds,
+        initialize_lease_seconds=run.gate.lease_seconds,
         limits=common.Limits(
             message_bytes_max=config.max_message_bytes,
             model_parameters_max=config.max_model_parameters,

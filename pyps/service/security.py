@@ -19,7 +19,8 @@ from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsErr
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 _SCHEME = "Bearer "
 
-Handler: TypeAlias = grpc.RpcMethodHandler[Any, Any]
+# In quotes: only the type stubs know that it has parameters.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def load_token(config: ServerConfig) -> str | None:

@@ -1,0 +1,80 @@
+"""Who may send the first parameters: one worker at a time, and nobody over a run that serves."""
+
+from __future__ import annotations
+
+from pyps.core.election import Election, Term
+from pyps.run.content import Content
+from pyps.run.handshake import Holding
+from pyps.run.initialization import Opening
+from pyps_wire.errors import RunMismatch, Superseded
+
+
+class InitializationGate:
+    """Lets one initialiser through. Guarded by its run's lock.
+
+    On server 0 that is the elected worker. The other servers hold no election: they follow the terms of
+    server 0, whose Initialize comes last and makes the run; until then a later term replaces an earlier one.
+    """
+
+    def __init__(self, *, lease_seconds: float):
+        self._election = Election(lease_seconds=lease_seconds)
+        self._newest_run = ""
+        self._newest_term = 0
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long an initialiser may be silent before another takes its place."""
+        return self._election.lease_seconds
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody has been given the turn."""
+        return self._election.term is not None or self._newest_term > 0
+
+    def elect(self, worker_id: str, incarnation: int, *, now: float) -> Term | None:
+        """Gives the turn to a worker of server 0, None when another has it."""
+        return self._election.elect(worker_id, incarnation, now=now)
+
+    def renew(self, opening: Opening, *, now: float) -> None:
+        """Notes that the initialiser is at work; Superseded when the turn has passed to another."""
+        if opening.server_index == 0:
+            term = self._election.term
+            owner = (term.number, term.worker_id, term.incarnation) if term else None
+            current = owner == opening.initializer and self._election.renew(opening.term, now=now)
+        else:
+            current = opening.run_id != self._newest_run or opening.term >= self._newest_term
+            if current:
+                self._newest_run, self._newest_term = opening.run_id, opening.term
+        if not current:
+            raise Superseded(
+                f"worker {opening.worker_id!r} is not (or no longer) the one that initialises this run: "
+                f"term {opening.term} is over; say Hello again"
+            )
+
+    def already_done(self, content: Content | None, opening: Opening) -> bool:
+        """Whether this very initialisation has made the run; refuses a second one of the same run."""
+        if content is None:
+            return False
+        same_run = opening.run_id == content.run_id
+        if same_run and opening.initializer == content.initializer:
+            return True
+        if same_run and opening.server_index == 0:
+            raise Superseded(f"another worker has initialised run {content.run_id!r}: say Hello again")
+        return False
+
+    def require_replaceable(
+        self, content: Content | None, opening: Opening, *, holding: Holding, workers_alive: int
+    ) -> None:
+        """Refuses to initialise over anything but what server 0 has not made a run yet."""
+        if content is None:
+            return
+        untouched = content.version_max == 0 and content.initializer is not None and opening.server_index > 0
+        if not untouched or (opening.run_id != content.run_id and workers_alive):
+            raise RunMismatch(
+                f"this server holds {holding} and cannot be initialised again: join it by name "
+                f"(PYPS_RUN_ID={content.run_id}), or forget it with `pyps reset`"
+            )
+
+    def done(self) -> None:
+        """Ends the election: the parameters are there."""
+        self._election.done()
