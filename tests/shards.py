@@ -31,7 +31,7 @@ def make_shard(
     *,
     rule: str = "sgd",
     settings: Mapping[str, float] | None = None,
-    policy: str = "none",
+    policy: str | staleness.StalenessPolicy = "none",
     **others: Any,
 ) -> Shard:
     """Returns an asynchronous shard; SGD with learning rate 1 unless told otherwise."""
@@ -41,7 +41,7 @@ def make_shard(
         rule=RULES[rule],
         hyperparameters={"learning_rate": 1.0} if settings is None else settings,
         aggregation=others.pop("aggregation", None) or aggregation.parse("async"),
-        staleness=staleness.parse(policy),
+        staleness=staleness.parse(policy) if isinstance(policy, str) else policy,
         **others,
     )
 

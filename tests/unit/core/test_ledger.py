@@ -49,9 +49,7 @@ def test_another_incarnations_push_of_the_same_number_is_new() -> None:
 
 def test_the_last_eight_receipts_of_a_worker_are_kept() -> None:
     ledger = filled(range(20))
-    assert [ledger.lookup("a", 1, sequence) for sequence in range(12, 20)] == [
-        receipt(s) for s in range(12, 20)
-    ]
+    assert [ledger.lookup("a", 1, sequence) for sequence in range(12, 20)] == [receipt(s) for s in range(12, 20)]
 
 
 def test_what_is_older_than_the_kept_receipts_is_forgotten() -> None:
@@ -66,6 +64,14 @@ def test_a_push_that_was_overtaken_is_still_new() -> None:
 def test_a_push_that_was_overtaken_by_too_many_is_forgotten() -> None:
     ledger = filled(range(1, 10))
     assert ledger.lookup("a", 1, 0) is FORGOTTEN
+
+
+def test_what_was_let_go_stays_forgotten_whatever_order_the_pushes_came_in() -> None:
+    ledger = Ledger(receipts_max=3)
+    for sequence in [2, 1, 0, 5, 4, 3]:
+        ledger.record("a", 1, receipt(sequence))
+    answers = [ledger.lookup("a", 1, sequence) for sequence in range(6)]
+    assert answers == [FORGOTTEN] * 3 + [receipt(3), receipt(4), receipt(5)]
 
 
 def test_pushes_of_a_worker_that_was_let_go_are_not_taken_for_new() -> None:
@@ -102,6 +108,13 @@ def test_a_ledger_comes_back_from_its_json() -> None:
     ledger.record("b", 2, replace(receipt(5), reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"))
     state = ledger.entries()
     assert LedgerState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_a_restored_ledger_still_knows_whom_it_let_go() -> None:
+    ledger = Ledger(lives_max=1)
+    ledger.record("a", 10, receipt(0))
+    ledger.record("b", 11, receipt(0))
+    assert Ledger(ledger.entries()).lookup("a", 10, 0) is FORGOTTEN
 
 
 def test_a_restored_ledger_answers_as_before() -> None:

@@ -11,6 +11,7 @@ from pyps.core import aggregation
 from pyps.core.gradient import Codec, Extent, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.shard import Shard
+from pyps.core.staleness import Weighing, WeighingContext
 from pyps_wire.errors import BadRequest, WrongSize
 from shards import JOIN_SECONDS, Log, floats, gradient, make_shard, pull, push, restored, run_together
 
@@ -29,9 +30,7 @@ def test_a_push_subtracts_the_learning_rate_times_the_gradient() -> None:
 
 
 def test_a_receipt_tells_all_of_an_applied_push() -> None:
-    shard = make_shard(
-        [0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9
-    )
+    shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
     receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), num_workers=2)
     assert receipt == Receipt(
         shard_id=7,
@@ -283,6 +282,13 @@ def test_parked_gradients_become_one_update() -> None:
     assert pull(shard)[1].tolist() == [-1.0]
 
 
+def test_a_gradient_that_was_parked_is_applied_once() -> None:
+    shard = make_shard([1.0], aggregation=PairMean())
+    outcomes = [push(shard, [1.0], sequence=sequence).outcome for sequence in range(4)]
+    assert outcomes == [Outcome.PENDING, Outcome.APPLIED] * 2
+    assert shard.state().pending == ()
+
+
 def test_parked_gradients_survive_a_restore() -> None:
     shard = make_shard([1.0], aggregation=PairMean())
     push(shard, [1.0])
@@ -290,6 +296,26 @@ def test_parked_gradients_survive_a_restore() -> None:
     assert push(later, [1.0]).duplicate
     push(later, [3.0], sequence=1)
     assert pull(later)[1].tolist() == [-1.0]
+
+
+class TakesTwoUpdatesOld:
+    """Accepts staleness up to 2."""
+
+    name = "two_updates_old"
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(accept=staleness <= 2)
+
+
+@pytest.mark.parametrize("protocol", [aggregation.Async(), PairMean()])
+def test_a_gradient_too_old_for_the_policy_is_neither_applied_nor_parked(
+    protocol: aggregation.Aggregation,
+) -> None:
+    shard = make_shard([0.0], aggregation=protocol, policy=TakesTwoUpdatesOld(), version=3)
+    receipt = push(shard, [1.0], base_version=0)
+    assert (receipt.reason, receipt.staleness) == (Reason.STALE, 3)
+    assert "'two_updates_old'" in receipt.message
+    assert (shard.version, shard.state().pending, pull(shard)[1].tolist()) == (3, (), [0.0])
 
 
 @pytest.mark.parametrize(("base_version", "reason"), [(1, Reason.DROPPED), (0, Reason.STALE)])
@@ -394,9 +420,7 @@ def test_each_of_many_waiters_is_called_once_while_many_push() -> None:
 
     def worker(index: int) -> None:
         for sequence in range(pushes):
-            shard.when_version(
-                index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v)
-            )
+            shard.when_version(index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v))
             shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), num_workers=workers)
 
     run_together([lambda index=index: worker(index) for index in range(workers)])
