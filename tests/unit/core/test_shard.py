@@ -170,6 +170,12 @@ def test_a_gradient_of_another_epoch_is_refused_and_told_to_pull() -> None:
     assert everything(shard) == before
 
 
+def test_a_push_refused_for_its_epoch_may_come_again_on_newly_pulled_parameters() -> None:
+    shard = make_shard([0.0], epoch=2)
+    push(shard, [1.0], epoch=1)
+    assert push(shard, [1.0], epoch=2).outcome == Outcome.APPLIED
+
+
 def test_a_finished_shard_refuses_pushes() -> None:
     shard = make_shard([0.0])
     shard.finish()
