@@ -1,19 +1,15 @@
-"""A shard's promises: what a push changes, what a refused one does not, who is told."""
+"""A shard's promises: what a push changes, what a refused one does not, what is recorded and restored."""
 
 from __future__ import annotations
-
-import threading
 
 import numpy as np
 import pytest
 
-from pyps.core import aggregation
 from pyps.core.gradient import Codec, Extent, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.shard import Shard
-from pyps.core.staleness import Weighing, WeighingContext
 from pyps_wire.errors import BadRequest, WrongSize
-from shards import JOIN_SECONDS, Log, floats, gradient, make_shard, pull, push, restored, run_together
+from shards import Log, floats, gradient, make_shard, pull, push, restored
 
 
 def everything(shard: Shard) -> tuple[object, ...]:
@@ -244,95 +240,7 @@ def test_a_repeated_delta_is_not_added_again() -> None:
     assert pull(shard)[1].tolist() == [1.0]
 
 
-# Protocols other than "apply at once".
-
-
-class PairMean:
-    """Applies the mean of every two gradients, the later one first."""
-
-    name = "pair_mean"
-
-    def decide(self, arrival: aggregation.Arrival) -> aggregation.Decision:
-        if not arrival.pending:
-            return aggregation.Park()
-        contributions = (arrival.contribution, *arrival.pending)
-        return aggregation.Apply(tuple(aggregation.Part(c, 0.5) for c in contributions))
-
-
-class OnlyFresh:
-    """Drops what is one update late, refuses what is later."""
-
-    name = "only_fresh"
-
-    def decide(self, arrival: aggregation.Arrival) -> aggregation.Decision:
-        staleness = arrival.contribution.staleness
-        if staleness > 1:
-            return aggregation.Refuse(Reason.STALE, f"{staleness} updates late")
-        if staleness == 1:
-            return aggregation.Drop("not needed")
-        return aggregation.Apply((aggregation.Part(arrival.contribution),))
-
-
-def test_a_parked_gradient_is_pending_and_changes_no_parameter() -> None:
-    shard = make_shard([1.0], aggregation=PairMean())
-    receipt = push(shard, [1.0])
-    assert (receipt.outcome, receipt.version_after) == (Outcome.PENDING, 0)
-    assert pull(shard)[1].tolist() == [1.0]
-
-
-def test_parked_gradients_become_one_update() -> None:
-    shard = make_shard([1.0], aggregation=PairMean())
-    push(shard, [1.0])
-    receipt = push(shard, [3.0], sequence=1)
-    assert (receipt.outcome, receipt.version_after, receipt.weight) == (Outcome.APPLIED, 1, 0.5)
-    assert pull(shard)[1].tolist() == [-1.0]
-
-
-def test_a_gradient_that_was_parked_is_applied_once() -> None:
-    shard = make_shard([1.0], aggregation=PairMean())
-    outcomes = [push(shard, [1.0], sequence=sequence).outcome for sequence in range(4)]
-    assert outcomes == [Outcome.PENDING, Outcome.APPLIED] * 2
-    assert shard.state().pending == ()
-
-
-def test_parked_gradients_survive_a_restore() -> None:
-    shard = make_shard([1.0], aggregation=PairMean())
-    push(shard, [1.0])
-    later = restored(shard, shard.state(), aggregation=PairMean())
-    assert push(later, [1.0]).duplicate
-    push(later, [3.0], sequence=1)
-    assert pull(later)[1].tolist() == [-1.0]
-
-
-class TakesTwoUpdatesOld:
-    """Accepts staleness up to 2."""
-
-    name = "two_updates_old"
-
-    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
-        return Weighing(accept=staleness <= 2)
-
-
-@pytest.mark.parametrize("protocol", [aggregation.Async(), PairMean()])
-def test_a_gradient_too_old_for_the_policy_is_neither_applied_nor_parked(
-    protocol: aggregation.Aggregation,
-) -> None:
-    shard = make_shard([0.0], aggregation=protocol, policy=TakesTwoUpdatesOld(), version=3)
-    receipt = push(shard, [1.0], base_version=0)
-    assert (receipt.reason, receipt.staleness) == (Reason.STALE, 3)
-    assert "'two_updates_old'" in receipt.message
-    assert (shard.version, shard.state().pending, pull(shard)[1].tolist()) == (3, (), [0.0])
-
-
-@pytest.mark.parametrize(("base_version", "reason"), [(1, Reason.DROPPED), (0, Reason.STALE)])
-def test_a_late_gradient_stays_refused_when_it_is_pushed_again(base_version: int, reason: Reason) -> None:
-    shard = make_shard([0.0], aggregation=OnlyFresh(), version=2)
-    assert push(shard, [1.0], base_version=base_version).reason == reason
-    again = push(shard, [1.0], base_version=base_version)
-    assert (again.reason, again.duplicate) == (reason, True)
-
-
-# Who is told.
+# Recording.
 
 
 def test_the_recorder_hears_what_was_decided_and_nothing_else() -> None:
@@ -357,80 +265,6 @@ def test_a_push_that_cannot_be_recorded_changes_nothing() -> None:
     with pytest.raises(OSError, match="no space"):
         push(shard, [1.0])
     assert everything(shard) == before
-
-
-def test_a_waiter_is_called_once_when_the_version_is_reached() -> None:
-    shard = make_shard([0.0])
-    calls: list[int] = []
-    shard.when_version(2, lambda: calls.append(shard.version))
-    for sequence in range(3):
-        push(shard, [1.0], sequence=sequence)
-    assert calls == [2]
-
-
-def test_a_waiter_for_a_version_that_is_there_is_called_at_once() -> None:
-    shard = make_shard([0.0], version=2)
-    calls: list[int] = []
-    cancel = shard.when_version(2, lambda: calls.append(1))
-    assert calls == [1]
-    assert cancel() is False
-
-
-def test_a_cancelled_waiter_is_never_called() -> None:
-    shard = make_shard([0.0])
-    calls: list[int] = []
-    cancel = shard.when_version(1, lambda: calls.append(1))
-    assert cancel() is True
-    push(shard, [1.0])
-    assert calls == []
-
-
-def test_cancelling_one_waiter_leaves_its_equal_waiting() -> None:
-    shard = make_shard([0.0])
-    calls: list[int] = []
-
-    def callback() -> None:
-        calls.append(1)
-
-    shard.when_version(1, callback)
-    shard.when_version(1, callback)()
-    push(shard, [1.0])
-    assert calls == [1]
-
-
-def test_a_waiter_may_read_the_shard() -> None:
-    shard = make_shard([0.0])
-    seen: list[int] = []
-    shard.when_version(1, lambda: seen.append(pull(shard)[0]))
-    pusher = threading.Thread(target=push, args=(shard, [1.0]), daemon=True)
-    pusher.start()
-    pusher.join(JOIN_SECONDS)
-    assert seen == [1]
-
-
-def test_finishing_calls_those_who_wait_for_what_never_comes() -> None:
-    shard = make_shard([0.0])
-    calls: list[bool] = []
-    shard.when_version(100, lambda: calls.append(shard.finished))
-    shard.finish()
-    assert calls == [True]
-
-
-def test_each_of_many_waiters_is_called_once_while_many_push() -> None:
-    shard = make_shard([0.0])
-    workers, pushes = 4, 50
-    calls = [0] * (workers * pushes)
-
-    def count(version: int) -> None:
-        calls[version - 1] += 1
-
-    def worker(index: int) -> None:
-        for sequence in range(pushes):
-            shard.when_version(index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v))
-            shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), num_workers=workers)
-
-    run_together([lambda index=index: worker(index) for index in range(workers)])
-    assert calls == [1] * (workers * pushes)
 
 
 # Checkpoints.
