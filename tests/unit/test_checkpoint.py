@@ -202,7 +202,7 @@ def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder
 
 def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder: CheckpointFolder) -> None:
     truncate(write(folder) / "manifest.json")
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints in .* can be used"):
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):
         folder.resume()
 
 

@@ -1,0 +1,198 @@
+"""The Inspector on a real server: what it says is what happened, and only its own machine may change it."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+
+from inspection import inspect
+from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.partition import Model, Tensor
+from support import ServerProcess, wait_until
+from wire_worker import WireWorker, values_of
+
+Start = Callable[..., ServerProcess]
+
+MODEL = Model((Tensor("first", (40, 50)), Tensor("last", (3,)), Tensor("scalar", ())), shard_size=1008)
+
+
+def test_status_tells_what_is_in_force_and_what_happened(start_server: Start) -> None:
+    server = start_server("--staleness", "divide")
+    empty = inspect(server.control, "GetStatus")
+    assert (empty.state, empty.num_shards, empty.last_update_seconds) == (common.RUN_STATE_EMPTY, 0, -1)
+    assert (empty.data_address, empty.control_address, empty.metrics_address) == (
+        *(server.data, server.control, server.metrics),
+    )
+    with WireWorker(server.data) as worker:
+        worker.join(value=5.0)
+        first = worker.push_request(1.0, example_count=3)
+        worker.push(first, first, worker.push_request(1.0), worker.push_request(float("nan")))
+        status = inspect(server.control, "GetStatus")
+    assert (status.state, status.run_id, status.epoch) == (common.RUN_STATE_READY, "run-1", 0)
+    assert (status.protocol, status.staleness, status.optimizer.rule) == ("async", "divide", "sgd")
+    assert (status.num_shards, status.num_parameters, status.model_parameters) == (1, 37, 37)
+    assert (status.version_min, status.version_max, status.updates, status.workers_alive) == (2, 2, 2, 1)
+    assert (status.pushes_applied, status.pushes_rejected, status.pushes_duplicate) == (2, 1, 1)
+    assert (status.examples, status.staleness_mean, status.staleness_max) == (4, 0.5, 1)
+    assert status.bytes_in == 4 * 37 * 4
+    assert 0 <= status.last_update_seconds <= status.uptime_seconds
+
+
+def test_shards_come_with_versions_and_checksums(start_server: Start) -> None:
+    server = start_server()
+    assert not inspect(server.control, "ListShards").shards
+    with WireWorker(server.data, model=MODEL) as worker:
+        worker.join(value=1.0)
+        assert worker.plan.num_shards == 2
+        worker.push(worker.push_request(1.0, shard_id=1))
+        shards = inspect(server.control, "ListShards").shards
+        pulled = worker.pull()
+    assert [(shard.shard_id, shard.offset, shard.version) for shard in shards] == [(0, 0, 0), (1, 1008, 1)]
+    assert [shard.num_parameters for shard in shards] == [1008, 996]
+    assert [shard.checksum for shard in shards] == [f"{zlib.crc32(shard.payload):08x}" for shard in pulled]
+    assert [shard.pushes_applied for shard in shards] == [0, 1]
+
+
+def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_server: Start) -> None:
+    server = start_server()
+    with WireWorker(server.data, model=MODEL) as worker:
+        worker.join()
+        gradient = [np.arange(1008, dtype=np.float32), np.arange(1008, 2004, dtype=np.float32)]
+        worker.push(*(worker.push_request(values, shard_id=i) for i, values in enumerate(gradient)))
+        vector = np.concatenate([values_of(shard) for shard in worker.pull()])
+
+    first_page = inspect(server.control, "ListTensors", pb.ListTensorsRequest(page_size=2))
+    assert [tensor.name for tensor in first_page.tensors] == ["first", "last"]
+    rest = inspect(
+        server.control, "ListTensors", pb.ListTensorsRequest(page_size=2, page_token=first_page.next_page_token)
+    )
+    assert [tensor.name for tensor in rest.tensors] == ["scalar"]
+    assert rest.next_page_token == ""
+    first = first_page.tensors[0]
+    held = vector[:2000].astype(np.float64)
+    assert (list(first.shape), first.held_parameters, first.version_min, first.version_max) == ([40, 50], 2000, 1, 1)
+    assert (first.min, first.max) == (held.min(), held.max()) == (-1999, 0)
+    assert first.norm == pytest.approx(float(np.linalg.norm(held)), rel=1e-12)
+    assert list(first.first_values) == list(vector[:8])
+    assert list(rest.tensors[0].shape) == []
+    assert list(rest.tensors[0].first_values) == [vector[2003]]
+
+    named = inspect(server.control, "ListTensors", pb.ListTensorsRequest(name_prefix="l"))
+    assert [tensor.name for tensor in named.tensors] == ["last"]
+    with pytest.raises(grpc.RpcError) as refused:
+        inspect(server.control, "ListTensors", pb.ListTensorsRequest(page_token="next"))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "page_token is 'next'" in refused.value.details()
+
+
+def test_workers_staleness_and_receipts_are_told_by_worker(start_server: Start) -> None:
+    server = start_server()
+    with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
+        a.join()
+        b.join()
+        a.push(a.push_request(1.0))
+        b.push(b.push_request(1.0), b.push_request(1.0))
+        a.heartbeat(clock=17)
+        b.leave()
+        workers = {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
+        everybody = inspect(server.control, "GetStaleness")
+        only_b = inspect(server.control, "GetStaleness", pb.GetStalenessRequest(worker_id="b"))
+        receipts = inspect(server.control, "ListReceipts").receipts
+        one = inspect(server.control, "ListReceipts", pb.ListReceiptsRequest(limit=1, worker_id="a")).receipts
+    assert (workers["a"].state, workers["a"].clock, workers["a"].pushes_applied) == ("alive", 17, 1)
+    assert (workers["b"].state, workers["b"].staleness_mean, workers["b"].rate_scale_mean) == ("finished", 1.5, 0.75)
+    assert [(bucket.staleness, bucket.count) for bucket in everybody.buckets] == [(0, 1), (1, 1), (2, 1)]
+    assert (everybody.count, everybody.mean, everybody.max) == (3, 1.0, 2)
+    assert [bucket.staleness for bucket in only_b.buckets] == [1, 2]
+    assert [(r.worker_id, r.receipt.version_after) for r in receipts] == [("b", 3), ("b", 2), ("a", 1)]
+    assert [r.worker_id for r in one] == ["a"]
+
+
+def test_memory_adds_up(start_server: Start) -> None:
+    server = start_server("--optimizer", "adagrad:learning_rate=0.1")
+    with WireWorker(server.data, optimizer=common.OptimizerSettings()) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        memory = inspect(server.control, "GetMemory")
+    assert (memory.parameters_bytes, memory.slots_bytes, memory.ledger_entries) == (148, 148, 1)
+    assert memory.in_flight_bytes == 0
+    assert memory.resident_bytes > 10_000_000
+
+
+def test_stop_ends_the_run_and_reset_empties_the_server(start_server: Start) -> None:
+    server = start_server()
+    for method in ("Stop", "Reset"):
+        with pytest.raises(grpc.RpcError) as refused:
+            inspect(server.control, method)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "holds no run" in refused.value.details()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        inspect(server.control, "Stop")
+        assert worker.push(worker.push_request(1.0))[0].reason == common.REASON_FINISHED
+        with pytest.raises(grpc.RpcError) as refused:
+            inspect(server.control, "Reset", pb.ResetRequest(run_id="another"))
+        assert "not run 'another'" in refused.value.details()
+        inspect(server.control, "Reset", pb.ResetRequest(run_id="run-1"))
+        assert inspect(server.control, "GetStatus").state == common.RUN_STATE_EMPTY
+
+
+def test_a_server_without_a_folder_says_so_when_asked_to_save(start_server: Start) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        inspect(start_server().control, "SaveCheckpoint")
+    assert "start it with --checkpoint-dir" in refused.value.details()
+
+
+def other_address() -> str | None:
+    """An IPv4 address of this machine that is not loopback, None when there is none."""
+    found = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family is socket.AF_INET and not address.address.startswith("127.")
+    ]
+    return found[0] if found else None
+
+
+def test_calls_that_change_the_server_are_taken_from_its_own_machine_only(start_server: Start, tmp_path: Path) -> None:
+    host = other_address()
+    if host is None:
+        pytest.skip("this machine has no address but loopback")
+    server = start_server("--host", "0.0.0.0", "--insecure", "--checkpoint-dir", str(tmp_path / "checkpoints"))
+    port = server.control.rpartition(":")[2]
+    with WireWorker(f"127.0.0.1:{server.data.rpartition(':')[2]}") as worker:
+        worker.join()
+    for method in ("SaveCheckpoint", "Reset", "Stop"):
+        with pytest.raises(grpc.RpcError) as refused:
+            inspect(f"{host}:{port}", method)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert f"{method} changes the server and is taken from its own machine only" in refused.value.details()
+    assert inspect(f"{host}:{port}", "GetStatus").state == common.RUN_STATE_READY
+    assert inspect(f"127.0.0.1:{port}", "SaveCheckpoint").path
+
+
+def test_what_is_waited_for_is_told(start_server: Start) -> None:
+    from threading import Thread
+
+    from pyps_wire import parameter_server_pb2 as wire
+
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        want = wire.PullRequest.Want(shard_id=0, held_version=0, min_version=1)
+        pull = Thread(target=worker.pull, args=([want],), kwargs={"wait_seconds": 15.0})
+        pull.start()
+        (reason,) = wait_until(lambda: inspect(server.control, "GetStatus").waiting_for, what="a wait")
+        assert "version 1" in reason
+        worker.push(worker.push_request(1.0))
+        pull.join(15)
+        assert not pull.is_alive()
+        assert not inspect(server.control, "GetStatus").waiting_for

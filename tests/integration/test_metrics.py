@@ -1,0 +1,127 @@
+"""The Prometheus page of a real server."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from pyps_wire.partition import Model, Tensor
+from support import ServerProcess
+from wire_worker import WireWorker
+
+Start = Callable[..., ServerProcess]
+
+FAMILIES = {
+    "pyps_info": "gauge",
+    "pyps_run_state": "gauge",
+    "pyps_epoch": "gauge",
+    "pyps_workers": "gauge",
+    "pyps_workers_alive": "gauge",
+    "pyps_updates": "counter",
+    "pyps_pushes": "counter",
+    "pyps_payload_bytes": "counter",
+    "pyps_staleness": "histogram",
+    "pyps_rate_scale_mean": "gauge",
+    "pyps_last_update_timestamp_seconds": "gauge",
+    "pyps_apply_seconds": "histogram",
+    "pyps_shards": "gauge",
+    "pyps_version_min": "gauge",
+    "pyps_version_max": "gauge",
+    "pyps_shard_version": "gauge",
+    "pyps_memory_bytes": "gauge",
+    "pyps_in_flight_bytes_max": "gauge",
+    "pyps_ledger_receipts": "gauge",
+    "process_resident_memory_bytes": "gauge",
+    "python_info": "gauge",
+}
+
+
+def scrape(server: ServerProcess, token: str = "") -> dict[str, Metric]:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"http://{server.metrics}/metrics", headers=headers)
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        return {family.name: family for family in text_string_to_metric_families(reply.read().decode())}
+
+
+def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float:
+    samples = [sample for family in families.values() for sample in family.samples if sample.name == sample_name]
+    (found,) = [sample.value for sample in samples if sample.labels == labels]
+    return found
+
+
+def test_every_family_is_there_from_the_start(start_server: Start) -> None:
+    families = scrape(start_server())
+    assert {name: family.type for name, family in families.items() if name in FAMILIES} == FAMILIES
+    assert value(families, "pyps_run_state", state="empty") == 1
+    assert value(families, "pyps_last_update_timestamp_seconds") == 0
+
+
+def test_the_page_counts_what_happened(start_server: Start) -> None:
+    server = start_server()
+    with WireWorker(server.data) as a, WireWorker(server.data, "b") as b:
+        a.join()
+        b.join()
+        repeated = a.push_request(1.0)
+        a.push(repeated, repeated, *(a.push_request(1.0) for _ in range(3)), a.push_request(float("inf")))
+        b.leave()
+        families = scrape(server)
+    assert value(families, "pyps_updates_total") == 4
+    counts = {"applied": 4, "pending": 0, "rejected": 1, "duplicate": 1}
+    for outcome, count in counts.items():
+        assert value(families, "pyps_pushes_total", outcome=outcome) == count
+    assert value(families, "pyps_payload_bytes_total", direction="in") == 6 * 37 * 4
+    assert [value(families, "pyps_staleness_bucket", le=bound) for bound in ("0.0", "1.0", "2.0", "4.0", "+Inf")] == [
+        *(1, 2, 3, 4, 4)
+    ]
+    assert value(families, "pyps_staleness_sum") == 0 + 1 + 2 + 3
+    assert value(families, "pyps_rate_scale_mean") == pytest.approx((1 + 1 + 1 / 2 + 1 / 3) / 4)
+    assert value(families, "pyps_apply_seconds_count") == 6
+    assert value(families, "pyps_workers_alive") == 1
+    assert value(families, "pyps_workers", state="finished") == 1
+    assert value(families, "pyps_shard_version", shard="0") == value(families, "pyps_version_max") == 4
+    assert value(families, "pyps_memory_bytes", kind="parameters") == 148
+    assert value(families, "pyps_last_update_timestamp_seconds") == pytest.approx(
+        value(families, "process_start_time_seconds"), abs=120
+    )
+    info = families["pyps_info"].samples[0].labels
+    assert (info["run_id"], info["protocol"], info["rule"]) == ("run-1", "async", "sgd")
+
+
+def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
+    server = start_server()
+    with WireWorker(server.data, model=Model((Tensor("t", (2016,)),), shard_size=16)) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0, shard_id=5))
+        families = scrape(server)
+    assert value(families, "pyps_shards") == 126
+    assert not families["pyps_shard_version"].samples
+    assert (value(families, "pyps_version_min"), value(families, "pyps_version_max")) == (0, 1)
+
+
+def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server: Start, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("correct horse")
+    server = start_server("--token-file", str(tmp_path / "token"))
+    for token in ("", "wrong horse"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            scrape(server, token)
+        assert refused.value.code == 401
+    assert value(scrape(server, "correct horse"), "pyps_updates_total") == 0
+
+
+def test_a_busy_port_is_named(start_server: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = start_server("--metrics-port", str(port), wait=False)
+        assert server.wait() != 0
+    assert f"port {port} is taken" in server.output()
+    assert "--metrics-port" in server.output()
+    assert "Traceback" not in server.output()
