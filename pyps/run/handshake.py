@@ -100,8 +100,8 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
     """Refuses a model or a list of servers that cuts into other shards than the run's."""
     if (theirs.num_servers, theirs.server_index) != (mine.num_servers, server_index):
         raise ModelMismatch(
-            f"the run has {mine.num_servers} servers and this is server {server_index}, but the caller's "
-            f"list has {theirs.num_servers} and this one at place {theirs.server_index}: give all workers "
+            f"the run's list of servers has {mine.num_servers}, this one at place {server_index}, but the "
+            f"caller's list has {theirs.num_servers}, this one at place {theirs.server_index}: give all workers "
             "one list"
         )
     if theirs.model is None:

@@ -131,10 +131,14 @@ def receipt_to(receipt: Receipt) -> common.Receipt:
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
-    """A worker's optimizer, checked and completed; None when it names no rule."""
+    """A worker's optimizer, checked and completed; None when it names no rule.
+
+    A rule without any group's settings means its defaults for every group.
+    """
     if not message.rule:
         return None
-    return RuleSettings.make(message.rule, tuple(dict(group.hyperparameters) for group in message.groups))
+    groups = tuple(dict(group.hyperparameters) for group in message.groups)
+    return RuleSettings.make(message.rule, groups or ({},))
 
 
 def settings_to(settings: RuleSettings) -> common.OptimizerSettings:

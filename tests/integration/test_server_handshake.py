@@ -1,0 +1,281 @@
+"""Hello and Initialize on a real server: who may join a run, and who sends the first parameters."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import grpc
+import pytest
+from pyps_wire import common_pb2 as common
+from pyps_wire.errors import METADATA_KEY
+from pyps_wire.partition import Model, Tensor
+from support import wait_until
+from wire_worker import WireWorker, sgd, values_of
+
+QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "1")
+
+
+def refusal_of(call, *arguments, **keywords):
+    """The status, the pyps error and the text with which a call was refused."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **keywords)
+    error = caught.value
+    name = dict(error.trailing_metadata() or ()).get(METADATA_KEY)
+    return error.code().name, name, error.details()
+
+
+def test_only_one_of_two_workers_is_elected(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
+        assert first.hello().initialize
+        reply = second.hello()
+        assert not reply.initialize
+        assert reply.state == common.RUN_STATE_INITIALIZING
+        assert first.hello().initialize, "the elected worker keeps its turn"
+
+
+def test_racing_workers_elect_exactly_one_and_all_see_its_parameters(start_server):
+    server = start_server()
+    workers = [WireWorker(server.data, f"w{index}") for index in range(8)]
+    barrier, elected = threading.Barrier(len(workers)), []
+
+    def race(index: int) -> None:
+        barrier.wait(20)
+        reply = workers[index].hello()
+        if reply.initialize:
+            elected.append(index)
+            workers[index].initialize(reply.term, value=float(index))
+
+    threads = [threading.Thread(target=race, args=(index,)) for index in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(elected) == 1
+    for worker in workers:
+        assert worker.hello().state == common.RUN_STATE_READY
+        assert set(values_of(worker.pull()[0])) == {float(elected[0])}
+        worker.channel.close()
+
+
+def test_another_worker_takes_over_when_the_initialiser_dies_midway(start_server):
+    server = start_server(*QUICK_LEASES)
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
+        term = first.hello().term
+        # One message, then silence: the stream never ends by itself.
+        silence = threading.Event()
+
+        def messages():
+            yield next(first.initialize_messages(term))
+            silence.wait(30)
+
+        dying = first.stub.Initialize.future(messages(), timeout=30)
+        assert not second.hello().initialize
+        reply = wait_until(lambda: (r := second.hello()).initialize and r, 15, "the second worker's turn")
+        assert reply.term == term + 1
+        second.initialize(reply.term, value=2.0)
+        silence.set()
+        dying.cancel()
+        status, name, text = refusal_of(first.initialize, term, value=1.0)
+        assert (status, name) == ("ABORTED", "Superseded"), text
+        assert set(values_of(second.pull()[0])) == {2.0}
+
+
+def test_a_truncated_initialisation_leaves_the_server_empty(start_server):
+    with WireWorker(start_server().data) as worker:
+        term = worker.hello().term
+        header_only = itertools.islice(worker.initialize_messages(term), 1)
+        status, name, text = refusal_of(worker.stub.Initialize, header_only, timeout=20)
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert "shard 0" in text
+        assert worker.hello().state == common.RUN_STATE_INITIALIZING
+        worker.initialize(term)
+        assert worker.hello().state == common.RUN_STATE_READY
+
+
+def test_an_initialisation_sent_again_is_answered_as_done(start_server):
+    with WireWorker(start_server().data) as worker:
+        term = worker.hello().term
+        worker.initialize(term, value=1.0)
+        worker.push(worker.push_request(1.0))
+        assert worker.initialize(term, value=9.0).state == common.RUN_STATE_READY
+        assert set(values_of(worker.pull()[0])) == {0.0}
+
+
+def test_first_parameters_with_nan_are_refused_by_tensor_name(start_server):
+    with WireWorker(start_server().data) as worker:
+        term = worker.hello().term
+        status, _, text = refusal_of(worker.initialize, term, value=float("nan"))
+        assert status == "INVALID_ARGUMENT"
+        assert "'layer.weight'" in text
+
+
+def test_a_further_server_follows_the_higher_term_until_the_first_update(start_server):
+    data = start_server().data
+    both = {"server_index": 1, "num_servers": 2, "model": Model((Tensor("x", (4096,)),))}
+    with WireWorker(data, "a", **both) as first, WireWorker(data, "b", **both) as second:
+        assert not first.hello().initialize, "only server 0 elects"
+        first.initialize(1, value=1.0)
+        second.hello()
+        second.initialize(2, value=2.0)
+        status, name, _ = refusal_of(first.initialize, 1, value=1.0)
+        assert (status, name) == ("ABORTED", "Superseded")
+        shard_id = second.plan.of_server(1)[0].shard_id
+        second.push(second.push_request(0.0, shard_id))
+        status, name, text = refusal_of(first.initialize, 3, value=3.0)
+        assert name == "RunMismatch"
+        assert "'run-1' at version 1" in text
+
+
+def test_the_run_s_own_id_joins_at_any_time(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
+        first.join()
+        first.push(first.push_request(1.0))
+        assert second.hello().state == common.RUN_STATE_READY
+
+
+def test_no_run_id_joins_until_the_first_update_only(start_server):
+    server = start_server()
+    with (
+        WireWorker(server.data, "a") as first,
+        WireWorker(server.data, "b", run_id="") as second,
+        WireWorker(server.data, "c", run_id="") as third,
+    ):
+        first.join()
+        assert second.hello().run_id == "run-1"
+        first.push(first.push_request(1.0))
+        status, name, text = refusal_of(third.hello)
+        assert (status, name) == ("FAILED_PRECONDITION", "RunMismatch")
+        for word in ("'run-1'", "version 1", " s ago", "PYPS_RUN_ID=run-1", "pyps reset"):
+            assert word in text
+
+
+def test_another_run_id_is_refused_with_what_the_server_holds(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b", run_id="other") as second:
+        first.join()
+        _, name, text = refusal_of(second.hello)
+        assert name == "RunMismatch"
+        assert "'run-1'" in text
+        assert "'other'" in text
+
+
+def test_a_server_told_its_run_takes_no_other(start_server):
+    server = start_server("--run-id", "mine")
+    with WireWorker(server.data, "a", run_id="other") as other, WireWorker(server.data, run_id="") as none:
+        _, name, text = refusal_of(other.hello)
+        assert name == "RunMismatch"
+        assert "'mine'" in text
+        assert none.hello().run_id == "mine"
+
+
+def test_another_protocol_version_is_refused_readably(start_server):
+    with WireWorker(start_server().data) as worker:
+        status, name, text = refusal_of(worker.hello, protocol_version=2, software="pyps-client 9.9")
+        assert (status, name) == ("FAILED_PRECONDITION", "ProtocolMismatch")
+        for word in ("version 1", "version 2", "pyps-client 9.9", "install"):
+            assert word in text
+
+
+def test_another_shape_names_the_first_tensor_that_differs(start_server):
+    server = start_server()
+    other = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (8,))))
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b", model=other) as second:
+        first.join()
+        status, name, text = refusal_of(second.hello)
+        assert (status, name) == ("FAILED_PRECONDITION", "ModelMismatch")
+        for word in ("'layer.bias'", "(7,)", "(8,)"):
+            assert word in text
+
+
+def test_other_optimizer_settings_are_refused_line_by_line(start_server):
+    server = start_server()
+    adagrad = common.OptimizerSettings(rule="adagrad")
+    with (
+        WireWorker(server.data, "a", optimizer=sgd(0.5)) as first,
+        WireWorker(server.data, "b", optimizer=sgd(0.25)) as second,
+        WireWorker(server.data, "c", optimizer=adagrad) as third,
+    ):
+        first.join()
+        _, name, text = refusal_of(second.hello)
+        assert name == "OptimizerMismatch"
+        assert "learning_rate of group 0: 0.5 here, 0.25 there" in text
+        assert "rule: sgd here, adagrad there" in refusal_of(third.hello)[2]
+
+
+def test_the_server_s_own_optimizer_stands_over_the_worker_s(start_server):
+    server = start_server("--optimizer", "adagrad:learning_rate=0.05")
+    nothing = common.OptimizerSettings()
+    with (
+        WireWorker(server.data, "a", optimizer=sgd()) as first,
+        WireWorker(server.data, "b", optimizer=nothing) as second,
+    ):
+        _, name, text = refusal_of(first.hello)
+        assert name == "OptimizerMismatch"
+        assert "--optimizer" in text
+        assert second.join().optimizer.rule == "adagrad"
+
+
+def test_an_optimizer_that_the_server_lacks_is_refused_with_those_it_has(start_server):
+    lion = common.OptimizerSettings(rule="lion")
+    with WireWorker(start_server().data, optimizer=lion) as worker:
+        status, name, text = refusal_of(worker.hello)
+        assert (status, name) == ("FAILED_PRECONDITION", "UnsupportedOptimizer")
+        for word in ("'lion'", "sgd", "adagrad"):
+            assert word in text
+
+
+def test_a_later_process_takes_over_a_worker_s_name(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "a") as second:
+        first.join()
+        second.hello()
+        status, name, text = refusal_of(first.push, first.push_request(1.0))
+        assert (status, name) == ("ABORTED", "Superseded")
+        assert "'a'" in text
+        assert second.push(second.push_request(1.0))[0].num_workers == 1
+
+
+def test_an_expired_worker_is_alive_again_with_its_next_push(start_server):
+    server = start_server(*QUICK_LEASES)
+    with WireWorker(server.data) as worker:
+        worker.join()
+        server.wait_for_output("lease ran out")
+        [receipt] = worker.push(worker.push_request(1.0))
+        assert receipt.outcome == common.OUTCOME_APPLIED
+        assert receipt.num_workers == 1
+        server.wait_for_output("worker is back")
+
+
+def test_a_push_of_an_unknown_worker_asks_for_hello(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as stranger:
+        first.join()
+        request = stranger.push_request(1.0)
+        status, name, text = refusal_of(stranger.push, request)
+        assert (status, name) == ("FAILED_PRECONDITION", "UnknownWorker")
+        assert "Hello" in text
+        assert not stranger.heartbeat().known
+        stranger.hello()
+        assert stranger.push(request)[0].outcome == common.OUTCOME_APPLIED
+
+
+def test_a_worker_that_leaves_counts_no_longer(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
+        first.join()
+        second.join()
+        assert first.heartbeat(clock=3).known
+        assert second.leave().num_workers == 1
+        assert first.push(first.push_request(1.0))[0].num_workers == 1
+
+
+def test_a_model_of_other_servers_is_refused(start_server):
+    server = start_server()
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b", num_servers=2) as second:
+        first.join()
+        _, name, text = refusal_of(second.hello)
+        assert name == "ModelMismatch"
+        assert "has 1, this one at place 0" in text
