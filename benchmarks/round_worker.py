@@ -53,7 +53,7 @@ def wait_for_line(line: str) -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    for name in ("--params", "--keys", "--rounds", "--warmup", "--workers"):
+    for name in ("--params", "--keys", "--rounds", "--warmup"):
         arguments.add_argument(name, type=int, required=True)
     options = arguments.parse_args()
     torch.set_num_threads(1)
