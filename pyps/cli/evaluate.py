@@ -25,9 +25,7 @@ def evaluate(
     script: Annotated[Path, typer.Argument(help="Python file that defines evaluate(parameters).")],
     servers: Annotated[
         str,
-        typer.Option(
-            help="Data addresses of all servers, in order, separated by commas.", envvar="PYPS_SERVERS"
-        ),
+        typer.Option(help="Data addresses of all servers, in order, separated by commas.", envvar="PYPS_SERVERS"),
     ] = "127.0.0.1:7610",
     every: Annotated[float, typer.Option(help="Seconds between two evaluations.", min=0.0)] = 10.0,
     once: Annotated[bool, typer.Option("--once", help="Evaluate one snapshot and end.")] = False,

@@ -9,7 +9,7 @@ import typer
 
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
-from pyps.launcher.output import PrefixedOutput
+from pyps.launcher.output import PrefixedOutput, counted
 
 WAIT_SECONDS = 1.0
 # What follows the worker's program is the worker's, --flags too, with and without a -- before it.
@@ -17,18 +17,14 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 def run(
-    command: Annotated[
-        list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)
-    ],
+    command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
     workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 1,
     protocol: Annotated[str, typer.Option(help="How pushes become updates.")] = "",
     staleness: Annotated[str, typer.Option(help="What staleness costs a gradient: none, divide.")] = "",
     optimizer: Annotated[
         str,
-        typer.Option(
-            help="Update rule and settings, as adagrad:learning_rate=0.05; empty takes the workers'."
-        ),
+        typer.Option(help="Update rule and settings, as adagrad:learning_rate=0.05; empty takes the workers'."),
     ] = "",
     run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
     checkpoint_dir: Annotated[
@@ -39,9 +35,7 @@ def run(
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
-    stop_after: Annotated[
-        str, typer.Option(help="End the run after updates=N, examples=N or seconds=N.")
-    ] = "",
+    stop_after: Annotated[str, typer.Option(help="End the run after updates=N, examples=N or seconds=N.")] = "",
     config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done/--stay", help="End with the workers, or serve until Ctrl-C.")
@@ -98,7 +92,7 @@ def run_job(settings: JobSettings, *, stay: bool) -> int:
             return 1
         control = ",".join(server.control for server in job.addresses)
         output.announce(
-            f"{settings.num_workers} workers on {settings.num_servers} servers, run {job.run_id}. "
+            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}, run {job.run_id}. "
             f"Look inside: pyps status --servers {control}"
         )
         while not job.done:

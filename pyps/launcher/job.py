@@ -65,9 +65,7 @@ class Job:
     told through `announce`, the children's output through `on_line`. Nothing is ever started a second time.
     """
 
-    def __init__(
-        self, settings: JobSettings, *, on_line: LineHandler, announce: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: JobSettings, *, on_line: LineHandler, announce: Callable[[str], None]) -> None:
         self.settings = settings
         self.servers: list[ChildProcess] = []
         self.workers: list[ChildProcess] = []
@@ -156,9 +154,7 @@ class Job:
 
     def _check_command(self) -> None:
         if not self.settings.command:
-            raise JobError(
-                "There is no worker command: write it behind --, as in `pyps run -- python train.py`."
-            )
+            raise JobError("There is no worker command: write it behind --, as in `pyps run -- python train.py`.")
         path = self._worker_environment(0)["PATH"]
         if shutil.which(self.settings.command[0], path=path) is None:
             raise JobError(f"The worker command {self.settings.command[0]!r} is not on the PATH.")
@@ -171,9 +167,7 @@ class Job:
         if self.settings.each_server_flags:
             flags += self.settings.each_server_flags[index]
         environment = {"PYTHONUNBUFFERED": "1"} | os.environ
-        return self._start_child(
-            f"server-{index}", [sys.executable, "-m", "pyps", "serve", *flags], environment
-        )
+        return self._start_child(f"server-{index}", [sys.executable, "-m", "pyps", "serve", *flags], environment)
 
     def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
         deadline = time.monotonic() + self.settings.start_seconds
@@ -182,9 +176,7 @@ class Job:
                 raise JobError("Stopped before the servers served.")
             for server in self.servers:
                 if not server.running:
-                    raise JobError(
-                        f"{server.name} {server.how_it_ended()} before it served; its last lines say why."
-                    )
+                    raise JobError(f"{server.name} {server.how_it_ended()} before it served; its last lines say why.")
             if time.monotonic() > deadline:
                 raise JobError(f"The servers do not serve after {self.settings.start_seconds:g} s.")
             self.wait(0.02)
@@ -197,9 +189,7 @@ class Job:
     def _start_workers(self) -> None:
         for index in range(self.settings.num_workers):
             self.workers.append(
-                self._start_child(
-                    f"worker-{index}", list(self.settings.command), self._worker_environment(index)
-                )
+                self._start_child(f"worker-{index}", list(self.settings.command), self._worker_environment(index))
             )
 
     def _worker_environment(self, index: int) -> dict[str, str]:
@@ -214,9 +204,7 @@ class Job:
         )
 
     def _start_child(self, name: str, command: list[str], environment: dict[str, str]) -> ChildProcess:
-        return ChildProcess(
-            name, command, environment=environment, on_line=self._on_line, on_end=self._events.put
-        )
+        return ChildProcess(name, command, environment=environment, on_line=self._on_line, on_end=self._events.put)
 
     def _report_end(self, child: ChildProcess) -> None:
         self._reported.add(child.name)
@@ -224,9 +212,7 @@ class Job:
             # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when-done.
             if child.returncode != 0:
                 self.server_died = True
-                self._announce(
-                    f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
-                )
+                self._announce(f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards.")
             return
         seconds = time.monotonic() - self._started_at
         others = sum(worker.running for worker in self.workers)

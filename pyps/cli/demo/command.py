@@ -19,6 +19,7 @@ from pyps.cli.demo.picture import draw
 from pyps.cli.demo.progress import Progress, ProgressReader
 from pyps.cli.demo.screen import Screen, final_table
 from pyps.launcher import Job, JobError, JobSettings
+from pyps.launcher.output import counted
 from pyps_client.launch import Launch
 from pyps_client.observer import Observer
 
@@ -115,7 +116,7 @@ class Demo:
         settings = self._job.settings
         addresses = ",".join(server.control for server in self._job.addresses)
         self._screen.line(
-            f"{settings.num_workers} workers train on {settings.num_servers} servers: Downpour, Adagrad, "
+            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}: Downpour, Adagrad, "
             f"steps divided by staleness.\nLook inside meanwhile: pyps status --servers {addresses}"
         )
         self._screen.line("The workers load torch and the images.")
@@ -157,7 +158,7 @@ class Demo:
             return self._fail("The servers do not answer any more.")
         accuracy = self._history.accuracies[-1][1]
         self._console.print(final_table(progress))
-        title = f"{progress.updates} updates by {len(progress.workers)} workers: accuracy {accuracy:.3f}"
+        title = f"{progress.updates} updates by {counted(len(progress.workers), 'worker')}: accuracy {accuracy:.3f}"
         draw(
             self._picture,
             losses=self._history.losses or [(progress.seconds, float("nan"))],

@@ -1,0 +1,46 @@
+"""`pyps demo`: a short real one, and how it fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pyps.cli.demo import command
+from pyps.cli.main import app
+from support import PythonProcess
+
+Start = Callable[..., PythonProcess]
+
+
+def test_the_demo_trains_and_draws(start_python: Start, tmp_path: Path) -> None:
+    picture = tmp_path / "pictures" / "demo.png"
+    demo = start_python("-m", "pyps", "demo", "--epochs", "30", "--picture", str(picture))
+
+    assert demo.wait(100) == 0, demo.output()
+    output = demo.output()
+    assert re.search(r"Held-out accuracy 0\.9[5-9]\d+ after \d+ updates", output), output
+    assert re.search(r"worker-3 .* \d+%", output), "the table of what staleness cost"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"Picture: {picture}" in output
+
+
+def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: Start, tmp_path: Path) -> None:
+    flags = ("--epochs", "1", "--workers", "1", "--servers", "1", "--picture", str(tmp_path / "demo.png"))
+    demo = start_python("-m", "pyps", "demo", *flags)
+
+    assert demo.wait(100) == 1
+    assert "below the 0.95 that this training should reach" in demo.output()
+    assert "Traceback" not in demo.output()
+
+
+def test_what_the_demo_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "NEEDED", {"no_such_module": "pyps[demo]"})
+
+    result = CliRunner().invoke(app, ["demo"])
+
+    assert result.exit_code == 1
+    assert "the demo needs no_such_module: pip install 'pyps[demo]'" in result.output

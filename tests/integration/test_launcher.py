@@ -1,0 +1,188 @@
+"""`pyps run`: real servers, real workers, and every way that a job may end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from support import ROOT, PythonProcess, wait_until
+
+Start = Callable[..., PythonProcess]
+
+# A worker that tells its name and waits for its end.
+WAITING = "import os, signal; print('ready', os.environ['PYPS_WORKER_ID'], flush=True); signal.pause()"
+
+
+def run(start_python: Start, *flags: str, code: str, env: dict[str, str | None] | None = None) -> PythonProcess:
+    """Starts `pyps run` with workers that run this Python text."""
+    return start_python("-m", "pyps", "run", *flags, "--", "python", "-c", code, env=env)
+
+
+def servers_of(launcher: PythonProcess) -> list[psutil.Process]:
+    return [child for child in psutil.Process(launcher.pid).children() if "serve" in child.cmdline()]
+
+
+def workers_of(launcher: PythonProcess) -> dict[str, psutil.Process]:
+    children = psutil.Process(launcher.pid).children()
+    return {child.environ()["PYPS_WORKER_ID"]: child for child in children if "serve" not in child.cmdline()}
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive, f"left behind: {alive}"
+
+
+def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) -> None:
+    code = (
+        "import os; print(os.environ['PYPS_WORKER_INDEX'], 'of', os.environ['PYPS_WORKER_COUNT'], "
+        "len(os.environ['PYPS_SERVERS'].split(',')), len(os.environ['PYPS_CONTROL'].split(',')), "
+        "os.environ['PYPS_RUN_ID'])"
+    )
+    launcher = run(start_python, "--servers", "2", "--workers", "3", code=code)
+
+    assert launcher.wait() == 0
+    output = launcher.output()
+    lines = {match[1]: match[2] for match in re.finditer(r"^worker-(\d) \| \d of 3 2 2 (run-\w+)$", output, re.M)}
+    assert lines.keys() == {"0", "1", "2"}
+    assert len(set(lines.values())) == 1, "one run for all"
+    assert "pyps status --servers 127.0.0.1:" in output
+
+
+def test_flags_behind_the_workers_program_are_the_workers(start_python: Start, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print('arguments', sys.argv[1:])")
+
+    launcher = start_python("-m", "pyps", "run", "python", str(script), "--workers", "7", "--lr", "1")
+
+    assert launcher.wait() == 0
+    assert "worker-0 | arguments ['--workers', '7', '--lr', '1']" in launcher.output()
+
+
+def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: Start, tmp_path: Path) -> None:
+    flag = tmp_path / "go"
+    code = (
+        "import os, pathlib, sys, time\n"
+        "if os.environ['PYPS_WORKER_INDEX'] == '1': sys.exit(3)\n"
+        f"while not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)\n"
+    )
+    launcher = run(start_python, "--workers", "3", code=code)
+
+    output = launcher.wait_for_output("worker-1 ended with status 3")
+    assert "2 of 3 workers go on" in output
+    assert launcher.running
+    flag.touch()
+    assert launcher.wait() == 1
+    output = launcher.output()
+    assert "worker-0 finished" in output
+    assert "worker-2 finished" in output
+
+
+def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: Start) -> None:
+    grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code = f"{grandchild}; {WAITING}"
+    launcher = run(start_python, "--servers", "2", "--workers", "2", code=code)
+    for name in ("worker-0", "worker-1"):
+        launcher.wait_for_output(f"ready {name}")
+    everybody = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(everybody) == 2 + 2 + 2
+
+    launcher.signal(signal.SIGINT)
+
+    assert launcher.wait() == 128 + signal.SIGINT
+    assert_gone(everybody)
+
+
+def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Start) -> None:
+    code = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITING}"
+    launcher = run(start_python, code=code)
+    launcher.wait_for_output("ready worker-0")
+    everybody = psutil.Process(launcher.pid).children(recursive=True)
+
+    launcher.signal(signal.SIGINT)
+    launcher.wait_for_output("Interrupted")
+    launcher.signal(signal.SIGINT)
+
+    assert launcher.wait(8) == 128 + signal.SIGINT
+    assert_gone(everybody)
+
+
+def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
+    launcher = run(start_python, "--servers", "2", "--workers", "2", code=WAITING)
+    launcher.wait_for_output("ready worker-0")
+    everybody = psutil.Process(launcher.pid).children(recursive=True)
+
+    servers_of(launcher)[0].kill()
+
+    assert launcher.wait() == 1
+    assert re.search(r"server-\d was killed by SIGKILL: the run cannot go on", launcher.output())
+    assert_gone(everybody)
+
+
+def test_a_command_that_does_not_exist_is_named(start_python: Start) -> None:
+    launcher = start_python("-m", "pyps", "run", "--", "no-such-program", "train.py")
+
+    assert launcher.wait() == 1
+    assert "The worker command 'no-such-program' is not on the PATH." in launcher.output()
+    assert "Traceback" not in launcher.output()
+
+
+def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: Start) -> None:
+    launcher = run(start_python, "--optimizer", "nonesuch:learning_rate=1", code=WAITING)
+
+    assert launcher.wait() == 1
+    output = launcher.output()
+    assert "nonesuch" in output
+    assert "before it served" in output
+    assert "Traceback" not in output
+
+
+def test_a_resumed_job_trains_the_run_of_its_checkpoint(start_python: Start, tmp_path: Path) -> None:
+    code = (
+        "import numpy, os, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.zeros(8, numpy.float32)}) as client:\n"
+        "    print('run', os.environ['PYPS_RUN_ID'], 'w', client.pull()['w'][0])\n"
+        "    client.push({'w': numpy.ones(8, numpy.float32)})\n"
+    )
+    flags = ("--checkpoint-dir", str(tmp_path))
+    first = run(start_python, *flags, "--run-id", "mine", code=code)
+    assert first.wait() == 0
+    assert "run mine w 0.0" in first.output()
+
+    second = run(start_python, *flags, "--resume", code=code)
+
+    assert second.wait() == 0
+    assert re.search(r"run mine w -0\.0[45]", second.output()), second.output()
+
+
+def test_three_workers_finish_after_the_fourth_was_killed(start_python: Start) -> None:
+    script = str(ROOT / "examples" / "digits.py")
+    launcher = start_python(
+        *("-m", "pyps", "run", "--servers", "2", "--workers", "4", "--", "python", script, "--epochs", "60"),
+        env={"PYPS_LEASE_SECONDS": "1", "PYPS_HEARTBEAT_SECONDS": "0.3"},
+    )
+    launcher.wait_for_output("worker-2 | epoch  10", 60)
+    address = re.search(r"pyps status --servers ([^,\s]+)", launcher.output())
+    assert address is not None
+
+    workers_of(launcher)["worker-2"].kill()
+
+    launcher.wait_for_output("worker-2 was killed by SIGKILL")
+    wait_until(lambda: state_of("worker-2", address[1], start_python) == "expired", 20, "the lease's end")
+    assert launcher.wait() == 1
+    output = launcher.output()
+    for name in ("worker-0", "worker-1", "worker-3"):
+        assert re.search(rf"^{name} \| held-out accuracy 0\.9[5-9]", output, re.M), output
+
+
+def state_of(worker_id: str, control: str, start_python: Start) -> str:
+    """A worker's state as `pyps status` shows it."""
+    status = start_python("-m", "pyps", "status", "--servers", control, "--json")
+    assert status.wait() == 0, status.output()
+    text = json.dumps(json.loads(status.output()))
+    found = re.search(rf'"workerId": "{worker_id}", "state": "(\w+)"', text)
+    return found[1] if found else ""
