@@ -21,6 +21,8 @@ COMMANDS = {
     "export": "export",
     "reset": "reset",
     "replay": "replay",
+    "save": "save",
+    "stop": "stop",
     "eval": "evaluate",
     "health": "health",
 }
