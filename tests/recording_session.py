@@ -61,9 +61,7 @@ class RecordingSession:
             raise self.failure
         decoded = [np.array(decode(v.view(np.uint8), _CODECS[v.dtype.name])) for v in vectors]
         base, newest = base_versions or {}, newest_base_versions or {}
-        self.pushes.append(
-            Pushed(decoded, list(present or []), example_count, minibatch_count, base[0], newest[0])
-        )
+        self.pushes.append(Pushed(decoded, list(present or []), example_count, minibatch_count, base[0], newest[0]))
         for mine, gradient in zip(self.parameters, decoded, strict=True):
             mine -= np.float32(self.rate) * gradient
         self.version += 1

@@ -63,9 +63,7 @@ def worker_sampler(
         )
     index, count = (0, 1) if index is None or count is None else (index, count)
     if count < 1 or not 0 <= index < count:
-        raise BadRequest(
-            f"The worker's index is {index} of {count} workers; expected 0 to {max(count, 1) - 1}."
-        )
+        raise BadRequest(f"The worker's index is {index} of {count} workers; expected 0 to {max(count, 1) - 1}.")
     if not 0 <= seed < 2**32:
         raise BadRequest(f"seed is {seed}; expected 0 to {2**32 - 1}.")
     return WorkerSampler(len(dataset), seed=seed, shuffle=shuffle, index=index, count=count)
@@ -78,8 +76,7 @@ class CountsExamples(Protocol):
 
 
 def count_examples(batches: Iterable[T], optimizer: CountsExamples) -> Iterator[T]:
-    """Passes batches on, telling the optimizer the size of each: `for x, y in count_examples(loader,
-    optimizer)`."""
+    """Passes batches on, telling the optimizer the size of each: `for x, y in count_examples(loader, optimizer)`."""
     for batch in batches:
         optimizer.examples_in_batch = batch_size(batch)
         yield batch
@@ -90,8 +87,7 @@ def batch_size(batch: Any) -> int:
     size = _batch_size(batch)
     if size is None:
         raise BadRequest(
-            f"No batch size can be read from a {type(batch).__name__}: set optimizer.examples_in_batch "
-            f"yourself."
+            f"No batch size can be read from a {type(batch).__name__}: set optimizer.examples_in_batch yourself."
         )
     return size
 

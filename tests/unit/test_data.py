@@ -13,9 +13,7 @@ from pyps_wire.errors import BadRequest
 
 @given(st.integers(0, 60), st.integers(1, 7), st.booleans(), st.integers(0, 3))
 def test_parts_are_disjoint_and_cover_the_dataset_in_every_epoch(length, count, shuffle, seed) -> None:
-    samplers = [
-        worker_sampler(range(length), index=i, count=count, shuffle=shuffle, seed=seed) for i in range(count)
-    ]
+    samplers = [worker_sampler(range(length), index=i, count=count, shuffle=shuffle, seed=seed) for i in range(count)]
     for _ in range(2):
         parts = [list(sampler) for sampler in samplers]
         assert sorted(index for part in parts for index in part) == list(range(length))

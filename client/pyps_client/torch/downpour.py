@@ -1,5 +1,4 @@
-"""Downpour SGD's worker (Dean et al. 2012, section 4.1 and appendix algorithm 1.1): when to push, pull and
-step locally.
+"""Downpour SGD's worker (Dean et al. 2012, section 4.1, appendix algorithm 1.1): when to push, pull, step locally.
 
 The appendix's pseudo-code lets its threads race; what is done about it:
 
@@ -23,7 +22,7 @@ import torch
 from pyps_client.finite import FiniteGuard
 from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer, all_finite
 from pyps_client.torch.layout import Layout
-from pyps_client.torch.overlap import SessionLike, make_link
+from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedLink
 from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest, RunFinished
 
@@ -40,6 +39,8 @@ class Schedule:
     # Minibatches summed in a push (the paper's n_push), and minibatches between pulls (n_fetch).
     push_every: int = 1
     pull_every: int = 1
+    # "off": the worker waits for each. "step": both go on beside the computation, on threads.
+    overlap: str = "off"
     # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
     compat: str | None = None
 
@@ -48,6 +49,8 @@ class Schedule:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise BadRequest(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
+        if self.overlap not in ("off", "step"):
+            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off' or 'step'.")
         if self.compat not in (None, "paper"):
             raise BadRequest(f"compat is {self.compat!r}; expected None or 'paper'.")
 
@@ -61,8 +64,7 @@ class Schedule:
 
 
 class Downpour:
-    """One worker's steps: gathers gradients, pushes, pulls, and steps locally in between. Used by one
-    thread."""
+    """One worker's steps: gathers gradients, pushes, pulls, and steps locally in between. Used by one thread."""
 
     def __init__(
         self,
@@ -70,19 +72,19 @@ class Downpour:
         layout: Layout,
         *,
         schedule: Schedule,
-        overlap: str = "off",
         codec: str = "float32",
         local_learning_rates: Sequence[float],
     ) -> None:
         self._session = session
         self._layout = layout
         self._schedule = schedule
-        self._overlapped = overlap != "off"
         # The size of a local step, one a parameter group; zero for none.
         self._rates = tuple(local_learning_rates)
         self._gradients = GradientBuffer(layout, codec)
         self.parameters = ParameterBuffer(layout)
-        self._link = make_link(overlap, session, self.parameters, lambda: GradientBuffer(layout, codec))
+        self._link: Link = BlockingLink(session, self.parameters)
+        if schedule.overlap == "step":
+            self._link = ThreadedLink(session, self.parameters, GradientBuffer(layout, codec))
         # Versions of the parameters in the model.
         self._versions: Mapping[int, int] = {}
         self._push_due = False
@@ -220,9 +222,7 @@ class Downpour:
         self._minibatch_guard.skipped(*self._first_non_finite(gradients))
         return False
 
-    def _first_non_finite(
-        self, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[str, tuple[int, ...], float]:
+    def _first_non_finite(self, gradients: Sequence[torch.Tensor | None]) -> tuple[str, tuple[int, ...], float]:
         """Where the first NaN or infinity is: tensor, index, value."""
         for tensor, gradient in zip(self._layout.model.tensors, gradients, strict=True):
             if gradient is not None and not all_finite([gradient]):
@@ -233,7 +233,8 @@ class Downpour:
     @torch.no_grad()
     def _step_locally(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Moves the model by the worker's own gradient, until the next pull overwrites it."""
-        if not self._overlapped and self._schedule.pull_before(self.steps):
+        if self._schedule.overlap == "off" and self._schedule.pull_before(self.steps):
+            # The pull that follows overwrites it.
             return
         for block in self._layout.blocks:
             rate = self._rates[block.group]

@@ -66,13 +66,9 @@ class ParameterBuffer:
             if staging is not None:
                 for stretch in block.stretches:
                     source = self._host[block.group].narrow(0, stretch.group_offset, stretch.length)
-                    staging.narrow(0, stretch.block_offset, stretch.length).copy_(
-                        source, non_blocking=block.on_cuda
-                    )
+                    staging.narrow(0, stretch.block_offset, stretch.length).copy_(source, non_blocking=block.on_cuda)
             for batch in block.batches:
-                torch._foreach_copy_(
-                    [parameters[index] for index in batch], [views[index] for index in batch]
-                )
+                torch._foreach_copy_([parameters[index] for index in batch], [views[index] for index in batch])
             if block.on_cuda:
                 self._events.append(_recorded_event(block.device))
 
@@ -84,8 +80,7 @@ class ParameterBuffer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of the vectors' contents by tensor name, on the CPU."""
         return {
-            tensor.name: view.clone()
-            for tensor, view in zip(self._layout.model.tensors, self._host_views, strict=True)
+            tensor.name: view.clone() for tensor, view in zip(self._layout.model.tensors, self._host_views, strict=True)
         }
 
 
@@ -106,9 +101,7 @@ class GradientBuffer:
         self.vectors: list[npt.NDArray[Any]] = [_numpy_view(vector) for vector in self._host]
         self._flat = [self._block_buffer(block) for block in layout.blocks]
         self._wire = [
-            flat
-            if flat is None or self._dtype == torch.float32
-            else torch.empty_like(flat, dtype=self._dtype)
+            flat if flat is None or self._dtype == torch.float32 else torch.empty_like(flat, dtype=self._dtype)
             for flat in self._flat
         ]
         host_views = [
@@ -200,8 +193,7 @@ class GradientBuffer:
         return converted
 
     def _block_buffer(self, block: Block) -> torch.Tensor | None:
-        """The block's own flat buffer; None where gradients gather right in the group's vector on the
-        host."""
+        """The block's own flat buffer; None where gradients gather right in the group's vector on the host."""
         if block.device.type == "cpu" and self._dtype == torch.float32:
             return None
         return torch.zeros(block.length, device=block.device)

@@ -87,19 +87,18 @@ def plan(
         model=Model(tuple(tensors), shard_size=shard_size),
         parameters=tuple(parameters),
         group_offsets=tuple(offsets),
-        blocks=_blocks(tensors, parameters, offsets),
+        blocks=blocks_of(tensors, parameters, offsets),
     )
 
 
-def _blocks(
+def blocks_of(
     tensors: Sequence[Tensor], parameters: Sequence[torch.Tensor], offsets: Sequence[int]
 ) -> tuple[Block, ...]:
+    """The tensors by group and device, each with its place in flat buffers."""
     members: dict[tuple[int, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         members.setdefault((tensor.group, parameters[index].device), []).append(index)
-    return tuple(
-        _block(group, device, indices, parameters, offsets) for (group, device), indices in members.items()
-    )
+    return tuple(_block(group, device, indices, parameters, offsets) for (group, device), indices in members.items())
 
 
 def _block(
@@ -134,8 +133,7 @@ def _block(
 
 
 def _plain(name: str) -> str:
-    """The parameter's name without what torch.compile puts into it, so that compiled and plain workers
-    agree."""
+    """The parameter's name without what torch.compile puts into it, so that compiled and plain workers agree."""
     return name.replace("_orig_mod.", "")
 
 
@@ -143,9 +141,7 @@ def _checked_name(parameter: Any, names: Mapping[int, str], *, group: int, index
     """The parameter's name in the model; parameters that servers cannot hold are refused."""
     where = f"Parameter {index} of group {group}"
     if torch.nn.parameter.is_lazy(parameter):
-        raise BadRequest(
-            f"{where} has no shape yet: run one batch through the model before RemoteOptimizer is made."
-        )
+        raise BadRequest(f"{where} has no shape yet: run one batch through the model before RemoteOptimizer is made.")
     if id(parameter) not in names:
         raise BadRequest(
             f"{where} (shape {tuple(parameter.shape)}) is not a parameter of the model: give RemoteOptimizer "
@@ -168,9 +164,7 @@ def _problem(parameter: torch.Tensor) -> str:
         return f"is complex ({parameter.dtype}); train its real view (torch.view_as_real)"
     if not parameter.is_floating_point():
         return f"has dtype {parameter.dtype}; servers hold floating-point parameters only"
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
+    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         return "is an expanded tensor whose elements share memory: make it contiguous"
     return ""
 
@@ -195,7 +189,5 @@ def _refuse_overlaps(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
 
 
 def _span_bytes(parameter: torch.Tensor) -> int:
-    reach = 1 + sum(
-        (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    )
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return reach * parameter.element_size()

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from pyps_client.fork import ForkGuard
 from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer
 from pyps_wire.common_pb2 import Receipt
-from pyps_wire.errors import BadRequest
 
 T = TypeVar("T")
 Versions = Mapping[int, int]
@@ -72,8 +71,7 @@ class Link(Protocol):
         """Begins to pull into the parameter buffer."""
 
     def take_pulled(self) -> Versions | None:
-        """The versions that a pull has brought into the parameter buffer since the last call; None without
-        one."""
+        """The versions that a pull has brought into the parameter buffer since the last call; None without one."""
 
     def refresh(self) -> None:
         """Pulls into the parameter buffer aside from the schedule: nothing new is there to take. No pull may
@@ -269,17 +267,6 @@ class Lane(Generic[T]):
             with self._changed:
                 self._result, self._error, self._job = result, error, None
                 self._changed.notify_all()
-
-
-def make_link(
-    overlap: str, session: SessionLike, parameters: ParameterBuffer, spare: Callable[[], GradientBuffer]
-) -> Link:
-    """The link for an overlap setting; `spare` makes the second buffer where one is needed."""
-    if overlap == "off":
-        return BlockingLink(session, parameters)
-    if overlap == "step":
-        return ThreadedLink(session, parameters, spare())
-    raise BadRequest(f"overlap is {overlap!r}; expected 'off' or 'step'.")
 
 
 def _push(session: SessionLike, gradients: GradientBuffer) -> Sequence[Receipt]:

@@ -80,7 +80,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """
         translation = translation_of(optimizer)
         settings = translate(optimizer)
-        schedule = Schedule(push_every=push_every, pull_every=pull_every, compat=compat)
+        schedule = Schedule(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
         rates = _local_learning_rates(translation, settings, schedule, local_learning_rate)
         layout = plan(model, optimizer.param_groups, shard_size=shard_size)
         launch = Launch.from_environment(
@@ -91,8 +91,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._groups_are_fixed = True
         # The same groups, so that a scheduler that was made with the torch optimizer is noticed too.
         self.param_groups = optimizer.param_groups
-        # The servers hold it from now on.
-        optimizer.state.clear()
         self._translation = translation
         self._settings = settings
         self._layout = layout
@@ -112,15 +110,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._session,
             layout,
             schedule=schedule,
-            overlap=overlap,
             codec=launch.codec,
             local_learning_rates=rates,
         )
         self._join()
+        # What the torch optimizer allocated is of no use: the servers hold it.
+        optimizer.state.clear()
 
     def step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
-        """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as
-        scheduled.
+        """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
 
         A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
         returned. Raises TrainingFinished when the loop goes on although the run is over.
@@ -137,11 +135,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
             if loss is not None:
-                self.report(loss=float(loss))
+                self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         count = self.examples_in_batch if examples is None else examples
-        self._downpour.step(
-            [parameter.grad for parameter in self._layout.parameters], example_count=count or 0
-        )
+        self._downpour.step([parameter.grad for parameter in self._layout.parameters], example_count=count or 0)
         self._finish_seen = self.finished
         return loss
 
@@ -180,13 +176,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._session.report(**scalars)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """The servers' parameters as they are now, by name, on the CPU; the model and its training are left
-        alone."""
+        """The servers' parameters as they are now, by name, on the CPU; model and training are left alone."""
         return self._downpour.snapshot()
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leaves the run; pushes what has gathered before, unless the cause is "failed". A second call does
-        nothing.
+        """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
 
         The program's end calls it, if nobody did.
         """
@@ -221,8 +215,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave: parameter groups with the run's settings. Slots live on the
-        servers."""
+        """Takes back what `state_dict` gave: parameter groups with the run's settings. Slots live on the servers."""
         if state_dict.get("state"):
             raise SettingsChanged(
                 "The state dict holds a torch optimizer's own state, but this run's slots live on the "

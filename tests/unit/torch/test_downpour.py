@@ -16,7 +16,7 @@ SIZE = 4
 
 
 def downpour(
-    *, rate: float = 0.0, overlap: str = "off", local: float = 0.0, codec: str = "float32", **schedule
+    *, rate: float = 0.0, local: float = 0.0, codec: str = "float32", **schedule
 ) -> tuple[Downpour, RecordingSession, torch.nn.Parameter]:
     """A worker of a model of one tensor of zeros, its parameters already pulled."""
     torch.set_num_threads(1)
@@ -26,7 +26,6 @@ def downpour(
         session,
         plan(model, [{"params": list(model.parameters())}]),
         schedule=Schedule(**schedule),
-        overlap=overlap,
         codec=codec,
         local_learning_rates=[local],
     )
@@ -74,9 +73,7 @@ def test_the_trajectory_is_the_appendixs(push_every, pull_every, paper) -> None:
     for value in values:
         seen.append(float(parameter.detach()[0, 0]))
         worker.step(gradient(value))
-    expected, pushed = appendix(
-        values, rate=0.5, local=0.25, push_every=push_every, pull_every=pull_every, paper=paper
-    )
+    expected, pushed = appendix(values, rate=0.5, local=0.25, push_every=push_every, pull_every=pull_every, paper=paper)
     assert seen == pytest.approx(expected, rel=1e-6)
     assert payloads(session) == pushed
 
@@ -244,9 +241,7 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
     closed=st.lists(st.booleans(), min_size=40, max_size=40),
     compat=st.sampled_from([None, "paper"]),
 )
-def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(
-    values, push_every, pull_every, closed, compat
-) -> None:
+def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, pull_every, closed, compat) -> None:
     worker, session, _ = downpour(
         overlap="step", push_every=push_every, pull_every=pull_every, compat=compat, rate=0.5, local=0.5
     )

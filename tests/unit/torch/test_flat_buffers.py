@@ -73,10 +73,7 @@ def test_the_wire_type_is_rounded_to_from_the_float32_sum(codec, dtype) -> None:
     summed = torch.cat([gradient.flatten() for gradient in gradients])
     expected = (summed + summed + summed).to(dtype)
     assert buffer.vectors[0].dtype == (np.float16 if codec == "float16" else np.uint16)
-    assert (
-        buffer.vectors[0].view(np.uint16).tolist()
-        == expected.view(torch.int16).numpy().view(np.uint16).tolist()
-    )
+    assert buffer.vectors[0].view(np.uint16).tolist() == expected.view(torch.int16).numpy().view(np.uint16).tolist()
 
 
 def test_an_unknown_wire_type_is_refused() -> None:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from pyps_client.torch.layout import Stretch, plan
+from pyps_client.torch.layout import Stretch, blocks_of, plan
 from pyps_wire.errors import BadRequest
+from pyps_wire.partition import Tensor
 
 
 def groups(*parameters: torch.Tensor) -> list[dict]:
@@ -56,9 +57,7 @@ def test_compiled_and_plain_models_have_the_same_names() -> None:
     model = torch.nn.Linear(2, 2)
     wrapped = torch.nn.Module()
     wrapped._orig_mod = model
-    assert (
-        plan(wrapped, groups(*wrapped.parameters())).model == plan(model, groups(*model.parameters())).model
-    )
+    assert plan(wrapped, groups(*wrapped.parameters())).model == plan(model, groups(*model.parameters())).model
 
 
 def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
@@ -106,3 +105,13 @@ def test_an_empty_group_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(BadRequest, match="Parameter group 1 is empty"):
         plan(model, [{"params": list(model.parameters())}, {"params": []}])
+
+
+def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_stretches() -> None:
+    devices = ["cpu", "meta", "meta", "cpu", "meta"]
+    parameters = [torch.zeros(size, device=device) for size, device in enumerate(devices, start=1)]
+    tensors = [Tensor(f"p{index}", (size,)) for index, size in enumerate(range(1, 6))]
+    here, there = blocks_of(tensors, parameters, [0, 1, 3, 6, 10])
+    assert (here.device.type, here.stretches, here.length) == ("cpu", (Stretch(0, 0, 1), Stretch(1, 6, 4)), 5)
+    assert (there.device.type, there.stretches) == ("meta", (Stretch(0, 1, 5), Stretch(5, 10, 5)))
+    assert there.offsets == {1: 0, 2: 2, 4: 5}

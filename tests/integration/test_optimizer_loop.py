@@ -1,0 +1,343 @@
+"""Ordinary torch training loops run unchanged on RemoteOptimizer, through real servers."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client import RemoteOptimizer
+from pyps_client.data import count_examples, worker_sampler
+from pyps_client.torch import TrainingFinished
+from pyps_wire.errors import (
+    BadRequest,
+    ModelMismatch,
+    OptimizerMismatch,
+    SettingsChanged,
+    UnsupportedOptimizer,
+)
+from support import wait_until
+from training import backward, batches, mlp, parameters_of, status, workers
+
+
+def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
+    return RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=lr), server.data, **options)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_both_ways_trains_alike(start_server, set_to_none) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with remote(model, server) as optimizer:
+        for inputs, classes in batches(5):
+            for module, its in ((model, optimizer), (twin, twin_optimizer)):
+                its.zero_grad(set_to_none=set_to_none)
+                torch.nn.functional.cross_entropy(module(inputs), classes).backward()
+                its.step()
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with remote(model, server, worker_id="me") as optimizer:
+        (batch,) = batches(1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        first, second = optimizer.step(closure).item(), optimizer.step(closure).item()
+        assert second < first
+        assert optimizer.global_step == 2
+        reported = wait_until(lambda: workers(server)["me"].scalars.get("loss"), what="the reported loss")
+        assert reported == pytest.approx(second)
+
+
+class Branches(torch.nn.Module):
+    """Two layers, of which the forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor, *, both: bool = False) -> torch.Tensor:
+        return self.used(inputs) + (self.unused(inputs) if both else 0.0)
+
+
+def test_a_layer_that_was_not_used_is_absent_and_its_accumulator_untouched(start_server) -> None:
+    server = start_server()
+    torch.manual_seed(0)
+    model = Branches()
+    before = model.unused.weight.detach().clone()
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=0.0)
+    with RemoteOptimizer(model, adagrad, server.data) as optimizer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        assert torch.equal(model.unused.weight, before)
+        optimizer.zero_grad()
+        model(torch.ones(1, 4), both=True).sum().backward()
+        optimizer.step()
+    # With an untouched accumulator and eps 0 a first step has exactly the size of the rate, whatever the
+    # gradient.
+    np.testing.assert_allclose((before - model.unused.weight).detach(), 0.1, rtol=1e-5)
+
+
+def test_a_channels_last_network_trains_as_with_torch_and_keeps_its_format(start_server) -> None:
+    server = start_server()
+
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten()]
+        return torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    model, twin = network(), network()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with remote(model, server) as optimizer:
+        for _ in range(5):
+            images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+            for module, its in ((model, optimizer), (twin, twin_optimizer)):
+                its.zero_grad()
+                module(images).square().mean().backward()
+                its.step()
+        shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.snapshot().items()}
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert shapes["0.weight"] == (8, 3, 3, 3)
+
+
+def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server) -> None:
+    server = start_server()
+
+    def network() -> torch.nn.Module:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    model, twin = network(), network()
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    with remote(model, server, lr=0.5) as optimizer:
+        for _ in range(5):
+            for module, its in ((model, optimizer), (twin, twin_optimizer)):
+                its.zero_grad()
+                module(torch.tensor([1, 2, 3])).square().mean().backward()
+                its.step()
+        assert list(optimizer.snapshot()) == ["0.weight"]
+    assert status(server).model_parameters == 35
+    assert model[1].weight is model[0].weight
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+def test_each_group_has_its_own_learning_rate(start_server) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+
+    def optimizer_of(module: torch.nn.Sequential) -> torch.optim.Optimizer:
+        groups = [{"params": module[4].parameters(), "lr": 0.5}, {"params": module[:4].parameters()}]
+        return torch.optim.SGD(groups, lr=0.01)
+
+    twin_optimizer = optimizer_of(twin)
+    with RemoteOptimizer(model, optimizer_of(model), server.data) as optimizer:
+        for batch in batches(10):
+            for module, its in ((model, optimizer), (twin, twin_optimizer)):
+                backward(module, batch)
+                its.step()
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+def test_a_state_dict_goes_round(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with remote(model, server) as optimizer:
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        assert optimizer.state_dict() == saved
+        assert saved["param_groups"][0]["lr"] == 0.1
+        (batch,) = batches(1)
+        backward(model, batch)
+        optimizer.step()
+        assert optimizer.global_step == 1
+
+
+def test_a_state_dict_with_another_rate_or_with_slots_is_refused(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with remote(model, server) as optimizer:
+        changed = copy.deepcopy(optimizer.state_dict())
+        changed["param_groups"][0]["lr"] = 0.2
+        with pytest.raises(SettingsChanged, match=r"from 0\.1 to 0\.2"):
+            optimizer.load_state_dict(changed)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        with pytest.raises(SettingsChanged, match="slots live on the servers"):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"sum": torch.zeros(1)}}})
+
+
+def test_a_scheduler_is_refused_when_it_first_changes_the_rate(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with remote(model, server) as optimizer:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+        first, second, third = batches(3)
+        for batch in (first, second):
+            backward(model, batch)
+            optimizer.step()
+            scheduler.step()
+        backward(model, third)
+        with pytest.raises(SettingsChanged, match=r"from 0\.1 to 0\.01.*held by the servers"):
+            optimizer.step()
+
+
+def test_a_group_cannot_be_added_later(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with (
+        remote(model, server) as optimizer,
+        pytest.raises(SettingsChanged, match="cannot be added to a RemoteOptimizer"),
+    ):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_loader_with_two_processes_feeds_the_loop(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    inputs, classes = next(batches(1, size=50))
+    dataset = torch.utils.data.TensorDataset(inputs, classes)
+    with remote(model, server) as optimizer:
+        loader = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, sampler=worker_sampler(dataset))
+        for _ in range(2):
+            for batch in count_examples(loader, optimizer):
+                backward(model, batch)
+                optimizer.step()
+        assert optimizer.global_step == 14
+        assert status(server).examples == 100
+
+
+def test_a_second_worker_starts_from_the_runs_parameters(start_server) -> None:
+    server = start_server()
+    first, second = mlp(seed=0), mlp(seed=1)
+    with (
+        remote(first, server, run_id="shared", worker_id="a") as optimizer,
+        remote(second, server, run_id="shared", worker_id="b") as other,
+    ):
+        np.testing.assert_array_equal(parameters_of(first), parameters_of(second))
+        (batch,) = batches(1)
+        backward(first, batch)
+        optimizer.step()
+        assert {name: tensor.tolist() for name, tensor in other.snapshot().items()} == {
+            name: parameter.tolist() for name, parameter in first.named_parameters()
+        }
+        assert other.num_workers == 2 or other.global_step == 1
+
+
+def test_a_second_worker_of_another_shape_is_refused_by_tensor_and_shapes(start_server) -> None:
+    server = start_server()
+    other = torch.nn.Sequential(torch.nn.Linear(32, 65))
+    with remote(mlp(), server, run_id="shared"), pytest.raises(ModelMismatch) as refused:
+        remote(other, server, run_id="shared", worker_id="b")
+    for word in ("0.weight", "64", "65"):
+        assert word in str(refused.value)
+
+
+def test_a_second_worker_of_another_rate_is_refused_with_the_difference(start_server) -> None:
+    server = start_server()
+    with remote(mlp(), server, run_id="shared"), pytest.raises(OptimizerMismatch) as refused:
+        remote(mlp(), server, lr=0.2, run_id="shared", worker_id="b")
+    for word in ("learning_rate", "0.1", "0.2"):
+        assert word in str(refused.value)
+
+
+def test_an_optimizer_that_the_servers_lack_is_refused_before_any_connection() -> None:
+    model = mlp()
+    with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adam"):
+        RemoteOptimizer(model, torch.optim.Adam(model.parameters()), "127.0.0.1:1")
+
+
+def test_an_adaptive_rule_with_rare_pulls_asks_for_a_local_rate() -> None:
+    model = mlp()
+    with pytest.raises(BadRequest, match="Pass local_learning_rate=0 for no local steps"):
+        RemoteOptimizer(model, torch.optim.Adagrad(model.parameters()), "127.0.0.1:1", pull_every=2)
+
+
+def test_a_finished_run_lets_the_loop_look_once_and_then_ends_the_program(start_server) -> None:
+    server = start_server("--stop-after", "updates=3")
+    model = mlp()
+    optimizer = remote(model, server)
+    steps = 0
+    with pytest.raises(TrainingFinished) as ended:
+        for batch in batches(50):
+            backward(model, batch)
+            optimizer.step()
+            steps += 1
+            assert steps <= 5
+    assert ended.value.code == 0
+    assert optimizer.finished
+    assert optimizer.global_step == 3
+    optimizer.close()
+
+
+def test_a_script_that_says_nothing_of_its_end_leaves_as_finished_with_all_its_gradients(
+    start_server, start_python
+) -> None:
+    server = start_server()
+    script = (
+        "import torch\n"
+        "from pyps_client import RemoteOptimizer\n"
+        "def main():\n"
+        "    model = torch.nn.Linear(4, 2)\n"
+        "    optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), push_every=4)\n"
+        "    for _ in range(6):\n"
+        "        optimizer.zero_grad()\n"
+        "        model(torch.ones(1, 4)).sum().backward()\n"
+        "        optimizer.step(examples=1)\n"
+        "main()\n"
+    )
+    process = start_python("-c", script, env={"PYPS_SERVERS": server.data, "PYPS_WORKER_ID": "script"})
+    assert process.wait() == 0, process.output()
+    assert workers(server)["script"].state == "finished"
+    assert status(server).examples == 6
+
+
+def test_a_script_that_fails_leaves_as_failed(start_server, start_python) -> None:
+    server = start_server()
+    script = (
+        "import torch\n"
+        "from pyps_client import RemoteOptimizer\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "raise ValueError('bad data')\n"
+    )
+    process = start_python("-c", script, env={"PYPS_SERVERS": server.data, "PYPS_WORKER_ID": "script"})
+    assert process.wait() == 1
+    assert workers(server)["script"].state == "failed"
+
+
+def test_a_forked_child_is_told_to_make_its_own_while_the_parent_goes_on(start_server, start_python) -> None:
+    server = start_server()
+    script = (
+        "import os, torch\n"
+        "from pyps_client import ForkedClient, RemoteOptimizer\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap='step')\n"
+        "def step():\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "step()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    try:\n"
+        "        step()\n"
+        "    except ForkedClient:\n"
+        "        raise SystemExit(7)\n"
+        "print('child ended with', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "step()\n"
+    )
+    process = start_python("-c", script, env={"PYPS_SERVERS": server.data, "OMP_NUM_THREADS": "1"})
+    assert process.wait() == 0, process.output()
+    assert "child ended with 7" in process.output()
+    assert status(server).version_max == 2

@@ -1,0 +1,68 @@
+"""Small models and data for tests of training, and what servers say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import grpc
+import numpy as np
+import torch
+
+from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersRequest, Status, WorkerInfo
+from pyps_wire.inspector_pb2_grpc import InspectorStub
+from support import ServerProcess
+
+torch.set_num_threads(1)
+
+
+def mlp(seed: int = 0) -> torch.nn.Sequential:
+    """A network of 4,522 parameters: enough for shards on each of three servers."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)
+    )
+
+
+def batches(count: int, *, size: int = 16, seed: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Inputs and classes for `mlp`."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        inputs = torch.randn(size, 32, generator=generator)
+        yield inputs, torch.randint(10, (size,), generator=generator)
+
+
+def backward(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Computes the loss of a batch and leaves its gradients in the model."""
+    model.zero_grad()
+    loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    return loss.detach()
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """All values in one float32 vector."""
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors]).numpy().copy()
+
+
+def parameters_of(model: torch.nn.Module) -> np.ndarray:
+    return flat(list(model.parameters()))
+
+
+def gradients_of(model: torch.nn.Module) -> np.ndarray:
+    return flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
+def addresses(servers: Sequence[ServerProcess]) -> str:
+    """The servers' data addresses, as workers are told them."""
+    return ",".join(server.data for server in servers)
+
+
+def status(server: ServerProcess) -> Status:
+    with grpc.insecure_channel(server.control) as channel:
+        return InspectorStub(channel).GetStatus(GetStatusRequest(), timeout=20)
+
+
+def workers(server: ServerProcess) -> dict[str, WorkerInfo]:
+    with grpc.insecure_channel(server.control) as channel:
+        reply = InspectorStub(channel).ListWorkers(ListWorkersRequest(), timeout=20)
+    return {worker.worker_id: worker for worker in reply.workers}

@@ -1,0 +1,100 @@
+"""Flat buffers of parameters on a GPU: conversion there, pinned memory, streams in order."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client.torch.downpour import Downpour, Schedule
+from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer
+from pyps_client.torch.layout import Layout, plan
+from recording_session import RecordingSession
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    return plan(model, [{"params": list(model.parameters())}])
+
+
+def network(*, spread: bool = False) -> torch.nn.Sequential:
+    """Three layers on the GPU; `spread` leaves the middle one on the CPU."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
+    if spread:
+        model[1].cpu()
+    return model
+
+
+def random_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [torch.randn_like(parameter) for parameter in model.parameters()]
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().flatten().float().cpu() for tensor in tensors])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
+def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread) -> None:
+    model = network(spread=spread)
+    buffer = GradientBuffer(layout_of(model), codec)
+    first, second = random_gradients(model), random_gradients(model)
+    buffer.add(first, versions={0: 1})
+    buffer.add(second, versions={0: 1})
+    assert buffer.seal()
+    buffer.ready()
+    expected = (flat(first) + flat(second)).to(getattr(torch, codec))
+    bits = torch.int32 if codec == "float32" else torch.int16
+    assert np.array_equal(buffer.vectors[0].view(expected.view(bits).numpy().dtype), expected.view(bits).numpy())
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_parameters_go_to_the_device_and_back(spread) -> None:
+    model = network(spread=spread)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    buffer = ParameterBuffer(layout_of(model))
+    for value in (1.0, 2.0):
+        buffer.wait_until_free()
+        buffer.vectors[0][:] = np.arange(len(buffer.vectors[0])) * value
+        buffer.write()
+    assert torch.equal(flat(list(model.parameters())), torch.arange(3 * 65 * 64.0) * 2)
+    assert np.array_equal(buffer.read()[0], np.arange(3 * 65 * 64) * 2)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
+    model = network()
+    session = RecordingSession(ParameterBuffer(layout_of(model)).read(), rate=0.01)
+    worker = Downpour(
+        session,
+        layout_of(model),
+        schedule=Schedule(overlap=overlap),
+        local_learning_rates=[0.0],
+    )
+    worker.start()
+    total = torch.zeros(3 * 65 * 64, dtype=torch.float64)
+    for _ in range(20):
+        model.zero_grad()
+        model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        total += flat(gradients)
+        worker.step(gradients)
+    worker.flush()
+    worker.close()
+    pushed = np.sum([pushed.vectors[0].astype(np.float64) for pushed in session.pushes], axis=0)
+    np.testing.assert_allclose(pushed, total.numpy(), atol=1e-5)
+
+
+def test_a_nan_on_the_device_is_not_sent() -> None:
+    model = network()
+    session = RecordingSession(ParameterBuffer(layout_of(model)).read())
+    worker = Downpour(session, layout_of(model), schedule=Schedule(), local_learning_rates=[0.0])
+    worker.start()
+    gradients = random_gradients(model)
+    gradients[-1][-1] = float("nan")
+    worker.step(gradients)
+    assert session.pushes == []
