@@ -362,7 +362,12 @@ class Run:
     # Helpers.
 
     def _check_against(self, content: Content, greeting: Greeting) -> None:
-        handshake.check_run(greeting.run_id, self.holding(), observer=greeting.observer)
+        asked = greeting.run_id
+        member = self.membership.get(greeting.worker_id)
+        if not asked and member is not None and member.incarnation == greeting.incarnation:
+            # It came while the server was empty and waited for the first parameters: it is of this run.
+            asked = content.run_id
+        handshake.check_run(asked, self.holding(), observer=greeting.observer)
         if greeting.num_servers:
             handshake.check_model(greeting, mine=content.partition, server_index=content.server_index)
         if greeting.optimizer is not None:
