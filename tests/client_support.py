@@ -84,6 +84,12 @@ def make_client(servers: str, **options: Any) -> Client:
     return Client(servers=servers, **(settings | options))
 
 
+def free_port() -> int:
+    """A port where nothing listens at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
 class CuttingProxy:
     """Passes TCP through to one server, and cuts connections when told to."""
 

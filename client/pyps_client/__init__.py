@@ -31,7 +31,7 @@ from pyps_wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyps_client.torch import RemoteOptimizer
+    from pyps_client.torch import RemoteOptimizer, TrainingFinished
 
 __all__ = [
     "BadRequest",
@@ -55,6 +55,7 @@ __all__ = [
     "SettingsChanged",
     "StateLost",
     "Superseded",
+    "TrainingFinished",
     "UnsupportedOptimizer",
     "WaitTimedOut",
     "__version__",
@@ -62,8 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads RemoteOptimizer on first use: the rest works without torch."""
-    if name != "RemoteOptimizer":
+    """Loads what needs torch on first use: the rest works without it."""
+    if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'pyps_client' has no attribute {name!r}")
     try:
         import torch  # noqa: F401
@@ -71,10 +72,10 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(
-            "pyps_client.RemoteOptimizer needs torch, which is not installed: pip install "
+            "pyps_client.{name} needs torch, which is not installed: pip install "
             '"pyps-client[torch]". '
             "pyps_client.Client works without it."
         ) from None
-    from pyps_client.torch import RemoteOptimizer
+    from pyps_client import torch as torch_client
 
-    return RemoteOptimizer
+    return getattr(torch_client, name)

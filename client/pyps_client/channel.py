@@ -65,14 +65,10 @@ class Channel:
 
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
         """Sends one request and yields the answers as bytes."""
-        start: Any = self._grpc.unary_stream(
-            METHODS[method], request_serializer=type(request).SerializeToString
-        )
+        start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
         return self._answers(start, request, timeout_seconds)
 
-    def send(
-        self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float
-    ) -> Reply:
+    def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
         """Sends messages from an iterator and returns the one reply."""
         start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
         reply_message: Reply = self._verdict(start, iter(requests), timeout_seconds)
@@ -132,6 +128,7 @@ def _reason(status: str, details: str) -> str:
     known = {
         "connection refused": "connection refused, nothing listens there",
         "dns resolution failed": "the host name cannot be resolved",
+        "errors resolving": "the host name cannot be resolved",
         "name resolution": "the host name cannot be resolved",
         "no route to host": "no route to the host",
         "network is unreachable": "the network is unreachable",

@@ -115,13 +115,11 @@ class Client:
             tensor = self._offsets[name][0]
             if gradient.shape != tensor.shape:
                 raise ModelMismatch(
-                    f"The gradient of {name!r} has shape {list(gradient.shape)}; expected "
-                    f"{list(tensor.shape)}."
+                    f"The gradient of {name!r} has shape {list(gradient.shape)}; expected {list(tensor.shape)}."
                 )
             if gradient.dtype != np.float32:
                 raise ModelMismatch(
-                    f"The gradient of {name!r} is {gradient.dtype}; expected float32: use "
-                    ".astype(numpy.float32)."
+                    f"The gradient of {name!r} is {gradient.dtype}; expected float32: use .astype(numpy.float32)."
                 )
 
     def _write(self, name: str, gradient: npt.NDArray[Any]) -> None:
@@ -144,9 +142,7 @@ class Client:
 
     def _flat(self, tensors: Mapping[str, npt.NDArray[Any]]) -> Vector:
         """The first parameters, end to end."""
-        return np.concatenate(
-            [np.asarray(tensors[tensor.name]).reshape(-1) for tensor in self._model.tensors]
-        )
+        return np.concatenate([np.asarray(tensors[tensor.name]).reshape(-1) for tensor in self._model.tensors])
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
@@ -173,8 +169,7 @@ def _model_of(tensors: Mapping[str, npt.NDArray[Any]], shard_size: int) -> Model
     for name, tensor in tensors.items():
         if np.asarray(tensor).dtype != np.float32:
             raise ModelMismatch(
-                f"Tensor {name!r} is {np.asarray(tensor).dtype}; servers hold float32: use "
-                ".astype(numpy.float32)."
+                f"Tensor {name!r} is {np.asarray(tensor).dtype}; servers hold float32: use .astype(numpy.float32)."
             )
     return Model(tuple(Tensor(name, np.shape(tensor)) for name, tensor in tensors.items()), shard_size)
 

@@ -19,9 +19,7 @@ T = TypeVar("T")
 CALL_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 1_000_000
 
-ADVICE = (
-    "Check that `pyps serve` runs there, that this is its data port, and that no firewall stands between. "
-)
+ADVICE = "Check that `pyps serve` runs there, that this is its data port, and that no firewall stands between. "
 
 
 class Connection:

@@ -29,7 +29,7 @@ from pyps_wire.common_pb2 import (
     Sender,
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
-from pyps_wire.errors import StateLost, Superseded, WaitTimedOut
+from pyps_wire.errors import RunMismatch, StateLost, Superseded, WaitTimedOut
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 from pyps_wire.partition import Partition
 
@@ -75,9 +75,7 @@ class Handshake:
 
     def hello(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
         """Says Hello once."""
-        reply = channel.call(
-            "Hello", self._request(connection.index), HelloReply, timeout_seconds=timeout_seconds
-        )
+        reply = channel.call("Hello", self._request(connection.index), HelloReply, timeout_seconds=timeout_seconds)
         if reply.state == RUN_STATE_DRAINING:
             raise LinkLost("the server is shutting down")
         connection.epoch = reply.epoch
@@ -110,9 +108,12 @@ class Handshake:
             if reply.state not in _WITHOUT_PARAMETERS:
                 return reply
             if reply.initialize and initial is not None:
-                self._initialize(connections, reply, initial, stop)
+                problem = self._initialize(connections, reply, initial, stop)
+                if not problem:
+                    continue
             else:
-                wait.pause("no worker has finished sending them", WaitTimedOut)
+                problem = "no worker has finished sending them"
+            wait.pause(problem, WaitTimedOut)
 
     def _initialize(
         self,
@@ -120,13 +121,16 @@ class Handshake:
         elected: HelloReply,
         initial: Callable[[], Sequence[Vector]],
         stop: threading.Event,
-    ) -> None:
-        """Sends the first parameters; returns quietly when another worker was elected meanwhile."""
+    ) -> str:
+        """Sends the first parameters to all servers. Returns what went wrong where trying again may help."""
         assert self._partition is not None and self._optimizer is not None
-        self.sender.run_id = self.sender.run_id or f"run-{secrets.token_hex(4)}"
-        logger.info("initialising run %s on %d servers", self.sender.run_id, len(connections))
+        # The run gets its name when server 0 has its parameters; until then another worker's name may win.
+        sender = Sender()
+        sender.CopyFrom(self.sender)
+        sender.run_id = sender.run_id or f"run-{secrets.token_hex(4)}"
+        logger.info("initialising run %s on %d servers", sender.run_id, len(connections))
         turn = Initialization(
-            self.sender,
+            sender,
             term=elected.term,
             partition=self._partition,
             optimizer=self._optimizer,
@@ -136,13 +140,33 @@ class Handshake:
         with Lease(elected, lambda: self.hello(first, first.channel, CALL_SECONDS)) as lease:
             try:
                 for connection in reversed(connections):
-                    if connection is not first:
-                        self._hello_patiently(connection, stop)
-                    lease.check()
-                    turn.send_to(connection)
-            except (Superseded, LinkLost) as lost:
-                logger.warning("initialising run %s was cut short: %s", self.sender.run_id, lost)
-                connection.renew(connection.channel)
+                    self._send_patiently(turn, connection, lease, stop)
+            except (Superseded, RunMismatch):
+                try:
+                    if lease.held():
+                        raise
+                except LinkLost as lost:
+                    return str(lost)
+                return "another worker was elected to initialise the run meanwhile"
+        self.sender.run_id = sender.run_id
+        return ""
+
+    def _send_patiently(
+        self, turn: Initialization, connection: Connection, lease: Lease, stop: threading.Event
+    ) -> None:
+        """Sends a server its first parameters, waiting for it where it is not there yet."""
+        wait = self._start.begin(connection.name, stop=stop, advice=ADVICE)
+        while True:
+            lease.check()
+            channel = connection.channel
+            try:
+                turn.send_to(connection, channel)
+            except LinkLost as lost:
+                connection.renew(channel)
+                wait.pause(str(lost))
+            else:
+                wait.end()
+                return
 
     def _hello_of_rest(self, connection: Connection, stop: threading.Event) -> HelloReply:
         reply = self._hello_patiently(connection, stop)

@@ -97,9 +97,6 @@ class Heartbeat:
     def _report_silence(self, connection: Connection, lost: LinkLost) -> None:
         now = time.monotonic()
         silent = now - self._heard_at[connection.index]
-        if (
-            not self._ended.is_set()
-            and silent >= SILENCE_SECONDS <= now - self._reported_at[connection.index]
-        ):
+        if not self._ended.is_set() and silent >= SILENCE_SECONDS <= now - self._reported_at[connection.index]:
             self._reported_at[connection.index] = now
             logger.warning("%s has not answered for %.0f s (%s)", connection.name, silent, lost)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
+from pyps_client.channel import Channel
 from pyps_client.connection import Connection, call_seconds
 from pyps_client.retry import LinkLost
 from pyps_client.vectors import Vector, check_vectors, part_of
@@ -36,14 +37,12 @@ class Initialization:
         self._optimizer = optimizer
         self._vectors = vectors
 
-    def send_to(self, connection: Connection) -> None:
+    def send_to(self, connection: Connection, channel: Channel) -> None:
         """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
         shards = self._partition.of_server(connection.index)
         timeout_seconds = call_seconds(4 * sum(shard.length for shard in shards))
         frames = self._frames(connection.index)
-        reply = connection.channel.send(
-            "Initialize", frames, InitializeReply, timeout_seconds=timeout_seconds
-        )
+        reply = channel.send("Initialize", frames, InitializeReply, timeout_seconds=timeout_seconds)
         connection.epoch = reply.epoch
 
     def _frames(self, server_index: int) -> Iterator[bytes]:
@@ -89,16 +88,21 @@ class Lease:
         self._ended.set()
         self._thread.join()
 
+    def held(self) -> bool:
+        """Asks server 0 whether the election still stands."""
+        if not self._lost:
+            reply = self._hello()
+            self._lost = not reply.initialize or reply.term != self._term
+        return not self._lost
+
     def _keep(self) -> None:
         while not self._ended.wait(self._interval_seconds):
             try:
-                reply = self._hello()
+                if not self.held():
+                    return
             except LinkLost:
                 # The sender will meet the same trouble, and reports it.
                 continue
             except PypsError:
-                self._lost = True
-                return
-            if not self._ended.is_set() and (not reply.initialize or reply.term != self._term):
                 self._lost = True
                 return

@@ -58,9 +58,7 @@ class Launch:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
         for name in ("start_wait_seconds", "loss_wait_seconds"):
             if not getattr(self, name) >= 0:
-                raise BadRequest(
-                    f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more."
-                )
+                raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
 
     @classmethod
     def from_environment(
@@ -91,15 +89,11 @@ def parse_servers(servers: str | Sequence[str]) -> tuple[str, ...]:
     listed = servers.split(",") if isinstance(servers, str) else list(servers)
     addresses = [address.strip() for address in listed if address.strip()]
     if not addresses:
-        raise BadRequest(
-            "No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610]."
-        )
+        raise BadRequest("No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610].")
     parsed = tuple(_parse_address(address) for address in addresses)
     for address in parsed:
         if parsed.count(address) > 1:
-            raise BadRequest(
-                f"Server {address} is listed twice in {','.join(parsed)}: name each server once."
-            )
+            raise BadRequest(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
     return parsed
 
 
@@ -107,8 +101,7 @@ def _parse_address(address: str) -> str:
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise BadRequest(
-            f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or "
-            "[::1]:7610."
+            f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
         )
     port = int(match["port"] or DEFAULT_PORT)
     if not 1 <= port <= 65535:
@@ -157,13 +150,9 @@ def _token(token_file: str | os.PathLike[str] | None, env: Mapping[str, str]) ->
     try:
         token = Path(token_file).read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise BadRequest(
-            f"The token file {os.fspath(token_file)} cannot be read: {error.strerror}."
-        ) from None
+        raise BadRequest(f"The token file {os.fspath(token_file)} cannot be read: {error.strerror}.") from None
     if not token:
-        raise BadRequest(
-            f"The token file {os.fspath(token_file)} is empty; expected the servers' shared token."
-        )
+        raise BadRequest(f"The token file {os.fspath(token_file)} is empty; expected the servers' shared token.")
     return token
 
 

@@ -138,14 +138,11 @@ class Session:
         """
         self._check_open()
         if self._finished:
-            raise RunFinished(
-                f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work."
-            )
+            raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
         check_vectors(vectors, self.model, dtype_of(self._codec), what="pushed gradient")
         if present is not None and len(present) != len(self.model.tensors):
             raise WrongSize(
-                f"present has {len(present)} flags; expected one for each of {len(self.model.tensors)} "
-                "tensors."
+                f"present has {len(present)} flags; expected one for each of {len(self.model.tensors)} tensors."
             )
         base = self.held_versions if base_versions is None else base_versions
         newest = base if newest_base_versions is None else newest_base_versions
@@ -296,14 +293,10 @@ class Session:
             clock=self.clock,
         )
 
-    def _check_bases(
-        self, shard_ids: Iterable[int], base: Mapping[int, int], newest: Mapping[int, int]
-    ) -> None:
+    def _check_bases(self, shard_ids: Iterable[int], base: Mapping[int, int], newest: Mapping[int, int]) -> None:
         for shard_id in shard_ids:
             if min(base.get(shard_id, -1), newest.get(shard_id, -1)) < 0:
-                raise BadRequest(
-                    f"A push needs parameters pulled before: no version of shard {shard_id} is held."
-                )
+                raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard_id} is held.")
 
     def _check_limits(self, connection: Connection, reply: HelloReply) -> None:
         longest = max((shard.length for shard in self.partition.of_server(connection.index)), default=0)

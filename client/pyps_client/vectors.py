@@ -25,19 +25,16 @@ def check_vectors(
     """Refuses vectors that do not fit the model's groups; nothing is converted silently."""
     if len(vectors) != model.num_groups:
         raise WrongSize(
-            f"{what}: {len(vectors)} vectors were given for {model.num_groups} parameter groups; give one "
-            "each."
+            f"{what}: {len(vectors)} vectors were given for {model.num_groups} parameter groups; give one each."
         )
     for group, (vector, size) in enumerate(zip(vectors, model.group_sizes, strict=True)):
         if vector.shape != (size,) or vector.dtype != dtype:
             raise WrongSize(
-                f"{what}: the vector of group {group} is {vector.dtype}{list(vector.shape)}; expected "
-                f"{dtype}[{size}]."
+                f"{what}: the vector of group {group} is {vector.dtype}{list(vector.shape)}; expected {dtype}[{size}]."
             )
         if not vector.flags.c_contiguous or (writable and not vector.flags.writeable):
             raise WrongSize(
-                f"{what}: the vector of group {group} must be "
-                f"contiguous{' and writable' if writable else ''}."
+                f"{what}: the vector of group {group} must be contiguous{' and writable' if writable else ''}."
             )
 
 

@@ -1,0 +1,284 @@
+"""How workers come into a run: the first initialises it, others join, strangers are refused in one sentence."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_support import (
+    ADAGRAD,
+    SGD,
+    Reference,
+    addresses,
+    free_port,
+    gradients_like,
+    make_client,
+    small_model,
+    start_servers,
+)
+from pyps_client import (
+    BadRequest,
+    ModelMismatch,
+    NotAuthenticated,
+    Observer,
+    OptimizerMismatch,
+    ProtocolMismatch,
+    PypsError,
+    RunMismatch,
+    ServerUnavailable,
+    Superseded,
+    UnsupportedOptimizer,
+    WaitTimedOut,
+    handshake,
+)
+from pyps_client.channel import Channel
+from pyps_client.connection import Connection
+from pyps_client.initialization import Initialization
+from support import ServerProcess, wait_until
+
+Start = Callable[..., ServerProcess]
+
+# How long an initialiser may be silent is bounded by the lease.
+SHORT_LEASE = ("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
+
+# A process that is elected, sends server 1 its part, then stands still before server 0 gets its own.
+HALF_AN_INITIALISER = """
+import sys, time
+from client_support import make_client, small_model
+from pyps_client.channel import Channel
+from pyps_client.connection import Connection
+from pyps_client.initialization import Initialization
+
+send_to = Initialization.send_to
+
+def half(self, connection, channel):
+    if connection.index == 0:
+        print("halfway", flush=True)
+        time.sleep(600)
+    send_to(self, connection, channel)
+
+Initialization.send_to = half
+make_client(sys.argv[1], tensors=small_model(seed=1), worker_id="first")
+"""
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_racing_workers_initialise_once_and_see_the_same_bits(start_server: Start, num_servers: int) -> None:
+    """Each comes with parameters of its own, and pushes as soon as it can: no run name is given to anybody."""
+    servers = addresses(start_servers(start_server, num_servers))
+    meeting = threading.Barrier(4)
+    pulled = threading.Barrier(4)
+
+    def work(worker: int) -> dict[str, np.ndarray]:
+        meeting.wait(20)
+        with make_client(servers, tensors=small_model(seed=worker), worker_id=f"w{worker}") as client:
+            first = client.pull()
+            pulled.wait(30)
+            return first
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(work, range(4))
+
+    candidates = [small_model(seed=worker) for worker in range(4)]
+    assert sum(np.array_equal(first["embed"], candidate["embed"]) for candidate in candidates) == 1
+    for other in others:
+        for name, tensor in first.items():
+            np.testing.assert_array_equal(other[name], tensor)
+
+
+def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_server: Start) -> None:
+    """A worker that came while the server was empty belongs to the run, however quickly others push."""
+    servers = addresses(start_servers(start_server, 2))
+    meeting = threading.Barrier(4)
+
+    def work(worker: int) -> str:
+        meeting.wait(20)
+        with make_client(servers, worker_id=f"w{worker}") as client:
+            client.push(gradients_like(small_model(), worker))
+            return client.session.run_id
+
+    with ThreadPoolExecutor(4) as pool:
+        run_ids = list(pool.map(work, range(4)))
+
+    assert len(set(run_ids)) == 1
+    assert re.fullmatch("run-[0-9a-f]{8}", run_ids[0])
+
+
+def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
+    start_server: Start, start_python: Callable[..., object]
+) -> None:
+    servers = addresses(start_servers(start_server, 2, *SHORT_LEASE))
+    first = start_python("-c", HALF_AN_INITIALISER, servers)
+    first.wait_for_output("halfway")  # type: ignore[attr-defined]
+    first.kill()  # type: ignore[attr-defined]
+
+    with make_client(servers, tensors=small_model(seed=2), worker_id="second") as client:
+        Reference(small_model(seed=2), "adagrad").check(client.pull())
+
+
+def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = addresses(start_servers(start_server, 2, *SHORT_LEASE))
+    send_to = Initialization.send_to
+    others: list[object] = []
+
+    def outrun(self: Initialization, connection: Connection, channel: Channel) -> None:
+        if not others and connection.index == 0:
+            others.append(None)
+            # Its lease, which nobody renews, runs out; the election falls to another.
+            monkeypatch.setattr(Initialization, "send_to", send_to)
+            others.append(make_client(servers, tensors=small_model(seed=5), worker_id="worker-b"))
+        send_to(self, connection, channel)
+
+    monkeypatch.setattr(Initialization, "send_to", outrun)
+    monkeypatch.setattr("pyps_client.initialization.Lease._keep", lambda self: None)
+    with make_client(servers, tensors=small_model(seed=4), worker_id="worker-a") as client:
+        Reference(small_model(seed=5), "adagrad").check(client.pull())
+    others[1].close()  # type: ignore[attr-defined]
+
+
+def test_a_worker_may_come_before_its_servers(start_server: Start) -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(make_client, f"127.0.0.1:{port}")
+        start_server("--port", str(port))
+
+        with early.result(60) as client:
+            assert client.push(gradients_like(small_model(), 0))
+
+
+def test_a_server_that_never_comes_is_named_with_the_seconds_waited() -> None:
+    port = free_port()
+    with pytest.raises(
+        ServerUnavailable,
+        match=rf"Waited 0 s for server 0 \(127.0.0.1:{port}\): connection refused, nothing listens there. "
+        r"Check that `pyps serve` runs there.*Raise start_wait_seconds \(PYPS_START_WAIT_SECONDS\)",
+    ):
+        make_client(f"127.0.0.1:{port}", start_wait_seconds=0.3)
+
+
+def test_a_host_without_a_name_is_told_so() -> None:
+    with pytest.raises(ServerUnavailable, match="the host name cannot be resolved"):
+        make_client("no-such-host.invalid:7610", start_wait_seconds=0.3)
+
+
+def test_a_run_that_nobody_initialises_is_told_so(start_server: Start) -> None:
+    with pytest.raises(WaitTimedOut, match=r"for the first parameters on server 0 .*no worker has finished"):
+        Observer(start_server().data, start_wait_seconds=0.3)
+
+
+def test_the_control_port_is_recognised(start_server: Start) -> None:
+    with pytest.raises(ProtocolMismatch, match=r"is no pyps data port.*by default 7610"):
+        make_client(start_server().control)
+
+
+def refusals() -> dict[str, tuple[dict[str, object], type[PypsError], str]]:
+    """What the second worker asks for, and how it is refused."""
+    shorter = small_model() | {"layer": np.zeros((40, 59), np.float32)}
+    return {
+        "shape": ({"tensors": shorter}, ModelMismatch, r"layer.*\(?40, 5?[90]\)?"),
+        "run": ({"run_id": "other"}, RunMismatch, "run 'mine' at version 1.*'other'.*PYPS_RUN_ID=mine.*pyps reset"),
+        "no run": ({"run_id": ""}, RunMismatch, "holds run 'mine' at version 1.*names no run.*PYPS_RUN_ID=mine"),
+        "optimizer": ({"optimizer": SGD}, OptimizerMismatch, "adagrad.*sgd|sgd.*adagrad"),
+        "setting": (
+            {"optimizer": ("adagrad", ADAGRAD[1] | {"learning_rate": 0.1})},
+            OptimizerMismatch,
+            r"learning_rate.*0\.1",
+        ),
+        "unknown rule": ({"optimizer": ("lion", {})}, UnsupportedOptimizer, "lion"),
+        "unknown setting": (
+            {"optimizer": ("adagrad", {"momentum": 0.9})},
+            UnsupportedOptimizer,
+            "momentum",
+        ),
+        "shard size": ({"shard_size": 512}, ModelMismatch, "shard"),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server: Start, case: str) -> None:
+    options, error, words = refusals()[case]
+    server = start_server()
+    with make_client(server.data, run_id="mine") as client:
+        client.push(gradients_like(small_model(), 0))
+
+        with pytest.raises(error, match=f"(?s){words}") as refused:
+            make_client(server.data, **({"run_id": "mine", "worker_id": "second"} | options))
+
+        assert server.data in str(refused.value)
+        assert "Traceback" not in server.output()
+
+
+def test_an_unknown_rule_is_refused_by_an_empty_server_too(start_server: Start) -> None:
+    with pytest.raises(UnsupportedOptimizer, match="lion"):
+        make_client(start_server().data, optimizer=("lion", {"learning_rate": 0.1}))
+
+
+def test_another_number_of_servers_is_refused(start_server: Start) -> None:
+    one, two = start_servers(start_server, 2)
+    with make_client(one.data), pytest.raises(ModelMismatch, match="servers"):
+        make_client(f"{one.data},{two.data}", worker_id="second")
+
+
+def test_another_protocol_version_is_refused_with_both_versions(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
+
+    with pytest.raises(ProtocolMismatch, match=r"speaks protocol version 1.*version 99: install the same release"):
+        make_client(start_server().data)
+
+
+def test_tokens_are_asked_for_and_compared(start_server: Start, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("correct-horse\n")
+    server = start_server("--token-file", str(token))
+
+    with pytest.raises(NotAuthenticated, match="wants a token: set PYPS_TOKEN_FILE"):
+        make_client(server.data)
+    with pytest.raises(NotAuthenticated, match="token is not this server's"):
+        make_client(server.data, token="battery-staple")
+    with make_client(server.data, token_file=token) as client:
+        client.push(gradients_like(small_model(), 0))
+
+
+def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> None:
+    server = start_server()
+    older = make_client(server.data, run_id="mine")
+    with make_client(server.data, run_id="mine") as newer:
+        with pytest.raises(Superseded, match="worker"):
+            older.push(gradients_like(small_model(), 0))
+        newer.push(gradients_like(small_model(), 0))
+    older.close()
+
+
+def test_a_model_beyond_the_message_limit_is_refused_before_training(start_server: Start) -> None:
+    server = start_server("--max-message-bytes", "65536")
+    big = {"w": np.zeros(20_000, np.float32)}
+
+    with pytest.raises(PypsError, match="--max-message-bytes"):
+        make_client(server.data, tensors=big, shard_size=20_000)
+
+
+def test_settings_of_the_launch_are_checked_at_once() -> None:
+    with pytest.raises(BadRequest, match="'nowhere:x' is malformed"):
+        make_client("nowhere:x")
+
+
+def test_a_worker_that_leaves_is_gone_at_once(start_server: Start) -> None:
+    server = start_server()
+    with make_client(server.data, worker_id="stays") as stays:
+        with make_client(server.data, worker_id="leaves"):
+            receipts = stays.push(gradients_like(small_model(), 0))
+            assert {receipt.num_workers for receipt in receipts} == {2}
+        receipts = stays.push(gradients_like(small_model(), 1))
+
+        assert {receipt.num_workers for receipt in receipts} == {1}
+        wait_until(lambda: "worker left" in server.output(), 5, "the leave in the server's log")

@@ -1,0 +1,237 @@
+"""Lost connections and restarted servers: workers go on, and every push counts once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_support import (
+    CuttingProxy,
+    Reference,
+    addresses,
+    gradients_like,
+    make_client,
+    small_model,
+    start_servers,
+)
+from pyps_client import Observer, RunFinished, ServerUnavailable, StateLost
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
+from support import ServerProcess, wait_until
+
+Start = Callable[..., ServerProcess]
+MakeProxy = Callable[[str], CuttingProxy]
+
+
+@pytest.fixture
+def make_proxy() -> Iterator[MakeProxy]:
+    made: list[CuttingProxy] = []
+
+    def make(target: str) -> CuttingProxy:
+        made.append(CuttingProxy(target))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.close()
+
+
+def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_proxy: MakeProxy) -> None:
+    """Shards that had arrived before the cut keep their receipts; the others are sent again."""
+    tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
+    reference = Reference(tensors, "adagrad")
+    server = start_server()
+    proxy = make_proxy(server.data)
+    with make_client(proxy.address, tensors=tensors, shard_size=50_000) as client:
+        for step in range(4):
+            gradients = gradients_like(tensors, step)
+            proxy.cut_after(300_000 + 400_000 * step)
+            receipts = client.push(gradients)
+            reference.step(gradients)
+            assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+            assert len(receipts) == client.session.partition.num_shards
+            reference.check(client.pull())
+
+    assert proxy.num_cuts == 4
+
+
+def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
+    start_server: Start, make_proxy: MakeProxy
+) -> None:
+    tensors = small_model()
+    reference = Reference(tensors, "adagrad")
+    servers = start_servers(start_server, 2)
+    proxies = [make_proxy(server.data) for server in servers]
+    with (
+        make_client(",".join(proxy.address for proxy in proxies)) as client,
+        Observer(addresses(servers)) as observer,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for proxy in proxies:
+            proxy.hold_replies()
+        gradients = gradients_like(tensors, 0)
+        pushing = pool.submit(client.push, gradients)
+        reference.step(gradients)
+
+        def all_applied() -> bool:
+            observer.snapshot()
+            return {version for held in observer._held for version in held.versions.values()} == {1}
+
+        wait_until(all_applied, 20, "the push on both servers")
+        for proxy in proxies:
+            proxy.cut()
+        receipts = pushing.result(30)
+
+        assert all(receipt.duplicate and receipt.outcome == OUTCOME_APPLIED for receipt in receipts)
+        assert {receipt.version_after for receipt in receipts} == {1}
+        reference.check(client.pull())
+
+
+def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_proxy: MakeProxy) -> None:
+    tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
+    reference = Reference(tensors, "adagrad")
+    proxy = make_proxy(start_server().data)
+    with make_client(proxy.address, tensors=tensors, shard_size=50_000) as client, ThreadPoolExecutor(1) as pool:
+        gradients = gradients_like(tensors, 0)
+        client.push(gradients)
+        reference.step(gradients)
+        proxy.hold_replies()
+        pulling = pool.submit(client.pull)
+        proxy.cut()
+
+        reference.check(pulling.result(30))
+
+
+def test_workers_go_on_after_kill_and_resume(start_server: Start, tmp_path: Path) -> None:
+    """What was applied after the checkpoint is gone, and said so by a new epoch; training goes on from there."""
+    tensors = small_model()
+    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    server = start_server(*checkpoints)
+    client = make_client(server.data)
+    for step in range(3):
+        client.push(gradients_like(tensors, step))
+        client.pull()
+    at_checkpoint = client.pull()
+    port = server.data.rsplit(":", 1)[1]
+    server.terminate()
+    with ThreadPoolExecutor(1) as pool:
+        pushing = pool.submit(client.push, gradients_like(tensors, 3))
+        restarted = start_server(*checkpoints, "--resume", "--port", port)
+        refused = pushing.result(60)
+
+    # The gradient was of another epoch's parameters: refused, and the worker pulls.
+    assert {receipt.reason for receipt in refused} == {REASON_EPOCH}
+    assert client.session.pull_needed
+    assert client.session.epoch == 1
+    resumed = client.pull()
+    assert not client.session.pull_needed
+    for name, tensor in at_checkpoint.items():
+        np.testing.assert_array_equal(resumed[name], tensor)
+
+    # Once more, this time without a chance to save: back to the same checkpoint.
+    client.push(gradients_like(tensors, 4))
+    client.pull()
+    restarted.kill()
+    start_server(*checkpoints, "--resume", "--port", port)
+    resumed = client.pull()
+
+    assert client.session.epoch == 2
+    assert client.session.held_versions.epochs == (2,)
+    for name, tensor in at_checkpoint.items():
+        np.testing.assert_array_equal(resumed[name], tensor)
+    receipts = client.push(gradients_like(tensors, 5))
+    assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+    client.close()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server: Start, lost: int) -> None:
+    servers = start_servers(start_server, 2)
+    client = make_client(addresses(servers), run_id="mine")
+    client.push(gradients_like(small_model(), 0))
+    client.pull()
+    servers[lost].kill()
+    start_server("--port", servers[lost].data.rsplit(":", 1)[1])
+
+    with pytest.raises(StateLost, match=rf"server {lost} .*lost its part of run 'mine'.*--resume.*pyps reset"):
+        client.push(gradients_like(small_model(), 1))
+    client.close("failed")
+
+
+def test_a_lost_server_is_waited_for_and_then_named(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start_server()
+    client = make_client(server.data, loss_wait_seconds=2)
+    server.kill()
+
+    with pytest.raises(ServerUnavailable, match=rf"Waited 2 s for server 0 \({server.data}\).*loss_wait_seconds"):
+        client.push(gradients_like(small_model(), 0))
+
+    assert f"waiting for server 0 ({server.data}): connection refused" in caplog.text
+    client.close("failed")
+
+
+def test_closing_ends_a_wait_for_a_lost_server(start_server: Start) -> None:
+    server = start_server()
+    client = make_client(server.data, loss_wait_seconds=600)
+    server.kill()
+    with ThreadPoolExecutor(1) as pool:
+        pushing = pool.submit(client.push, gradients_like(small_model(), 0))
+        threading.Event().wait(0.2)
+        client.close()
+
+        with pytest.raises(RunFinished, match="closed"):
+            pushing.result(20)
+
+
+def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: Start) -> None:
+    server = start_server("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
+    with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
+        for step in range(2):
+            a.push(gradients_like(small_model(), step))
+        wait_until(lambda: b.finished, 20, "the stop in a heartbeat")
+
+        with pytest.raises(RunFinished, match="is finished"):
+            b.push(gradients_like(small_model(), 3))
+        a.pull()
+        np.testing.assert_array_equal(b.pull()["embed"], a.pull()["embed"])
+
+
+def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server: Start) -> None:
+    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.2")
+    with make_client(server.data) as client:
+        client.report(loss=0.5)
+        threading.Event().wait(2.5)
+
+        assert "lease ran out" not in server.output()
+        assert {receipt.num_workers for receipt in client.push(gradients_like(small_model(), 0))} == {1}
+
+
+def test_proxy_variables_are_ignored_unless_asked_for(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server()
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with make_client(server.data) as client:
+        assert client.push(gradients_like(small_model(), 0))
+
+    with pytest.raises(ServerUnavailable):
+        make_client(server.data, use_proxy=True, start_wait_seconds=0.3)
+
+
+def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server: Start) -> None:
+    tensors = {"w": np.zeros(800_000, np.float32)}
+    server = start_server("--max-in-flight-bytes", "1100000")
+    with ThreadPoolExecutor(6) as pool:
+
+        def work(worker: int) -> int:
+            with make_client(
+                server.data, tensors=tensors, shard_size=200_000, worker_id=f"w{worker}", run_id="mine"
+            ) as client:
+                client.push(gradients_like(tensors, worker))
+                client.pull()
+                return client.global_step
+
+        assert max(pool.map(work, range(6))) == 6
