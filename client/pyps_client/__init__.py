@@ -61,6 +61,8 @@ __all__ = [
     "__version__",
 ]
 
+_NEEDS_TORCH = ("RemoteOptimizer", "TrainingFinished")
+
 
 def __getattr__(name: str) -> Any:
     """Loads what needs torch on first use: the rest works without it."""
@@ -72,8 +74,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(
-            "pyps_client.{name} needs torch, which is not installed: pip install "
-            '"pyps-client[torch]". '
+            f'pyps_client.{name} needs torch, which is not installed: pip install "pyps-client[torch]". '
             "pyps_client.Client works without it."
         ) from None
     from pyps_client import torch as torch_client

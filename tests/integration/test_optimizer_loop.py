@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from pyps_client import RemoteOptimizer
+from pyps_client import RemoteOptimizer, TrainingFinished
 from pyps_client.data import count_examples, worker_sampler
-from pyps_client.torch import TrainingFinished
 from pyps_wire.errors import (
     BadRequest,
     ModelMismatch,
