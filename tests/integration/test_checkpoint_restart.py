@@ -1,0 +1,298 @@
+"""Servers that end and come back: nothing acknowledged is lost, nothing is applied twice, every bit is the same."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from inspection import checksums, inspect
+from pyps.checkpoint import Checkpoint
+from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.partition import Model, Tensor
+from support import ServerProcess, wait_until
+from wire_worker import WireWorker, values_of
+
+Start = Callable[..., ServerProcess]
+
+MODEL = Model((Tensor("first", (40, 60)), Tensor("last", (500,))), shard_size=512)
+ADAGRAD = common.OptimizerSettings(
+    rule="adagrad", groups=[common.GroupSettings(hyperparameters={"learning_rate": 0.1, "eps": 1e-8})]
+)
+NUM_SERVERS = 2
+
+
+class Crew:
+    """One worker of two servers, as the wire sees it: a WireWorker for each, one name, one count of pushes."""
+
+    def __init__(self, servers: list[ServerProcess], *, first_sequence: int = 1):
+        self.workers = [
+            WireWorker(server.data, model=MODEL, optimizer=ADAGRAD, server_index=i, num_servers=len(servers))
+            for i, server in enumerate(servers)
+        ]
+        self.be(self.workers[0].sender)
+        self._sequences = itertools.count(first_sequence)
+
+    def be(self, sender: common.Sender) -> None:
+        """Takes the identity of another worker."""
+        for worker in self.workers:
+            worker.sender.CopyFrom(sender)
+
+    def initialize(self) -> None:
+        """Makes every parameter 0.5."""
+        welcomes = [worker.hello() for worker in self.workers]
+        for worker in reversed(self.workers):
+            worker.initialize(welcomes[0].term, value=0.5)
+
+    def requests(self, number: int) -> list[list[wire.PushRequest]]:
+        """Pulls, and makes for each server the pushes of step `number`, which depend on what was pulled."""
+        sequence = next(self._sequences)
+        random = np.random.default_rng(number)
+        return [
+            [
+                worker.push_request(
+                    random.standard_normal(values_of(shard).size).astype(np.float32) + values_of(shard),
+                    shard_id=shard.shard_id,
+                    base_version=shard.version,
+                    sequence=sequence,
+                )
+                for shard in worker.pull()
+            ]
+            for worker in self.workers
+        ]
+
+    def send(self, requests: list[list[wire.PushRequest]]) -> list[common.Receipt]:
+        """Sends each server its pushes."""
+        pushed = (worker.push(*own) for worker, own in zip(self.workers, requests, strict=True))
+        return [receipt for receipts in pushed for receipt in receipts]
+
+    def step(self, number: int) -> list[common.Receipt]:
+        return self.send(self.requests(number))
+
+
+@pytest.fixture
+def crew_of() -> Iterator[Callable[..., Crew]]:
+    crews: list[Crew] = []
+
+    def make(servers: list[ServerProcess], **options: int) -> Crew:
+        crews.append(Crew(servers, **options))
+        return crews[-1]
+
+    yield make
+    for worker in (worker for crew in crews for worker in crew.workers):
+        worker.channel.close()
+
+
+def start_all(start_server: Start, folder: Path, *flags: str) -> list[ServerProcess]:
+    servers = [
+        start_server("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False)
+        for index in range(NUM_SERVERS)
+    ]
+    for server in servers:
+        server.wait_ready()
+    return servers
+
+
+def held_by(servers: list[ServerProcess]) -> list[dict[int, tuple[int, str]]]:
+    return [checksums(server.control) for server in servers]
+
+
+def slots_of(server: ServerProcess) -> dict[int, bytes]:
+    """The accumulators of each shard, from a checkpoint written now."""
+    run = Checkpoint(Path(inspect(server.control, "SaveCheckpoint").path)).load()
+    return {shard_id: state.slots["accumulator"].tobytes() for shard_id, state in run.shards.items()}
+
+
+def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
+    start_server: Start, crew_of: Callable[..., Crew], tmp_path: Path
+) -> None:
+    unbroken_servers = start_all(start_server, tmp_path / "unbroken")
+    unbroken = crew_of(unbroken_servers)
+    unbroken.initialize()
+    for number in range(6):
+        unbroken.step(number)
+
+    servers = start_all(start_server, tmp_path / "broken")
+    before_end = crew_of(servers)
+    before_end.initialize()
+    for number in range(3):
+        before_end.step(number)
+    last = before_end.requests(3)
+    receipts = before_end.send(last)
+    held = held_by(servers)
+    assert [server.terminate() for server in servers] == [0, 0]
+
+    servers = start_all(start_server, tmp_path / "broken", "--resume")
+    assert held_by(servers) == held
+    # The same life of the same worker: it lost its connection, not its memory.
+    after_end = crew_of(servers, first_sequence=100)
+    after_end.be(before_end.workers[0].sender)
+    for worker in after_end.workers:
+        reply = worker.hello()
+        assert (reply.state, reply.run_id, reply.epoch) == (common.RUN_STATE_READY, "run-1", 1)
+    # Promise 1: a push acknowledged before the end gets its receipt again, and is not applied again.
+    for again, receipt in zip(after_end.send(last), receipts, strict=True):
+        assert again.duplicate
+        again.duplicate = False
+        assert again == receipt
+    assert held_by(servers) == held
+    # Promise 3: a gradient of the old epoch is refused, the parameters must be pulled again.
+    late = after_end.workers[0].push_request(1.0, shard_id=last[0][0].shard_id, base_version=4, epoch=0, sequence=99)
+    assert after_end.workers[0].push(late)[0].reason == common.REASON_EPOCH
+
+    for number in range(4, 6):
+        assert {receipt.outcome for receipt in after_end.step(number)} == {common.OUTCOME_APPLIED}
+    assert held_by(servers) == held_by(unbroken_servers)
+    assert [slots_of(server) for server in servers] == [slots_of(server) for server in unbroken_servers]
+
+
+@pytest.fixture
+def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerProcess, WireWorker, Path]]:
+    """A server with a folder, a worker that has pushed once, the folder."""
+    folder = tmp_path / "checkpoints"
+    server = start_server("--checkpoint-dir", str(folder))
+    with WireWorker(server.data) as worker:
+        worker.join(value=5.0)
+        worker.push(worker.push_request(1.0))
+        yield server, worker, folder
+
+
+Trained = tuple[ServerProcess, WireWorker, Path]
+
+
+def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server: Start, trained: Trained) -> None:
+    server, worker, folder = trained
+    saved = inspect(server.control, "SaveCheckpoint")
+    assert Path(saved.path) == folder / "checkpoint-00000001"
+    sizes = {file.name: file.stat().st_size for file in Path(saved.path).iterdir()}
+    assert saved.bytes == sum(sizes.values()) - sizes["manifest.json"]
+    assert inspect(server.control, "GetStatus").checkpoint == saved.path
+    held = checksums(server.control)
+    worker.push(worker.push_request(1.0))
+    server.kill()
+
+    again = start_server("--checkpoint-dir", str(folder), "--resume")
+    assert checksums(again.control) == held
+    status = inspect(again.control, "GetStatus")
+    assert (status.run_id, status.epoch, status.version_max, status.examples) == ("run-1", 1, 1, 1)
+    # Killed again before it wrote anything: still, no two lives share an epoch.
+    again.kill()
+    third = start_server("--checkpoint-dir", str(folder), "--resume")
+    assert inspect(third.control, "GetStatus").epoch == 2
+
+
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server: Start, trained: Trained) -> None:
+    server, worker, folder = trained
+    inspect(server.control, "SaveCheckpoint")
+    held = checksums(server.control)
+    worker.push(worker.push_request(1.0))
+    assert server.terminate() == 0
+    damaged = folder / "checkpoint-00000002" / "parameters.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+
+    again = start_server("--checkpoint-dir", str(folder), "--resume")
+    assert checksums(again.control) == held
+    assert "checkpoint ignored" in again.output()
+    assert f"{damaged} holds shard-000000 with checksum" in again.output()
+
+
+def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(*("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2"))
+    with WireWorker(server.data) as worker:
+        worker.join()
+        wait_until(lambda: "checkpoint-00000004" in server.output(), what="the fourth checkpoint")
+        worker.push(worker.push_request(1.0))
+    assert server.terminate() == 0
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--resume, or name another folder"),
+        (("--run-id", "other", "--resume"), "is of run 'run-1', but this server"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_with_the_choice(
+    start_server: Start, trained: Trained, flags: tuple[str, ...], message: str
+) -> None:
+    server, _, folder = trained
+    assert server.terminate() == 0
+    refused = start_server("--checkpoint-dir", str(folder), *flags, wait=False)
+    assert refused.wait() == 2
+    assert message in refused.output()
+    assert "Traceback" not in refused.output()
+
+
+def test_two_servers_never_share_a_folder(start_server: Start, trained: Trained) -> None:
+    server, _, folder = trained
+    refused = start_server("--checkpoint-dir", str(folder), "--resume", wait=False)
+    assert refused.wait() == 2
+    assert f"is in use by process {server.pid} on" in refused.output()
+    assert "Traceback" not in refused.output()
+
+
+def test_resume_in_an_empty_folder_starts_empty(start_server: Start, tmp_path: Path) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path / "new"), "--resume")
+    assert inspect(server.control, "GetStatus").state == common.RUN_STATE_EMPTY
+    assert "nothing to resume" in server.output()
+
+
+def mounted(folder: Path, size: str) -> bool:
+    """Mounts a disk of that size; False where this process may not."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+
+
+BIG = Model((Tensor("t", (120_000,)),))
+
+
+def test_a_full_disk_is_one_error_and_the_run_goes_on(start_server: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    if not mounted(folder, "1600k"):
+        pytest.skip("this process may not mount a small disk")
+    try:
+        check_full_disk(start_server, folder, make_room=lambda _: (folder / "ballast").unlink())
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_file_size_limit_is_one_error_and_the_run_goes_on(start_server: Start, tmp_path: Path) -> None:
+    def make_room(server: ServerProcess) -> None:
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    check_full_disk(start_server, tmp_path / "disk", make_room=make_room)
+
+
+def check_full_disk(start_server: Start, folder: Path, *, make_room: Callable[[ServerProcess], None]) -> None:
+    server = start_server("--checkpoint-dir", str(folder))
+    with WireWorker(server.data, model=BIG) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        first = inspect(server.control, "SaveCheckpoint").path
+        if folder.is_mount():
+            (folder / "ballast").write_bytes(b"x" * 1_000_000)
+        else:
+            resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        with pytest.raises(grpc.RpcError) as refused:
+            inspect(server.control, "SaveCheckpoint")
+        assert "checkpoint-00000002 could not be written" in refused.value.details()
+        assert f"the run goes on, {first} stays the newest" in refused.value.details()
+        # The run is none the worse, the older checkpoint whole, and nothing half-written lies about.
+        assert worker.push(worker.push_request(1.0, base_version=1))[0].version_after == 2
+        assert [path.name for path in folder.iterdir() if path.is_dir()] == ["checkpoint-00000001"]
+        assert Checkpoint(Path(first)).load().shards[0].version == 1
+        make_room(server)
+        second = inspect(server.control, "SaveCheckpoint").path
+        assert Checkpoint(Path(second)).load().shards[0].version == 2
+    assert server.terminate() == 0
+    assert "Traceback" not in server.output()
