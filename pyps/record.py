@@ -7,6 +7,7 @@ order in which they happened, and after an orderly exit an "end" with the final 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import struct
@@ -139,6 +140,8 @@ class Recorder:
             _write(file, header, payload)
         except OSError as error:
             del self._files[shard_id]
+            with contextlib.suppress(OSError):
+                file.close()
             log.error("recording of a shard ended", shard=shard_id, path=file.name, reason=error.strerror)
 
 

@@ -1,0 +1,132 @@
+"""Every push of a real job recorded: each shard's record replayed gives its final bits (U4), and obeys 1.3's law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from client_support import addresses, start_servers
+from inspection import checksums
+from pyps.record import Pulled, Pushed, Record, record_paths, replay
+from support import PythonProcess, ServerProcess
+
+NUM_WORKERS = 4
+STEPS = 12
+
+WORKER = """
+import sys
+from pathlib import Path
+from client_support import gradients_like, make_client
+from support import wait_until
+
+index = int(sys.argv[1])
+with make_client(sys.argv[2], worker_id=f"worker-{index}", run_id="recorded") as client:
+    print("joined", flush=True)
+    wait_until(Path(sys.argv[4]).exists, 60, "the start")
+    for step in range(int(sys.argv[3])):
+        parameters = client.pull()
+        client.push(gradients_like(parameters, seed=100 * index + step))
+"""
+
+
+@dataclass
+class Job:
+    """A finished job: its record, and what the servers said of their shards at its end."""
+
+    folder: Path
+    final: dict[int, tuple[int, str]] = field(default_factory=dict)
+
+
+@pytest.fixture
+def job(start_server: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path) -> Job:
+    """Two servers that record, four worker processes that start to pull and push at once."""
+    servers = start_servers(start_server, 2, "--record-dir", str(tmp_path))
+    start = tmp_path / "start"
+    workers = [
+        start_python("-c", WORKER, str(index), addresses(servers), str(STEPS), str(start))
+        for index in range(NUM_WORKERS)
+    ]
+    for worker in workers:
+        worker.wait_for_output("joined")
+    start.touch()
+    for worker in workers:
+        assert worker.wait(100) == 0, worker.output()
+    finished = Job(tmp_path)
+    for server in servers:
+        finished.final |= checksums(server.control)
+        assert server.terminate() == 0
+    return finished
+
+
+def test_four_workers_on_two_servers_replay_to_the_final_bits_and_obey_the_law(
+    job: Job, start_python: Callable[..., PythonProcess]
+) -> None:
+    paths = record_paths(job.folder)
+    assert len(paths) == len(job.final) >= 4
+    staleness_sum = 0
+    for path in paths:
+        replayed = replay(path)
+        assert replayed.faithful, replayed.difference
+        assert replayed.recorded_checksum is not None
+        assert (replayed.version, replayed.checksum) == job.final[replayed.shard_id]
+        assert replayed.updates == NUM_WORKERS * STEPS
+        staleness_sum += check_conservation_law(path)
+    assert staleness_sum > 0, "the workers never overlapped, so the law was not put to the test"
+
+    shown = start_python("-m", "pyps", "replay", str(job.folder))
+    assert shown.wait() == 0, shown.output()
+    for _, checksum in job.final.values():
+        assert checksum in shown.output()
+    assert shown.output().count("yes") == len(paths)
+
+    damaged = bytearray(paths[0].read_bytes())
+    damaged[-2000] ^= 1
+    paths[0].write_bytes(damaged)
+    refused = start_python("-m", "pyps", "replay", str(job.folder))
+    assert refused.wait() == 1
+    assert f"{paths[0]} is damaged" in " ".join(refused.output().split())
+    assert "Traceback" not in refused.output()
+
+
+def check_conservation_law(path: Path) -> int:
+    """algorithms.md 1.3, exact integer form, on one shard's record in its order; returns the sum of staleness.
+
+    SUM_l SUM_k (T_push - T_pull) = SUM_l (T_lastpush - T_firstpull) - SUM_l SUM_k (T_pull[k+1] - T_push[k]),
+    T read before the push's own update.
+    """
+    pulls: dict[str, list[int]] = {}
+    pushes: dict[str, list[int]] = {}
+    staleness_sum = version = 0
+    for event in Record(path).events():
+        if isinstance(event, Pulled):
+            held, pushed = pulls.setdefault(event.worker_id, []), pushes.get(event.worker_id, [])
+            if len(held) > len(pushed):
+                # The worker looked again before it pushed: the later look is what its gradient is of.
+                held[-1] = event.version
+            else:
+                held.append(event.version)
+            assert event.version == version
+        elif isinstance(event, Pushed):
+            worker, receipt = event.gradient.worker_id, event.receipt
+            # U1: the version grows by exactly one with each update; staleness is never negative.
+            assert (receipt.version_before, receipt.version_after) == (version, version + 1)
+            version += 1
+            assert event.gradient.base_version == pulls[worker][-1]
+            assert receipt.staleness == receipt.version_before - event.gradient.base_version >= 0
+            staleness_sum += receipt.staleness
+            pushes.setdefault(worker, []).append(receipt.version_before)
+    assert len(pushes) == NUM_WORKERS
+    boundary = sum(pushes[worker][-1] - pulls[worker][0] for worker in pushes)
+    between = 0
+    for worker, versions in pushes.items():
+        # A pull after the last push belongs to no gradient.
+        taken = pulls[worker][: len(versions)]
+        assert len(taken) == len(versions) == STEPS
+        between += sum(later - earlier for later, earlier in zip(taken[1:], versions, strict=False))
+    assert staleness_sum == boundary - between
+    # Every push triggered an update of its own: so many, at least, lie between a push and the next pull.
+    assert between >= sum(len(versions) - 1 for versions in pushes.values())
+    return staleness_sum
