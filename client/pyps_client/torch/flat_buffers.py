@@ -100,8 +100,11 @@ class GradientBuffer:
         # What a session pushes, one a group; valid after seal() and ready().
         self.vectors: list[npt.NDArray[Any]] = [_numpy_view(vector) for vector in self._host]
         self._flat = [self._block_buffer(block) for block in layout.blocks]
+        # Converted on the device, so that only the wire's type crosses the bus.
         self._wire = [
-            flat if flat is None or self._dtype == torch.float32 else torch.empty_like(flat, dtype=self._dtype)
+            torch.empty_like(flat, dtype=self._dtype)
+            if flat is not None and flat.device.type != "cpu" and self._dtype != torch.float32
+            else flat
             for flat in self._flat
         ]
         host_views = [
@@ -150,6 +153,9 @@ class GradientBuffer:
 
         False when the sum or the conversion overflowed: nothing of it may be sent.
         """
+        # A single float32 minibatch was checked before it was added, and is here as it was.
+        if (self.minibatch_count > 1 or self._dtype != torch.float32) and not self._fits():
+            return False
         for block, flat, wire in zip(self._layout.blocks, self._flat, self._wire, strict=True):
             if flat is None or wire is None:
                 continue
@@ -161,9 +167,7 @@ class GradientBuffer:
                 target.copy_(source, non_blocking=block.on_cuda)
             if block.on_cuda:
                 self._events.append(_recorded_event(block.device))
-        # A single float32 minibatch was checked before it was added, and is here as it was.
-        checked = self.minibatch_count == 1 and self._dtype == torch.float32
-        return checked or all_finite(self._converted())
+        return True
 
     def ready(self) -> None:
         """Returns once the vectors on the host hold what was sealed."""
@@ -174,23 +178,30 @@ class GradientBuffer:
         """Makes all tensors absent, for the next gradients. The vectors must rest no longer."""
         if overflowed:
             # Absent tensors keep their old contents, and the check for overflow looks at the whole buffer.
-            self.ready()
-            for buffer in [*self._host, *(flat for flat in self._flat if flat is not None)]:
-                buffer.zero_()
+            for sums in self._gathered():
+                sums.zero_()
         self.present = [False] * len(self.present)
         self.minibatch_count = 0
         self.example_count = 0
 
-    def _converted(self) -> list[torch.Tensor]:
-        """What was sealed, where the conversion took place."""
-        converted: list[torch.Tensor] = []
-        for block, wire in zip(self._layout.blocks, self._wire, strict=True):
-            if wire is not None:
-                converted.append(wire)
+    def _fits(self) -> bool:
+        """True when the sums are finite, and still so in the wire's type, which only the extremes can tell."""
+        return all(
+            bool(torch.stack(torch.aminmax(sums)).to(self._dtype).isfinite().all())
+            for sums in self._gathered()
+            if sums.numel()
+        )
+
+    def _gathered(self) -> list[torch.Tensor]:
+        """The float32 sums of all tensors, where they gather."""
+        gathered: list[torch.Tensor] = []
+        for block, flat in zip(self._layout.blocks, self._flat, strict=True):
+            if flat is not None:
+                gathered.append(flat)
                 continue
             host = self._host[block.group]
-            converted += [host.narrow(0, stretch.group_offset, stretch.length) for stretch in block.stretches]
-        return converted
+            gathered += [host.narrow(0, stretch.group_offset, stretch.length) for stretch in block.stretches]
+        return gathered
 
     def _block_buffer(self, block: Block) -> torch.Tensor | None:
         """The block's own flat buffer; None where gradients gather right in the group's vector on the host."""
@@ -205,7 +216,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     # at.
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
+        by_device.setdefault(tensor.device, []).append(tensor.sum().float())
     if all(bool(torch.stack(sums).sum().isfinite()) for sums in by_device.values()):
         return True
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
