@@ -25,7 +25,6 @@ from pyps_wire.common_pb2 import (
     RUN_STATE_EMPTY,
     RUN_STATE_INITIALIZING,
     OptimizerSettings,
-    RunState,
     Sender,
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
@@ -128,7 +127,7 @@ class Handshake:
         sender = Sender()
         sender.CopyFrom(self.sender)
         sender.run_id = sender.run_id or f"run-{secrets.token_hex(4)}"
-        logger.info("initialising run %s on %d servers", sender.run_id, len(connections))
+        logger.info("initialising run %s on %s", sender.run_id, ", ".join(self.launch.servers))
         turn = Initialization(
             sender,
             term=elected.term,
@@ -207,8 +206,3 @@ class Handshake:
             request.optimizer.CopyFrom(self._optimizer)
             request.fingerprint = self._partition.fingerprint
         return request
-
-
-def state_name(state: int) -> str:
-    """A run state in words: "ready"."""
-    return RunState.Name(state).removeprefix("RUN_STATE_").lower()

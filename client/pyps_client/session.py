@@ -203,7 +203,8 @@ class Session:
     def pull_needed(self) -> bool:
         """True when a server was restored since the last pull: it would refuse gradients of what is held."""
         pairs = zip(self._connections, self._held, strict=True)
-        return any(connection.epoch != held.epoch for connection, held in pairs)
+        # A server without a shard sends nothing that could bring its epoch here.
+        return any(held.versions and connection.epoch != held.epoch for connection, held in pairs)
 
     @property
     def global_step(self) -> int:

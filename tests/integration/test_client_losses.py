@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +148,27 @@ def test_workers_go_on_after_kill_and_resume(start_server: Start, tmp_path: Path
     receipts = client.push(gradients_like(tensors, 5))
     assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
     client.close()
+
+
+def test_a_paused_server_costs_a_deadline_and_the_push_still_counts_once(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stopped process keeps its connections open: only deadlines tell."""
+    monkeypatch.setattr("pyps_client.connection.CALL_SECONDS", 0.5)
+    tensors = small_model()
+    reference = Reference(tensors, "adagrad")
+    server = start_server()
+    with make_client(server.data) as client, ThreadPoolExecutor(1) as pool:
+        client.session._loss = replace(client.session._loss, report_first_seconds=0, report_seconds=0.5)
+        server.signal(signal.SIGSTOP)
+        gradients = gradients_like(tensors, 0)
+        pushing = pool.submit(client.push, gradients)
+        reference.step(gradients)
+        wait_until(lambda: "no answer within the call's deadline" in caplog.text, 20, "the line that tells of the wait")
+        server.signal(signal.SIGCONT)
+
+        assert {receipt.outcome for receipt in pushing.result(30)} == {OUTCOME_APPLIED}
+        reference.check(client.pull())
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -13,9 +13,7 @@ from pyps_wire.framing import split
 from pyps_wire.parameter_server_pb2 import PushRequest
 from pyps_wire.partition import Model, Tensor, partition
 
-MODEL = Model(
-    (Tensor("a", (10,)), Tensor("b", (2, 5)), Tensor("c", (30,)), Tensor("d", (14,))), shard_size=32
-)
+MODEL = Model((Tensor("a", (10,)), Tensor("b", (2, 5)), Tensor("c", (30,)), Tensor("d", (14,))), shard_size=32)
 
 
 def test_all_present_means_whole_shards() -> None:

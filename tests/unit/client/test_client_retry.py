@@ -10,9 +10,7 @@ import pytest
 from pyps_client.retry import RetryPolicy, Wait
 from pyps_wire.errors import RunFinished, ServerUnavailable, WaitTimedOut
 
-QUICK = RetryPolicy(
-    0.05, "start_wait_seconds", pause_first_seconds=0.001, report_first_seconds=0, report_seconds=0.01
-)
+QUICK = RetryPolicy(0.05, "start_wait_seconds", pause_first_seconds=0.001, report_first_seconds=0, report_seconds=0.01)
 
 
 def begin(policy: RetryPolicy = QUICK, stop: threading.Event | None = None) -> Wait:
