@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import grpc
 import numpy as np
 import numpy.typing as npt
+
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
@@ -112,9 +113,7 @@ class WireWorker:
 
     def initialize(self, term: int, value: float = 0.0) -> wire.InitializeReply:
         """Initialises every parameter with one value."""
-        return self.stub.Initialize(
-            self.initialize_messages(term, value), timeout=CALL_SECONDS, metadata=self.metadata
-        )
+        return self.stub.Initialize(self.initialize_messages(term, value), timeout=CALL_SECONDS, metadata=self.metadata)
 
     def join(self, value: float = 0.0) -> wire.HelloReply:
         """Says Hello, and initialises the run where it is asked to."""
@@ -178,14 +177,9 @@ class WireWorker:
         """Pulls everything as raw frames, as the real client does."""
         request = wire.PullRequest(sender=self.sender, role=common.ROLE_WORKER, epoch=self.epoch)
         call = self.channel.unary_stream(METHODS["Pull"])
-        frames: Iterable[bytes] = call(
-            request.SerializeToString(), timeout=CALL_SECONDS, metadata=self.metadata
-        )
+        frames: Iterable[bytes] = call(request.SerializeToString(), timeout=CALL_SECONDS, metadata=self.metadata)
         parts = [framing.split(frame) for frame in frames]
-        return [
-            (wire.Parameters.FromString(header), np.frombuffer(payload, np.float32))
-            for header, payload in parts
-        ]
+        return [(wire.Parameters.FromString(header), np.frombuffer(payload, np.float32)) for header, payload in parts]
 
     def heartbeat(self, **fields: int) -> wire.HeartbeatReply:
         """Gives a sign of life."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire

@@ -7,6 +7,7 @@ import threading
 
 import grpc
 import pytest
+
 from pyps_wire import common_pb2 as common
 from pyps_wire.errors import METADATA_KEY
 from pyps_wire.partition import Model, Tensor

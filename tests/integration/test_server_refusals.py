@@ -7,6 +7,7 @@ import random
 import grpc
 import numpy as np
 import pytest
+
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pyps_wire import inspector_pb2
 from pyps_wire.errors import METADATA_KEY
 from pyps_wire.inspector_pb2_grpc import InspectorStub

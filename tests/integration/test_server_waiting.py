@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
@@ -73,9 +74,7 @@ def test_64_workers_push_and_pull_at_once_and_all_complete(start_server):
             version = 0
             for _ in range(rounds):
                 [receipt] = worker.push(worker.push_request(1.0, base_version=version))
-                want = wire.PullRequest.Want(
-                    shard_id=0, held_version=version, min_version=receipt.version_after
-                )
+                want = wire.PullRequest.Want(shard_id=0, held_version=version, min_version=receipt.version_after)
                 version = worker.pull([want], wait_seconds=20)[0].version
                 barrier.wait(60)
             return version

@@ -1,0 +1,145 @@
+"""The server's configuration: who wins, and what a refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pyps.cli import serve as serve_command
+from pyps.config import ConfigError, ServerConfig, StopCondition, flag_name, resolve
+
+
+def made(flags=None, environment=None, toml_path=None, warnings=None):
+    """The configuration of these sources."""
+    warn = (warnings if warnings is not None else []).append
+    return resolve(flags or {}, environment or {}, toml_path, warn=warn)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "pyps.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_defaults_work():
+    assert made() == ServerConfig()
+
+
+def test_flag_wins_over_environment_over_toml_over_default(toml):
+    path = toml("port = 1\ncontrol_port = 2\nmetrics_port = 3\n")
+    environment = {"PYPS_PORT": "11", "PYPS_CONTROL_PORT": "12"}
+    config = made({"port": "21"}, environment, path)
+    assert (config.port, config.control_port, config.metrics_port, config.max_workers) == (21, 12, 3, 256)
+
+
+def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
+    texts = {
+        "token_file": "/token",
+        "checkpoint_dir": "/checkpoints",
+        "record_dir": "/record",
+        "ready_file": "/ready",
+        "stop_after": "updates=5",
+        "optimizer": "sgd:learning_rate=0.5",
+        "staleness": "none",
+        "log_format": "json",
+        "log_level": "debug",
+        "host": "localhost",
+        "run_id": "r",
+    }
+    for field in dataclasses.fields(ServerConfig):
+        if field.name == "protocol":
+            continue  # There is only one protocol yet.
+        if isinstance(field.default, bool):
+            text = "true"
+        elif isinstance(field.default, int | float):
+            text = str(field.default + 10)
+        else:
+            text = texts[field.name]
+        others = {"checkpoint_dir": "/checkpoints"} if field.name == "resume" else {}
+        by_flag = made({field.name: text, **others})
+        by_environment = made(others, {f"PYPS_{field.name.upper()}": text})
+        bare = isinstance(field.default, int | float)
+        by_toml = made(others, {}, toml(f"{field.name} = {text if bare else repr(text)}\n"))
+        assert getattr(by_flag, field.name) != field.default
+        assert by_flag == by_environment == by_toml
+
+
+def test_every_field_has_a_flag_with_its_meaning():
+    options = {option.name: option for option in serve_command._parameters()}
+    for field in dataclasses.fields(ServerConfig):
+        option = options[field.name].annotation.__metadata__[0]
+        # Inside Annotated, typer takes the first flag for what it calls the default.
+        assert option.default.startswith(flag_name(field.name))
+        assert option.help.startswith(field.metadata["meaning"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        ({"port": "x"}, {}, ["the flag --port", "'x'", "whole number"]),
+        ({"port": "65536"}, {}, ["the flag --port", "65536", "from 0 to 65535"]),
+        ({}, {"PYPS_PORT": "1.5"}, ["PYPS_PORT in the environment", "'1.5'", "whole number"]),
+        ({}, {"PYPS_INSECURE": "perhaps"}, ["PYPS_INSECURE", "'perhaps'", "true or false"]),
+        ({"lease_seconds": "nan"}, {}, ["--lease-seconds", "nan", "at least"]),
+        ({"max_workers": "0"}, {}, ["--max-workers", "0", "at least 1"]),
+        ({"log_format": "xml"}, {}, ["--log-format", "'xml'", "text, json"]),
+        ({"stop_after": "updates=-1"}, {}, ["--stop-after", "'updates=-1'", "updates=N"]),
+        ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
+        ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
+        ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
+        ({"port": "7611"}, {}, ["7611", "differ"]),
+        ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
+        ({}, {"PYPS_STALENESS": "nonsense"}, ["PYPS_STALENESS", "'nonsense'", "divide"]),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_sentence_that_names_its_origin(flags, environment, words):
+    with pytest.raises(ConfigError) as caught:
+        made(flags, environment)
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", ["prot", "did you mean port?"]),
+        ("zzz = 1", ["zzz", "the settings are host, port"]),
+        ("port = true", ["port in ", "True", "whole number"]),
+        ("port = 'a", ["no valid TOML"]),
+        ("run_id = 5", ["run_id in ", "5", "a text"]),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name(toml, text, words):
+    path = toml(text)
+    with pytest.raises(ConfigError) as caught:
+        made({}, {}, path)
+    for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+def test_kubernetes_values_are_ignored_with_a_warning():
+    warnings: list[str] = []
+    assert made({}, {"PYPS_PORT": "tcp://10.0.0.1:7610"}, warnings=warnings).port == 7610
+    [line] = warnings
+    assert "PYPS_PORT=tcp://10.0.0.1:7610 is ignored" in line
+
+
+def test_an_empty_variable_counts_as_unset():
+    assert made({}, {"PYPS_PORT": "", "PYPS_TOKEN_FILE": ""}) == ServerConfig()
+
+
+def test_other_variables_of_pyps_are_left_alone():
+    assert made({}, {"PYPS_SERVERS": "a:1", "PYPS_ISA": "avx2", "PYPS_PORT_7610_TCP": "tcp://x"}) == ServerConfig()
+
+
+def test_stop_conditions_are_read():
+    assert made({"stop_after": "examples=50000"}).stop_condition == StopCondition("examples", 50_000)
+    assert made({"stop_after": "seconds=0.5"}).stop_condition == StopCondition("seconds", 0.5)
+    assert made().stop_condition is None
