@@ -124,9 +124,7 @@ class Checkpoint:
         try:
             self.header = RunHeader.from_json(manifest)
             self.written: str = manifest["written"]
-            self._shards: dict[int, dict[str, Any]] = {
-                shard["shard_id"]: shard for shard in manifest["shards"]
-            }
+            self._shards: dict[int, dict[str, Any]] = {shard["shard_id"]: shard for shard in manifest["shards"]}
             self._files: dict[str, int] = manifest["files"]
         except (KeyError, TypeError, ValueError, PypsError) as error:
             raise CheckpointDamaged(f"{path / MANIFEST} cannot be understood: {error!r}") from None
@@ -168,18 +166,14 @@ class Checkpoint:
         examples = {shard_id: shard["examples"] for shard_id, shard in self._shards.items()}
         return RestoredRun(self.header, states, examples)
 
-    def _state(
-        self, shard: Mapping[str, Any], parameters: Floats, slots: dict[str, Floats], line: bytes
-    ) -> ShardState:
+    def _state(self, shard: Mapping[str, Any], parameters: Floats, slots: dict[str, Floats], line: bytes) -> ShardState:
         if zlib.crc32(line) != int(shard["checksums"]["ledger"], 16):
             raise CheckpointDamaged(
                 f"{self.path / LEDGER} holds other bytes for shard {shard['shard_id']} than were written"
             )
         plain = json.loads(line)
         pending = tuple(contribution_from_plain(contribution) for contribution in plain["pending"])
-        return ShardState(
-            shard["version"], parameters, slots, LedgerState.from_json(plain["ledger"]), pending
-        )
+        return ShardState(shard["version"], parameters, slots, LedgerState.from_json(plain["ledger"]), pending)
 
     def _slots(self) -> dict[int, dict[str, Floats]]:
         names = find(self.header.optimizer.rule).slot_names
@@ -212,9 +206,7 @@ class Checkpoint:
         except OSError as error:
             raise CheckpointDamaged(f"{self.path / LEDGER} cannot be read: {error.strerror}") from None
         if len(lines) != len(self._shards):
-            raise CheckpointDamaged(
-                f"{self.path / LEDGER} has {len(lines)} lines for {len(self._shards)} shards"
-            )
+            raise CheckpointDamaged(f"{self.path / LEDGER} has {len(lines)} lines for {len(self._shards)} shards")
         return lines
 
 

@@ -93,9 +93,7 @@ class CheckpointFolder:
                 log.error("checkpoint ignored", path=path, reason=error)
                 continue
             self._newest = path
-            log.info(
-                "checkpoint read", path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max
-            )
+            log.info("checkpoint read", path=path, run_id=checkpoint.header.run_id, version=checkpoint.version_max)
             return self._claim_epoch(restored)
         raise CheckpointError(
             f"none of the {len(paths)} checkpoints in {self.path} can be used (the log says why for each): "

@@ -103,7 +103,7 @@ def _from_servers(servers: str, token_file: Path | None, wait_seconds: float) ->
 def _write(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
     """Writes the file whole or not at all."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     try:
         save_file(contiguous, temporary, {"format": "pt"})
         temporary.replace(file)

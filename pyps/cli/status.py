@@ -93,40 +93,45 @@ def _show(answers: Sequence[Answer], *, shards_shown: int | None) -> None:
 
 
 def _servers_table(answers: Sequence[Answer]) -> Table:
+    """One column a server, so that the facts fit a narrow terminal."""
     table = Table(title="servers")
-    for name in ("server", "state", "run", "epoch", "in force", "version", "workers"):
-        table.add_column(name)
-    for name in (
-        "applied",
-        "pending",
-        "rejected",
-        "repeated",
-        "staleness",
-        "step kept",
-        "last update",
-    ):
-        table.add_column(name, justify="right")
+    table.add_column("control")
     for answer in answers:
-        status = answer.status
-        state = common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower()
-        in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
-        last = "never" if status.last_update_seconds < 0 else _seconds(status.last_update_seconds)
-        _add(
-            table,
-            f"{answer.address} ({status.server_index} of {status.num_servers})",
-            *(state, status.run_id, status.epoch, in_force, _range(status.version_min, status.version_max)),
-            *(status.workers_alive, status.updates, status.pushes_applied, status.pushes_pending),
-            *(status.pushes_rejected, status.pushes_duplicate),
-            f"{status.staleness_mean:.2f}, max {status.staleness_max}",
-            f"{status.rate_scale_mean:.1%}",
-            last,
-        )
+        table.add_column(Text(answer.address))
+    columns = [_facts(answer.status) for answer in answers]
+    for name in columns[0]:
+        _add(table, name, *(facts[name] for facts in columns))
     return table
+
+
+def _facts(status: pb.Status) -> dict[str, object]:
+    """What is told of a server, by the name of its row."""
+    last = "never" if status.last_update_seconds < 0 else f"{_seconds(status.last_update_seconds)} ago"
+    in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
+    pushes = (status.pushes_applied, status.pushes_pending, status.pushes_rejected, status.pushes_duplicate)
+    return {
+        "data": status.data_address,
+        "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
+        "run": f"{status.run_id or 'none'}, epoch {status.epoch}",
+        "place": f"{status.server_index} of {status.num_servers}" if status.num_servers else "",
+        "in force": in_force,
+        "workers alive": status.workers_alive,
+        "version": _range(status.version_min, status.version_max),
+        "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
+        "updates of shards": f"{status.updates:,}, the last {last}",
+        "pushes": "{:,} applied, {:,} pending, {:,} rejected, {:,} repeated".format(*pushes),
+        "examples": f"{status.examples:,}",
+        "staleness": f"mean {status.staleness_mean:.2f}, max {status.staleness_max}",
+        "step kept": f"{status.rate_scale_mean:.1%} after staleness",
+        "received, sent": f"{status.bytes_in / 2**20:,.1f} MiB, {status.bytes_out / 2**20:,.1f} MiB",
+        "up for": _seconds(status.uptime_seconds),
+        "checkpoint": status.checkpoint or "none",
+    }
 
 
 def _workers_table(answers: Sequence[Answer]) -> Table:
     table = Table(title="workers")
-    for name in ("worker", "state", "host", "device", "steps"):
+    for name in ("worker", "state", "where", "steps"):
         table.add_column(name)
     for name in (
         "applied",
@@ -147,7 +152,7 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
         reports = ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items()))
         _add(
             table,
-            *(name, latest.state, f"{latest.host} pid {latest.process_id}", latest.device, latest.clock),
+            *(name, latest.state, f"{latest.host} {latest.process_id} {latest.device}", latest.clock),
             *(sum(w.pushes_applied for w in known), sum(w.pushes_rejected for w in known)),
             sum(w.pushes_duplicate for w in known),
             f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",

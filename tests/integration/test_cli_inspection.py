@@ -1,0 +1,182 @@
+"""`pyps status`, `export`, `save`, `stop` and `reset` against real servers, as a user types them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from client_support import addresses, free_port, gradients_like, make_client, small_model, start_servers
+from inspection import inspect
+from pyps_wire import common_pb2 as common
+from support import PythonProcess, ServerProcess
+
+Start = Callable[..., ServerProcess]
+
+
+class Shell:
+    """Runs `pyps` commands to their end."""
+
+    def __init__(self, start_python: Callable[..., PythonProcess]):
+        self._start = start_python
+
+    def run(self, *arguments: str, status: int = 0) -> str:
+        """The output of a command that ends with that status, and never with a traceback."""
+        process = self._start("-m", "pyps", *arguments)
+        assert process.wait() == status, process.output()
+        assert "Traceback" not in process.output()
+        return process.output()
+
+
+@pytest.fixture
+def shell(start_python: Callable[..., PythonProcess]) -> Shell:
+    return Shell(start_python)
+
+
+def controls(servers: list[ServerProcess]) -> str:
+    return ",".join(server.control for server in servers)
+
+
+def train(servers: list[ServerProcess], steps: int = 3) -> dict[str, np.ndarray]:
+    """Trains a little and returns the parameters that a worker ends with."""
+    with make_client(addresses(servers), worker_id="[red]worker[/red]") as client:
+        for step in range(steps):
+            client.push(gradients_like(small_model(), seed=step), examples=10)
+        return client.pull()
+
+
+def test_status_shows_servers_workers_and_shards(start_server: Start, shell: Shell) -> None:
+    servers = start_servers(start_server, 2)
+    train(servers)
+    output = shell.run("status", "--servers", controls(servers))
+    for server in servers:
+        assert server.control in output
+    # A worker's own words are shown as they are, not as markup.
+    assert "[red]worker[/red]" in output
+    assert "finished" in output and "async, divide, adagrad" in output
+    for server in servers:
+        for shard in inspect(server.control, "ListShards").shards:
+            assert shard.checksum in output
+
+
+def test_status_as_json_is_what_grpcurl_would_say(start_server: Start, shell: Shell) -> None:
+    servers = start_servers(start_server, 2)
+    train(servers)
+    answer = json.loads(shell.run("status", "--json", "--servers", controls(servers)))
+    first, second = answer["servers"]
+    assert (first["address"], second["address"]) == (servers[0].control, servers[1].control)
+    assert first["status"]["state"] == "RUN_STATE_READY"
+    assert first["status"]["versionMax"] == "3"
+    assert first["workers"][0]["state"] == "finished"
+    assert len(first["shards"]) == first["status"]["numShards"]
+
+
+def test_a_server_that_is_not_there_is_one_sentence(start_server: Start, shell: Shell) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    output = shell.run("status", "--servers", nobody, status=1)
+    assert output.strip().splitlines() == [
+        f"Error: no server answers on {nobody}: check the address (a control port, 7611 by default) "
+        "and that the server runs"
+    ]
+    there = start_server()
+    output = shell.run("status", "--servers", f"{there.control},{nobody}", status=1)
+    assert there.control in output and f"no server answers on {nobody}" in output
+    answer = json.loads(shell.run("status", "--json", "--servers", nobody, status=1).partition("\nError")[0])
+    assert "no server answers" in answer["servers"][0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [("", "No servers were named"), ("a b", "'a b:7611' is malformed"), ("a:99999", "port 99999; expected 1 to 65535")],
+)
+def test_an_address_that_is_none_is_one_sentence(shell: Shell, servers: str, message: str) -> None:
+    assert message in shell.run("status", "--servers", servers, status=2)
+
+
+def test_the_data_port_is_told_apart_from_the_control_port(start_server: Start, shell: Shell) -> None:
+    server = start_server()
+    assert f"{server.data} is no control port" in shell.run("status", "--servers", server.data, status=1)
+
+
+def test_a_token_is_asked_for_and_taken(start_server: Start, shell: Shell, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("correct horse\n")
+    server = start_server("--token-file", str(token))
+    assert "wants a token" in shell.run("status", "--servers", server.control, status=1)
+    assert server.control in shell.run("status", "--servers", server.control, "--token-file", str(token))
+    refused = shell.run("status", "--servers", server.control, "--token-file", str(tmp_path / "none"), status=2)
+    assert "none cannot be read: No such file or directory" in " ".join(refused.split())
+
+
+def test_export_gives_plain_pytorch_the_tensors_under_their_names(
+    start_server: Start, shell: Shell, tmp_path: Path
+) -> None:
+    servers = [start_server("--checkpoint-dir", str(tmp_path / f"server-{index}"), wait=False) for index in range(2)]
+    for server in servers:
+        server.wait_ready()
+    expected = train(servers)
+    live, saved = tmp_path / "live.safetensors", tmp_path / "saved.safetensors"
+    shell.run("export", str(live), "--servers", addresses(servers))
+    wrote = shell.run("save", "--servers", controls(servers))
+    assert wrote.count("checkpoint-00000001") == 2
+    folders = [argument for index in range(2) for argument in ("--checkpoint", str(tmp_path / f"server-{index}"))]
+    assert "5,002 parameters" in shell.run("export", str(saved), *folders)
+    for file in (live, saved):
+        tensors = load_file(file)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+            name: array.shape for name, array in expected.items()
+        }
+        for name, tensor in tensors.items():
+            assert tensor.dtype is torch.float32
+            np.testing.assert_array_equal(tensor.numpy(), expected[name])
+
+    half = shell.run("export", str(tmp_path / "half"), *folders[:2], status=1)
+    assert "missing here: those of server 1. Give --checkpoint once for each server" in half
+    assert not (tmp_path / "half").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ((), 2, "say where the model is: --servers HOST:7610,... or --checkpoint FOLDER"),
+        (("--checkpoint", "/nonexistent"), 1, "there is no folder /nonexistent"),
+        (("--checkpoint", "."), 1, "there is no whole checkpoint in ."),
+    ],
+)
+def test_export_says_what_it_needs(
+    shell: Shell, tmp_path: Path, arguments: tuple[str, ...], status: int, message: str
+) -> None:
+    assert message in shell.run("export", str(tmp_path / "file"), *arguments, status=status)
+
+
+def test_export_of_servers_that_are_not_there_ends_in_time(shell: Shell, tmp_path: Path) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    output = shell.run("export", str(tmp_path / "file"), "--servers", nobody, "--wait-seconds", "0.5", status=1)
+    assert nobody in output
+
+
+def test_stop_and_reset_end_and_forget_a_run(start_server: Start, shell: Shell) -> None:
+    servers = start_servers(start_server, 2)
+    assert "holds no run" in shell.run("stop", "--servers", controls(servers), status=1)
+    with make_client(addresses(servers), run_id="mine") as client:
+        client.push(gradients_like(small_model(), seed=1))
+        shell.run("stop", "--servers", controls(servers))
+        assert {inspect(server.control, "GetStatus").state for server in servers} == {common.RUN_STATE_FINISHED}
+    refused = shell.run("reset", "another", "--servers", controls(servers), status=1)
+    assert refused.count("not run 'another': name the run to reset") == 2
+    assert shell.run("reset", "mine", "--servers", controls(servers)).count("has forgotten run 'mine'") == 2
+    assert {inspect(server.control, "GetStatus").state for server in servers} == {common.RUN_STATE_EMPTY}
+
+
+def test_saving_without_a_folder_is_one_sentence(start_server: Start, shell: Shell) -> None:
+    server = start_server()
+    assert "start it with --checkpoint-dir" in shell.run("save", "--servers", server.control, status=1)
+
+
+def test_replay_says_where_there_is_nothing_to_replay(shell: Shell, tmp_path: Path) -> None:
+    assert f"there is no record in {tmp_path}" in shell.run("replay", str(tmp_path), status=1)
