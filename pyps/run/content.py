@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from pyps.core import update_rules
 from pyps.core.aggregation import Aggregation
@@ -15,6 +16,9 @@ from pyps.run.initialization import listed
 from pyps.run.settings import RuleSettings
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Partition
+
+if TYPE_CHECKING:
+    from pyps.checkpoint import RunHeader
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,29 @@ class Content:
                 f"of the model's {self.partition.num_shards}"
             )
         return shard
+
+    def header(self, *, epoch: int, protocol: str, staleness: str) -> RunHeader:
+        """What the run is, apart from its shards."""
+        # Imported here: checkpoints know runs, and a run knows only the head of a checkpoint.
+        from pyps.checkpoint import RunHeader
+
+        return RunHeader(
+            run_id=self.run_id,
+            epoch=epoch,
+            server_index=self.server_index,
+            num_servers=self.partition.num_servers,
+            model=self.partition.model,
+            optimizer=self.settings,
+            protocol=protocol,
+            staleness=staleness,
+        )
+
+
+class RunRecorder(Recorder, Protocol):
+    """A shard's recorder that is told when a run's shards begin to serve."""
+
+    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+        """Hears of the shards before anything happens to them."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ class InitializationGate:
     server 0, whose Initialize comes last and makes the run; until then a later term replaces an earlier one.
     """
 
-    def __init__(self, *, lease_seconds: float):
-        self._election = Election(lease_seconds=lease_seconds)
+    def __init__(self, *, lease_seconds: float, first_term: int):
+        self._election = Election(lease_seconds=lease_seconds, first_term=first_term)
         self._newest_run = ""
         self._newest_term = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyps.run.settings import RuleSettings
+from pyps.run.state import RunState
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
 from pyps_wire.partition import Model, Partition, first_difference
@@ -28,6 +29,25 @@ class Greeting:
     host: str
     process_id: int
     device: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What Hello decides about a caller; `term` is 0 unless it is to initialise the run."""
+
+    initialize: bool = False
+    term: int = 0
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a heartbeat is answered with."""
+
+    known: bool
+    stop: bool
+    state: RunState
+    epoch: int
+    version: int
 
 
 @dataclass(frozen=True)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from threading import RLock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from pyps import __version__, logs
 from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Gradient
 from pyps.core.ledger import LedgerState
-from pyps.core.membership import Membership, WorkerInfo, WorkerState
+from pyps.core.membership import Membership
 from pyps.core.receipt import Outcome, Receipt
-from pyps.core.recorder import Recorder
 from pyps.core.shard import Shard, ShardState
 from pyps.run import handshake
-from pyps.run.content import Content, ShardFactory
+from pyps.run.attendance import Attendance
+from pyps.run.content import Content, RunRecorder, ShardFactory
 from pyps.run.gate import InitializationGate
-from pyps.run.handshake import Greeting, Holding
+from pyps.run.handshake import Greeting, Holding, Pulse, Welcome
 from pyps.run.initialization import Initialization, Opening
 from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
@@ -40,36 +39,10 @@ ELECTION_LEASE_SECONDS = 10.0
 log = logs.get("pyps.run")
 
 
-class RunRecorder(Recorder, Protocol):
-    """A shard's recorder that is told when a run's shards begin to serve."""
-
-    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
-        """Hears of the shards before anything happens to them."""
-
-
-@dataclass(frozen=True)
-class Welcome:
-    """What Hello decides about a caller; `term` is 0 unless it is to initialise the run."""
-
-    initialize: bool = False
-    term: int = 0
-
-
-@dataclass(frozen=True)
-class Pulse:
-    """What a heartbeat is answered with."""
-
-    known: bool
-    stop: bool
-    state: RunState
-    epoch: int
-    version: int
-
-
 class Run:
     """One run, or the place for one. Every method may be called from any thread.
 
-    `_lock` guards who holds what; it is never held while a shard is updated or a caller waited for.
+    `_lock` guards which run it is; it is never held while a shard is updated or a caller waited for.
     """
 
     def __init__(
@@ -98,8 +71,12 @@ class Run:
 
     def _clear(self) -> None:
         self.statistics = Statistics()
-        self.membership = Membership(lease_seconds=self.config.lease_seconds, workers_max=self.config.max_workers)
-        self.gate = InitializationGate(lease_seconds=min(ELECTION_LEASE_SECONDS, self.config.lease_seconds))
+        self._attendance = Attendance(lease_seconds=self.config.lease_seconds, workers_max=self.config.max_workers)
+        self.gate = InitializationGate(
+            lease_seconds=min(ELECTION_LEASE_SECONDS, self.config.lease_seconds),
+            # The other servers remember terms over a restart of this one.
+            first_term=time.time_ns() // 1_000_000,
+        )
         self._content: Content | None = None
         self._finished = False
 
@@ -161,6 +138,11 @@ class Run:
         """When the run was initialised or restored, in the run's clock."""
         return self._content.ready_at if self._content else None
 
+    @property
+    def membership(self) -> Membership:
+        """The run's workers."""
+        return self._attendance.membership
+
     # How workers come and go.
 
     def hello(self, greeting: Greeting) -> Welcome:
@@ -175,7 +157,7 @@ class Run:
                 self._check_alone(greeting)
             if greeting.observer:
                 return Welcome()
-            self._join(greeting, now)
+            self._attendance.join(greeting, now=now)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
             term = self.gate.elect(greeting.worker_id, greeting.incarnation, now=now)
@@ -191,7 +173,7 @@ class Run:
         known = run_id == self.run_id or not run_id
         try:
             if known:
-                self._heard(worker_id, incarnation, clock=clock, scalars=scalars)
+                self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
         except UnknownWorker:
             known = False
         state = self.state
@@ -200,10 +182,7 @@ class Run:
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
         """Ends a worker's membership; returns how many are left alive."""
         if run_id == self.run_id:
-            ended = WorkerState.FAILED if failed else WorkerState.FINISHED
-            member = self.membership.leave(worker_id, incarnation, now=self.clock(), state=ended, message=message)
-            if member is not None:
-                log.info("worker left", worker=worker_id, state=ended.value, message=message)
+            self._attendance.leave(worker_id, incarnation, now=self.clock(), failed=failed, message=message)
         return self.membership.num_alive
 
     # How the first parameters come in.
@@ -268,7 +247,9 @@ class Run:
 
     def header(self) -> RunHeader:
         """What the run is, apart from its shards: the head of a checkpoint."""
-        return self._header(self._require_content())
+        return self._require_content().header(
+            epoch=self.epoch, protocol=self.aggregation.name, staleness=self.staleness.name
+        )
 
     # How the run moves.
 
@@ -278,8 +259,8 @@ class Run:
         self._refuse_when_draining()
         self._require_run(content, run_id)
         shard = content.shard(shard_id)
-        self._heard(gradient.worker_id, gradient.incarnation, clock=gradient.clock or None)
         began = self.clock()
+        self._attendance.heard(gradient.worker_id, gradient.incarnation, now=began, clock=gradient.clock or None)
         receipt = shard.push(gradient, num_workers=self.membership.num_alive)
         now = self.clock()
         self.statistics.pushed(
@@ -304,15 +285,13 @@ class Run:
             handshake.check_run(run_id, self.holding(), observer=True)
         else:
             self._require_run(content, run_id)
-            self._heard(worker_id, incarnation)
+            self._attendance.heard(worker_id, incarnation, now=self.clock())
         return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
 
     def tick(self) -> None:
         """Does what time brings: forgets silent workers, ends a run whose time is over."""
         now = self.clock()
-        for member in self.membership.expire(now):
-            silent = now - member.heard_at
-            log.warning("worker's lease ran out", worker=member.worker_id, silent_seconds=round(silent, 1))
+        self._attendance.expire(now)
         condition, content = self.stop_condition, self._content
         if condition is None or condition.unit != "seconds" or content is None:
             return
@@ -351,8 +330,7 @@ class Run:
     @property
     def done(self) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
-        joined = len(self.membership.all())
-        return joined >= max(1, self.config.expected_workers) and self.membership.num_alive == 0
+        return self._attendance.done(expected_workers=self.config.expected_workers)
 
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""
@@ -363,8 +341,7 @@ class Run:
 
     def _check_against(self, content: Content, greeting: Greeting) -> None:
         asked = greeting.run_id
-        member = self.membership.get(greeting.worker_id)
-        if not asked and member is not None and member.incarnation == greeting.incarnation:
+        if not asked and self._attendance.is_member(greeting):
             # It came while the server was empty and waited for the first parameters: it is of this run.
             asked = content.run_id
         handshake.check_run(asked, self.holding(), observer=greeting.observer)
@@ -390,26 +367,6 @@ class Run:
         source = "what the server was told at its start (--optimizer)"
         return settle(self.told, asked, num_groups=model.num_groups, source=source)
 
-    def _join(self, greeting: Greeting, now: float) -> None:
-        before = self.membership.get(greeting.worker_id)
-        info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
-        member = self.membership.join(greeting.worker_id, greeting.incarnation, now=now, info=info)
-        if before is None or before.incarnation != member.incarnation or not before.alive:
-            log.info("worker joined", worker=member.worker_id, host=info.host, pid=info.process_id)
-
-    def _heard(
-        self,
-        worker_id: str,
-        incarnation: int,
-        *,
-        clock: int | None = None,
-        scalars: Mapping[str, float] | None = None,
-    ) -> None:
-        before = self.membership.get(worker_id)
-        self.membership.renew(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
-        if before is not None and not before.alive:
-            log.info("worker is back", worker=worker_id)
-
     def _already_initialized(self, opening: Opening) -> bool:
         """Whether there is nothing to do; refuses whoever may not initialise now."""
         self._refuse_when_draining()
@@ -423,27 +380,13 @@ class Run:
 
     def _set_content(self, content: Content) -> None:
         if self.recorder is not None:
-            self.recorder.begin(self._header(content), content.shards)
+            header = content.header(epoch=self.epoch, protocol=self.aggregation.name, staleness=self.staleness.name)
+            self.recorder.begin(header, content.shards)
         self._content = content
         self.gate.done()
         for shard in content.shards.values():
             # A restored run may have reached its end already.
             self._stop_where_due(shard)
-
-    def _header(self, content: Content) -> RunHeader:
-        # Imported here: checkpoints know runs, and a run knows only the head of a checkpoint.
-        from pyps.checkpoint import RunHeader
-
-        return RunHeader(
-            run_id=content.run_id,
-            epoch=self.epoch,
-            server_index=content.server_index,
-            num_servers=content.partition.num_servers,
-            model=content.partition.model,
-            optimizer=content.settings,
-            protocol=self.aggregation.name,
-            staleness=self.staleness.name,
-        )
 
     def _stop_where_due(self, shard: Shard) -> None:
         """Ends the run where the shard's last update was the last of the run."""

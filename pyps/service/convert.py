@@ -10,8 +10,9 @@ from pyps import _kernels
 from pyps.core.gradient import Codec, Extent, Gradient
 from pyps.core.receipt import Receipt
 from pyps.run import Greeting, RuleSettings, Run
+from pyps.run.handshake import Welcome
 from pyps.run.initialization import Opening
-from pyps.run.run import SOFTWARE, Welcome
+from pyps.run.run import SOFTWARE
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
