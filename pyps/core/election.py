@@ -18,11 +18,13 @@ class Term:
 class Election:
     """Gives one worker after the other the turn, until initialisation is done. The caller guards it.
 
-    Terms grow by one, so that what an earlier initialiser still sends is told apart from the present one's.
+    Terms grow by one, so that what an earlier initialiser still sends is told apart from the present one's. Where the
+    electing process may start anew, `first_term` must be larger than all terms of its former life.
     """
 
-    def __init__(self, *, lease_seconds: float) -> None:
+    def __init__(self, *, lease_seconds: float, first_term: int = 1) -> None:
         self.lease_seconds = lease_seconds
+        self._first_term = first_term
         self._term: Term | None = None
         self._done = False
 
@@ -37,7 +39,7 @@ class Election:
             return None
         current, expires_at = self._term, now + self.lease_seconds
         if current is None:
-            self._term = Term(1, worker_id, incarnation, expires_at)
+            self._term = Term(self._first_term, worker_id, incarnation, expires_at)
         elif (current.worker_id, current.incarnation) == (worker_id, incarnation):
             self._term = replace(current, expires_at=expires_at)
         elif now > current.expires_at:

@@ -72,3 +72,15 @@ def test_nobody_is_elected_when_all_is_done(election: Election) -> None:
 
 def test_before_the_first_election_no_term_is_current(election: Election) -> None:
     assert not election.is_current(0)
+
+
+def test_a_server_that_starts_anew_continues_above_its_former_terms() -> None:
+    former = Election(lease_seconds=10.0)
+    former.elect("a", 1, now=0.0)
+    overtaken = former.elect("b", 1, now=100.0)
+    assert overtaken is not None
+
+    again = Election(lease_seconds=10.0, first_term=overtaken.number + 1).elect("a", 1, now=0.0)
+
+    assert again is not None
+    assert again.number > overtaken.number
