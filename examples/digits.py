@@ -4,10 +4,10 @@ Run any number of it at once; each takes its own part of the data and all share 
 
     pyps run --servers 2 --workers 4 -- python examples/digits.py
 
-or a single one against a server that runs already:
+or by hand against a server that runs already, whose run every worker names:
 
-    pyps serve
-    python examples/digits.py --servers 127.0.0.1:7610
+    pyps serve --run-id digits
+    PYPS_RUN_ID=digits python examples/digits.py --servers 127.0.0.1:7610
 
 `evaluate` is what `pyps eval examples/digits.py` calls with a running model's parameters.
 """
@@ -15,6 +15,7 @@ or a single one against a server that runs already:
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import count_examples, worker_sampler
+from pyps_wire.errors import PypsError
 
 # Images that no worker trains on.
 HELD_OUT = 360
@@ -100,4 +102,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PypsError as error:
+        # What the servers refuse is said in a sentence; nobody needs to see where.
+        sys.exit(f"digits.py: {error}")

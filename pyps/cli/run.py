@@ -92,8 +92,8 @@ def run_job(settings: JobSettings, *, stay: bool) -> int:
             return 1
         control = ",".join(server.control for server in job.addresses)
         output.announce(
-            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}, run {job.run_id}. "
-            f"Look inside: pyps status --servers {control}"
+            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}, "
+            f"run {job.run_id}. Look inside: pyps status --servers {control}"
         )
         while not job.done:
             job.wait(WAIT_SECONDS)

@@ -100,7 +100,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """A cluster, built and started, and removed with all that belongs to it."""
     cluster = Cluster(tmp_path)
     try:
-        cluster.compose("build", timeout_seconds=BUILD_SECONDS)
+        # The other services run the same two images.
+        cluster.compose("build", "server-0", "worker-0", timeout_seconds=BUILD_SECONDS)
         cluster.compose("up", "-d")
         yield cluster
         print(cluster.logs())

@@ -14,13 +14,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pyps.cli.control import read_token
 from pyps.cli.demo.held_out import HeldOut
 from pyps.cli.demo.picture import draw
 from pyps.cli.demo.progress import Progress, ProgressReader
 from pyps.cli.demo.screen import Screen, final_table
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import counted
-from pyps_client.launch import Launch
 from pyps_client.observer import Observer
 
 WANTED_ACCURACY = 0.95
@@ -67,6 +67,12 @@ def worker_script() -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
+def inherited_token() -> str:
+    """What servers that inherit this environment ask for."""
+    file = os.environ.get("PYPS_TOKEN_FILE")
+    return read_token(Path(file) if file else None)
+
+
 @dataclass
 class History:
     """What was seen of a run over time: (seconds, value) pairs."""
@@ -104,7 +110,7 @@ class Demo:
                 self._job.start()
             except JobError as error:
                 return self._fail(str(error))
-            with ProgressReader([server.control for server in self._job.addresses], token=token()) as reader:
+            with ProgressReader([server.control for server in self._job.addresses], token=inherited_token()) as reader:
                 try:
                     self._watch(reader)
                     return self._conclude(reader)
@@ -116,8 +122,8 @@ class Demo:
         settings = self._job.settings
         addresses = ",".join(server.control for server in self._job.addresses)
         self._screen.line(
-            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}: Downpour, Adagrad, "
-            f"steps divided by staleness.\nLook inside meanwhile: pyps status --servers {addresses}"
+            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}: Downpour, "
+            f"Adagrad, steps divided by staleness.\nLook inside meanwhile: pyps status --servers {addresses}"
         )
         self._screen.line("The workers load torch and the images.")
         with self._screen:
@@ -185,8 +191,3 @@ class Demo:
                     self._screen.line(f"{child.name} | {line}")
         self._screen.line(f"pyps: {sentence}")
         return 1
-
-
-def token() -> str:
-    """What servers that inherit this environment ask for."""
-    return Launch.from_environment("127.0.0.1", environment=os.environ).token

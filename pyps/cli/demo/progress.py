@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
-import grpc
-
+from pyps.cli.control import Control
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import RUN_STATE_FINISHED, RUN_STATE_READY
-from pyps_wire.inspector_pb2_grpc import InspectorStub
+from pyps_wire.errors import PypsError
 
 CALL_SECONDS = 2.0
 
@@ -61,19 +61,14 @@ class ProgressReader:
     """Asks the control port of each server of a run and puts the answers together."""
 
     def __init__(self, control_addresses: Sequence[str], *, token: str = "") -> None:
-        # A proxy of the machine must not stand before its own loopback.
-        options = [("grpc.enable_http_proxy", 0)]
-        self._channels = [grpc.insecure_channel(address, options=options) for address in control_addresses]
-        self._stubs = [InspectorStub(channel) for channel in self._channels]
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._controls = [Control(address, token=token) for address in control_addresses]
 
     def read(self, seconds: float) -> Progress | None:
         """The run now, `seconds` after its start; None where a server does not answer."""
-        call = {"timeout": CALL_SECONDS, "metadata": self._metadata}
         try:
-            statuses = [stub.GetStatus(pb.GetStatusRequest(), **call) for stub in self._stubs]
-            listings = [stub.ListWorkers(pb.ListWorkersRequest(), **call) for stub in self._stubs]
-        except grpc.RpcError:
+            statuses = self._ask("GetStatus", pb.GetStatusRequest())
+            listings = self._ask("ListWorkers", pb.ListWorkersRequest())
+        except PypsError:
             return None
         applied = [status.pushes_applied for status in statuses]
         return Progress(
@@ -91,11 +86,13 @@ class ProgressReader:
     def staleness(self) -> Counter[int]:
         """How many gradients, pushed shards that is, were how stale."""
         counts: Counter[int] = Counter()
-        for stub in self._stubs:
-            histogram = stub.GetStaleness(pb.GetStalenessRequest(), timeout=CALL_SECONDS, metadata=self._metadata)
+        for histogram in self._ask("GetStaleness", pb.GetStalenessRequest()):
             for bucket in histogram.buckets:
                 counts[bucket.staleness] += bucket.count
         return counts
+
+    def _ask(self, method: str, request: Any) -> list[Any]:
+        return [control.call(method, request, timeout_seconds=CALL_SECONDS) for control in self._controls]
 
     def __enter__(self) -> ProgressReader:
         return self
@@ -103,8 +100,8 @@ class ProgressReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for channel in self._channels:
-            channel.close()
+        for control in self._controls:
+            control.__exit__(kind, error, trace)
 
 
 def merge_workers(

@@ -47,18 +47,18 @@ class Screen:
 
 
 def headline_of(progress: Progress, *, updates_per_second: float, accuracy: float | None) -> str:
-    """The run in one line."""
+    """The run in one line, narrow enough for a terminal of 80 columns."""
     parts = [
-        f"{progress.seconds:5.1f} s",
-        f"update {progress.updates:5d}",
-        f"{updates_per_second:4.0f} updates/s",
-        f"staleness mean {progress.staleness_mean:.2f} max {progress.staleness_max}",
+        f"{progress.seconds:4.1f} s",
+        f"update {progress.updates:4d}",
+        f"{updates_per_second:3.0f}/s",
+        f"staleness {progress.staleness_mean:.2f} (max {progress.staleness_max})",
     ]
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")
     if accuracy is not None:
-        parts.append(f"held-out accuracy {accuracy:.3f}")
-    return "   ".join(parts)
+        parts.append(f"accuracy {accuracy:.3f}")
+    return "  ".join(parts)
 
 
 def live_table(progress: Progress) -> Table:
