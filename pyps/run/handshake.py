@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pyps.run.settings import RuleSettings
+from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
-from pyps_wire.partition import Model, Partition, first_difference
+from pyps_wire.partition import Model, Partition, first_difference, partition
+
+if TYPE_CHECKING:
+    from pyps.config import ServerConfig
+    from pyps.run.content import Content
+    from pyps.run.initialization import Opening
 
 
 @dataclass(frozen=True)
@@ -134,6 +140,29 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
             f"the worker cuts the same model into other shards (fingerprint {theirs.fingerprint}, here "
             f"{mine.fingerprint}): install the same release of pyps and pyps-client at both ends"
         )
+
+
+def check_founding(
+    caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None
+) -> tuple[Partition, RuleSettings]:
+    """The plan and settings of the run that the caller would found; refuses what the server could not hold."""
+    check_run_told(caller.run_id, told=config.run_id)
+    assert caller.model is not None
+    check_model_size(caller.model, parameters_max=config.max_model_parameters)
+    source = "what the server was told at its start (--optimizer)"
+    settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)
+    return partition(caller.model, num_servers=caller.num_servers), settings
+
+
+def check_joining(greeting: Greeting, content: Content, *, holding: Holding, waited: bool) -> None:
+    """Refuses whoever does not fit the run that is there; `waited` callers belong to it, whoever named it."""
+    asked = content.run_id if waited and not greeting.run_id else greeting.run_id
+    check_run(asked, holding, observer=greeting.observer)
+    if greeting.num_servers:
+        check_model(greeting, mine=content.partition, server_index=content.server_index)
+    if greeting.optimizer is not None:
+        num_groups = content.partition.model.num_groups
+        settle(content.settings, greeting.optimizer, num_groups=num_groups, source=f"that of run {content.run_id!r}")
 
 
 def _ago(seconds: float) -> str:

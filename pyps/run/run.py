@@ -62,7 +62,7 @@ class Run:
         self.stop_condition = config.stop_condition
         self.started_at = clock()
         self.waits = Waits()
-        self.on_ready: Callable[[], None] = _nothing
+        self.on_ready: Callable[[], None] = lambda: None
         self._lock = RLock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
         self.epoch = 0
@@ -152,9 +152,13 @@ class Run:
         with self._lock:
             self._refuse_when_draining()
             if self._content is not None:
-                self._check_against(self._content, greeting)
+                # Who came while the server was empty waited for the first parameters: it is of this run.
+                waited = self._attendance.is_member(greeting)
+                handshake.check_joining(greeting, self._content, holding=self.holding(), waited=waited)
+            elif greeting.observer:
+                handshake.check_run_told(greeting.run_id, told=self.config.run_id)
             else:
-                self._check_alone(greeting)
+                handshake.check_founding(greeting, config=self.config, told=self.told)
             if greeting.observer:
                 return Welcome()
             self._attendance.join(greeting, now=now)
@@ -194,11 +198,9 @@ class Run:
         with self._lock:
             if self._already_initialized(opening):
                 return None
-            handshake.check_run_told(opening.run_id, told=self.config.run_id)
-            handshake.check_model_size(opening.model, parameters_max=self.config.max_model_parameters)
-            plan = partition(opening.model, num_servers=opening.num_servers)
+            plan, settings = handshake.check_founding(opening, config=self.config, told=self.told)
             plan.of_server(opening.server_index)
-            return Initialization(opening, plan, self._settle(opening.optimizer, opening.model))
+            return Initialization(opening, plan, settings)
 
     def renew_term(self, opening: Opening) -> None:
         """Prolongs the initialiser's turn; Superseded when it has passed to another."""
@@ -214,17 +216,8 @@ class Run:
         with self._lock:
             if self._already_initialized(opening):
                 return
-            self._set_content(
-                Content(
-                    opening.run_id,
-                    plan,
-                    opening.server_index,
-                    settings,
-                    shards,
-                    opening.initializer,
-                    self.clock(),
-                )
-            )
+            now, initializer = self.clock(), opening.initializer
+            self._set_content(Content(opening.run_id, plan, opening.server_index, settings, shards, initializer, now))
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
@@ -247,9 +240,7 @@ class Run:
 
     def header(self) -> RunHeader:
         """What the run is, apart from its shards: the head of a checkpoint."""
-        return self._require_content().header(
-            epoch=self.epoch, protocol=self.aggregation.name, staleness=self.staleness.name
-        )
+        return self._header(self._require_content())
 
     # How the run moves.
 
@@ -339,34 +330,6 @@ class Run:
 
     # Helpers.
 
-    def _check_against(self, content: Content, greeting: Greeting) -> None:
-        asked = greeting.run_id
-        if not asked and self._attendance.is_member(greeting):
-            # It came while the server was empty and waited for the first parameters: it is of this run.
-            asked = content.run_id
-        handshake.check_run(asked, self.holding(), observer=greeting.observer)
-        if greeting.num_servers:
-            handshake.check_model(greeting, mine=content.partition, server_index=content.server_index)
-        if greeting.optimizer is not None:
-            source = f"that of run {content.run_id!r}"
-            settle(
-                content.settings,
-                greeting.optimizer,
-                num_groups=content.partition.model.num_groups,
-                source=source,
-            )
-
-    def _check_alone(self, greeting: Greeting) -> None:
-        handshake.check_run_told(greeting.run_id, told=self.config.run_id)
-        if greeting.model is not None and not greeting.observer:
-            handshake.check_model_size(greeting.model, parameters_max=self.config.max_model_parameters)
-            partition(greeting.model, num_servers=greeting.num_servers)
-            self._settle(greeting.optimizer, greeting.model)
-
-    def _settle(self, asked: RuleSettings | None, model: Model) -> RuleSettings:
-        source = "what the server was told at its start (--optimizer)"
-        return settle(self.told, asked, num_groups=model.num_groups, source=source)
-
     def _already_initialized(self, opening: Opening) -> bool:
         """Whether there is nothing to do; refuses whoever may not initialise now."""
         self._refuse_when_draining()
@@ -387,6 +350,9 @@ class Run:
         for shard in content.shards.values():
             # A restored run may have reached its end already.
             self._stop_where_due(shard)
+
+    def _header(self, content: Content) -> RunHeader:
+        return content.header(epoch=self.epoch, protocol=self.aggregation.name, staleness=self.staleness.name)
 
     def _stop_where_due(self, shard: Shard) -> None:
         """Ends the run where the shard's last update was the last of the run."""
@@ -428,7 +394,3 @@ class Run:
 
 def _first_state(parameters: Floats) -> ShardState:
     return ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
-
-
-def _nothing() -> None:
-    """What happens at an event that nobody asked to hear of."""
