@@ -1,0 +1,56 @@
+"""The README says what is there: its script, commands, targets, links and pictures."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from pyps.cli.main import COMMANDS, app
+from support import ROOT
+
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted(ROOT.glob("*.md"))
+
+
+def test_the_worker_script_is_the_example() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+
+    assert blocks == [(ROOT / "examples" / "minimal.py").read_text()]
+
+
+def test_every_command_exists_with_the_flags_shown() -> None:
+    blocks = "".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
+    shown = re.findall(r"^(?:\w+=\S+ )*pyps (\w+)(.*)$", blocks, re.M)
+    assert {"run", "serve", "eval", "export"} <= {command for command, _ in shown}
+    for command, rest in shown:
+        assert command in COMMANDS
+        options = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+        for flag in re.findall(r"--[a-z-]+", rest.split(" -- ")[0].split("#")[0]):
+            assert flag in options, f"pyps {command} has no {flag}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_exists(document) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(), re.M))
+
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_linked_file_exists(document) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+        assert "://" in target or (ROOT / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_calls_shown_are_the_services_own() -> None:
+    from pyps_wire import inspector_pb2
+
+    methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
+
+    shown = set(re.findall(r"pyps\.v1\.Inspector/(\w+)", README))
+
+    assert {"GetStatus", "ListWorkers"} <= shown <= set(methods)
