@@ -21,8 +21,7 @@ def test_the_worker_script_is_the_example() -> None:
 
 
 def test_every_command_exists_with_the_flags_shown() -> None:
-    blocks = "".join(re.findall(r"^```\n(.*?)^```", README, re.M | re.S))
-    shown = re.findall(r"^(?:\w+=\S+ )*pyps (\w+)(.*)$", blocks, re.M)
+    shown = re.findall(r"^(?:\w+=\S+ )*pyps (\w+)(.*)$", "".join(README.split("```")[1::2]), re.M)
     assert {"run", "serve", "eval", "export"} <= {command for command, _ in shown}
     for command, rest in shown:
         assert command in COMMANDS
