@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
+
 from support import PythonProcess, ServerProcess
 
 # Tests talk over loopback only; a proxy of the machine must not stand between.

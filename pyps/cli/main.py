@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from pyps import __version__
 from pyps.config import ConfigError
@@ -39,8 +39,29 @@ class App(typer.Typer):
             raise SystemExit(2) from None
 
 
+class CommandGroup(TyperGroup):
+    """Imports a subcommand when it is asked for: a server does not wait for what only the demo needs."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The subcommands, in the order of COMMANDS."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The subcommand of that name, None for an unknown one."""
+        if cmd_name not in COMMANDS:
+            return None
+        module_name = COMMANDS[cmd_name]
+        module = importlib.import_module(f"pyps.cli.{module_name}")
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        # A command that hands arguments on to another program says so in CONTEXT_SETTINGS.
+        settings = getattr(module, "CONTEXT_SETTINGS", None)
+        single.command(cmd_name, context_settings=settings)(getattr(module, module_name))
+        return typer.main.get_command(single)
+
+
 app = App(
     name="pyps",
+    cls=CommandGroup,
     help="A parameter server for PyTorch: train one model on many unequal workers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -62,15 +83,3 @@ def pyps(
     ] = False,
 ) -> None:
     """A parameter server for PyTorch: train one model on many unequal workers."""
-
-
-def _register() -> None:
-    for command, module_name in COMMANDS.items():
-        full_name = f"pyps.cli.{module_name}"
-        if importlib.util.find_spec(full_name) is not None:
-            module = importlib.import_module(full_name)
-            settings = getattr(module, "CONTEXT_SETTINGS", None)
-            app.command(command, context_settings=settings)(getattr(module, module_name))
-
-
-_register()

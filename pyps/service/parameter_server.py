@@ -88,7 +88,8 @@ class ParameterServer:
                 await self._compute(len(payload), add)
         if initialization is None:
             raise BadRequest("Initialize came without a message: the model comes first, then each shard")
-        await self._compute(INLINE_BYTES_MAX, partial(self._run.commit, initialization))
+        # On a thread whatever the size: it copies this server's whole part of the model.
+        await asyncio.get_running_loop().run_in_executor(self._executor, partial(self._run.commit, initialization))
         return self._initialize_reply()
 
     async def push(self, _: object, context: Context) -> None:
