@@ -12,14 +12,17 @@ from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import PrefixedOutput, counted
 
 WAIT_SECONDS = 1.0
+# More on one machine is a slip of the finger.
+SERVERS_MAX = 64
+WORKERS_MAX = 256
 # What follows the worker's program is the worker's, --flags too, with and without a -- before it.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 def run(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
-    servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 1,
-    workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 1,
+    servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,
+    workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=WORKERS_MAX)] = 1,
     protocol: Annotated[str, typer.Option(help="How pushes become updates.")] = "",
     staleness: Annotated[str, typer.Option(help="What staleness costs a gradient: none, divide.")] = "",
     optimizer: Annotated[

@@ -90,6 +90,7 @@ class Job:
         with tempfile.TemporaryDirectory(prefix="pyps-run-") as folder:
             ready_files = [Path(folder) / f"server-{i}.json" for i in range(self.settings.num_servers)]
             for index, ready_file in enumerate(ready_files):
+                self._refuse_after_a_signal()
                 self.servers.append(self._start_server(index, ready_file))
             self._wait_until_servers_serve(ready_files)
         self._start_workers()
@@ -159,6 +160,10 @@ class Job:
         if shutil.which(self.settings.command[0], path=path) is None:
             raise JobError(f"The worker command {self.settings.command[0]!r} is not on the PATH.")
 
+    def _refuse_after_a_signal(self) -> None:
+        if self.signal_number is not None:
+            raise JobError("Interrupted while the job was starting.")
+
     def _start_server(self, index: int, ready_file: Path) -> ChildProcess:
         flags = ["--port", "0", "--control-port", "0", "--metrics-port", "0", "--ready-file", str(ready_file)]
         if not self.settings.resume or self.settings.run_id:
@@ -172,8 +177,7 @@ class Job:
     def _wait_until_servers_serve(self, ready_files: list[Path]) -> None:
         deadline = time.monotonic() + self.settings.start_seconds
         while not all(file.exists() for file in ready_files):
-            if self.signal_number is not None:
-                raise JobError("Stopped before the servers served.")
+            self._refuse_after_a_signal()
             for server in self.servers:
                 if not server.running:
                     raise JobError(f"{server.name} {server.how_it_ended()} before it served; its last lines say why.")
@@ -188,6 +192,7 @@ class Job:
 
     def _start_workers(self) -> None:
         for index in range(self.settings.num_workers):
+            self._refuse_after_a_signal()
             self.workers.append(
                 self._start_child(f"worker-{index}", list(self.settings.command), self._worker_environment(index))
             )

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import IO
 
 # A group that was killed closes its pipes at once; only a process that left the group keeps them open longer.
 DRAIN_SECONDS = 5.0
+
+_PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
+_LIBC = ctypes.CDLL(None)
 
 
 class ChildProcess:
     """A child in a process group of its own, whose output goes to `on_line` line by line.
 
     `on_end` is called once, when the child has ended and its output was delivered. What the child itself
-    started and left running is killed with it. Both callbacks come from threads of the child's own.
+    started and left running is killed with it. Both callbacks come from threads of the child's own. The child is
+    ended with the thread that started it, which is to be the main one, even where the launcher was killed.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class ChildProcess:
             stderr=subprocess.STDOUT,
             env=dict(environment),
             start_new_session=True,
+            preexec_fn=partial(_end_with, os.getpid()),
             text=True,
             errors="replace",
         )
@@ -90,3 +97,11 @@ class ChildProcess:
         with self._lock:
             self.returncode = self._popen.wait()
         self._on_end(self)
+
+
+def _end_with(launcher: int) -> None:
+    """Runs in the child before its program: lets the system send SIGTERM when the launcher is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != launcher:
+        # It went between the fork and the line above.
+        os._exit(1)

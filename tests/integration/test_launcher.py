@@ -111,6 +111,35 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Sta
     assert_gone(everybody)
 
 
+def test_nothing_outlives_a_launcher_that_was_killed(start_python: Start) -> None:
+    launcher = run(start_python, "--servers", "2", "--workers", "2", code=WAITING)
+    for name in ("worker-0", "worker-1"):
+        launcher.wait_for_output(f"ready {name}")
+    everybody = psutil.Process(launcher.pid).children(recursive=True)
+
+    launcher.kill()
+
+    assert_gone(everybody)
+
+
+def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: Start) -> None:
+    launcher = run(start_python, "--servers", "3", code=WAITING)
+    wait_until(lambda: servers_of(launcher), 20, "the first server")
+    everybody = psutil.Process(launcher.pid).children(recursive=True)
+
+    launcher.signal(signal.SIGINT)
+
+    assert launcher.wait() == 128 + signal.SIGINT
+    assert_gone(everybody)
+
+
+def test_an_absurd_number_of_servers_is_refused(start_python: Start) -> None:
+    launcher = run(start_python, "--servers", "100000", code=WAITING)
+
+    assert launcher.wait() == 2
+    assert "less than or equal to 64" in launcher.output()
+
+
 def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
     launcher = run(start_python, "--servers", "2", "--workers", "2", code=WAITING)
     launcher.wait_for_output("ready worker-0")

@@ -33,8 +33,8 @@ NEEDED = {"matplotlib": "pyps[demo]", "sklearn": "pyps[demo]", "torch": "pyps-cl
 
 
 def demo(
-    workers: Annotated[int, typer.Option(help="Workers to start.", min=1)] = 4,
-    servers: Annotated[int, typer.Option(help="Servers to start.", min=1)] = 2,
+    workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=64)] = 4,
+    servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=16)] = 2,
     epochs: Annotated[int, typer.Option(help="Passes of each worker over its part of the data.", min=1)] = 40,
     picture: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("pyps-demo.png"),
 ) -> None:
