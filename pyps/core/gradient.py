@@ -71,6 +71,9 @@ class Gradient:
 # Each extent costs a kernel call under the shard's lock: this many take a fraction of a second.
 EXTENTS_MAX = 65_536
 
+# Larger counts are nonsense, and their sums would not fit the messages that tell them.
+EXAMPLES_MAX = 2**32
+
 _ITEM_BYTES = {Codec.FLOAT32: 4, Codec.FLOAT16: 2, Codec.BFLOAT16: 2}
 
 
@@ -88,6 +91,8 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         )
     if gradient.kind not in (0, PayloadKind.GRADIENT, PayloadKind.DELTA):
         raise BadRequest(f"{where}: payload kind is {gradient.kind}; expected GRADIENT (1) or DELTA (2)")
+    if gradient.example_count > EXAMPLES_MAX:
+        raise BadRequest(f"{where}: example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
     _require_extents(gradient.extents, where=where, shard_length=shard_length)
     count = sum(length for _, length in gradient.stretches(shard_length))
     expected = count * item_bytes(gradient.codec)
@@ -100,11 +105,14 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
         )
 
 
+def require_few_extents(count: int) -> None:
+    """Raises BadRequest for too many extents; asked before they are read, which takes long for a million."""
+    if count > EXTENTS_MAX:
+        raise BadRequest(f"{count} extents; expected at most {EXTENTS_MAX}, adjacent ones as one")
+
+
 def _require_extents(extents: tuple[Extent, ...], *, where: str, shard_length: int) -> None:
-    if len(extents) > EXTENTS_MAX:
-        raise BadRequest(
-            f"{where}: {len(extents)} extents; expected at most {EXTENTS_MAX}, adjacent ones as one"
-        )
+    require_few_extents(len(extents))
     end = 0
     for offset, length in extents:
         if length < 1:

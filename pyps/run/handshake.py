@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pyps.run.initialization import Opening
 
 
+NAME_LENGTH_MAX = 200
+
+
 @dataclass(frozen=True)
 class Greeting:
     """What a caller says in Hello."""
@@ -79,6 +82,8 @@ def check_caller(greeting: Greeting, *, software: str) -> None:
             f"({greeting.software or 'unnamed software'}) version {greeting.protocol_version}: "
             "install the same release of pyps and pyps-client at both ends"
         )
+    check_name(greeting.run_id, what="run_id")
+    check_name(greeting.worker_id, what="worker_id")
     if greeting.observer:
         return
     if not greeting.worker_id:
@@ -90,6 +95,16 @@ def check_caller(greeting: Greeting, *, software: str) -> None:
     if not greeting.server_index < greeting.num_servers:
         raise BadRequest(
             f"server_index is {greeting.server_index}, but must be below num_servers, {greeting.num_servers}"
+        )
+
+
+def check_name(name: str, *, what: str) -> None:
+    """Refuses a name that people could not read: it goes into logs, tables and metrics as it is."""
+    if len(name) > NAME_LENGTH_MAX or not name.isprintable():
+        shown = name if len(name) <= NAME_LENGTH_MAX else f"{name[:32]}..."
+        raise BadRequest(
+            f"{what} is {shown!r}, {len(name)} characters long: give a name of at most {NAME_LENGTH_MAX} "
+            "printable characters"
         )
 
 

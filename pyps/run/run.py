@@ -195,6 +195,8 @@ class Run:
         """Opens an initialisation; None when this very one is done already."""
         if not opening.run_id or not opening.worker_id:
             raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
+        handshake.check_name(opening.run_id, what="run_id")
+        handshake.check_name(opening.worker_id, what="worker_id")
         with self._lock:
             if self._already_initialized(opening):
                 return None

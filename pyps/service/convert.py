@@ -7,7 +7,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
-from pyps.core.gradient import Codec, Extent, Gradient
+from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
 from pyps.core.receipt import Receipt
 from pyps.run import Greeting, RuleSettings, Run
 from pyps.run.handshake import Welcome
@@ -85,6 +85,7 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
 
 def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
     """A pushed gradient whose payload lies in the received bytes."""
+    require_few_extents(len(request.extents))
     return Gradient(
         worker_id=request.sender.worker_id,
         incarnation=request.sender.incarnation,

@@ -20,7 +20,7 @@ from pyps.run import Run
 from pyps.run.run import SOFTWARE
 from pyps.service.convert import receipt_to, settings_to
 from pyps.service.limits import ByteBudget
-from pyps.service.security import require_loopback
+from pyps.service.security import require_loopback, text_of
 from pyps.statistics import Tally
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
@@ -54,7 +54,7 @@ def _answering(method: Method) -> Method:
             return method(self, request, context)
         except PypsError as error:
             context.set_trailing_metadata(((METADATA_KEY, type(error).__name__),))
-            context.abort(grpc.StatusCode[error.status], str(error))
+            context.abort(grpc.StatusCode[error.status], text_of(error))
 
     return answer  # type: ignore[return-value]
 

@@ -129,7 +129,7 @@ class ParameterServer:
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
         same_epoch = request.epoch == epoch
         min_versions = {i: want.min_version if same_epoch else 0 for i, want in wants.items()}
-        name = request.sender.worker_id or "an observer"
+        name = "an observer" if observer else request.sender.worker_id
         arrivals = _Arrivals(self._run, shards, min_versions, name=name)
         with arrivals:
             while (shard := await arrivals.next(request.wait_milliseconds / 1000)) is not None:

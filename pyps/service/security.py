@@ -18,6 +18,8 @@ from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsErr
 # Orchestrators probe health without knowing the token, and learn nothing from it but that the server lives.
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 _SCHEME = "Bearer "
+# Each byte may travel as three (%0A), and a call's trailing metadata has 8 KiB for everything.
+TEXT_BYTES_MAX = 2048
 
 # In quotes: only the type stubs know that it has parameters.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -119,7 +121,7 @@ class SyncTokenInterceptor(grpc.ServerInterceptor):
 
         def refuse(_: Any, context: grpc.ServicerContext) -> NoReturn:
             context.set_trailing_metadata(((METADATA_KEY, type(error).__name__),))
-            context.abort(grpc.StatusCode[error.status], str(error))
+            context.abort(grpc.StatusCode[error.status], text_of(error))
 
         return _same_kind(handler, refuse)
 
@@ -148,7 +150,14 @@ class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:
     """Ends a call with an error that the client can make again."""
-    await context.abort(grpc.StatusCode[error.status], str(error), ((METADATA_KEY, type(error).__name__),))
+    await context.abort(grpc.StatusCode[error.status], text_of(error), ((METADATA_KEY, type(error).__name__),))
+
+
+def text_of(error: PypsError) -> str:
+    """The error's text as far as it travels: gRPC drops a whole answer whose status is too long."""
+    text = str(error)
+    start = text.encode(errors="replace")[:TEXT_BYTES_MAX].decode(errors="ignore")
+    return text if start == text else f"{start} ... (cut, of {len(text)} characters)"
 
 
 def _same_kind(handler: Handler, behavior: Callable[..., Any]) -> Handler:

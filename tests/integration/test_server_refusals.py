@@ -180,3 +180,48 @@ def test_bytes_in_flight_beyond_the_budget_are_refused_with_number_and_setting(s
         assert (status, name) == ("RESOURCE_EXHAUSTED", "LimitExceeded")
         assert "1048576" in text
         assert "--max-in-flight-bytes" in text
+
+
+def test_a_refusal_too_long_for_grpc_arrives_shortened(start_server):
+    server = start_server()
+    wide = Model((Tensor("x" * 30_000, (3,)),))
+    with WireWorker(server.data) as worker, WireWorker(server.data, "b", model=wide) as other:
+        worker.join()
+        status, name, text = refusal_of(other.hello)
+    assert (status, name) == ("FAILED_PRECONDITION", "ModelMismatch")
+    assert "cut" in text
+
+
+@pytest.mark.parametrize("name", ["a\nINFO all is well", "\x1b[31mred", "w" * 201])
+def test_names_that_people_could_not_read_are_refused(start_server, name):
+    server = start_server()
+    with WireWorker(server.data, name) as worker, WireWorker(server.data, run_id=name) as other:
+        for caller, what in ((worker, "worker_id"), (other, "run_id")):
+            status, kind, text = refusal_of(caller.hello)
+            assert (status, kind) == ("INVALID_ARGUMENT", "BadRequest")
+            assert what in text
+            assert text.isprintable()
+            status, _, text = refusal_of(caller.initialize, 1)
+            assert status == "INVALID_ARGUMENT"
+            assert what in text
+
+
+def test_a_million_extents_are_refused_before_they_are_read(start_server):
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        # An empty extent is two bytes: tag 9 of wire type 2, length 0.
+        frame = worker.push_request(1.0).SerializeToString() + b"\x4a\x00" * 1_000_000
+        status, name, text = refusal_of(worker.push_frames, [frame])
+    assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+    assert "1000000 extents" in text
+
+
+def test_a_count_of_examples_that_would_not_add_up_is_refused(start_server):
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        status, name, text = refusal_of(worker.push, worker.push_request(1.0, example_count=2**64 - 1))
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert "example_count" in text
+        assert worker.pull()[0].version == 0
