@@ -57,10 +57,10 @@ class ServerConfig:
     expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
     token_file: Path | None = setting(None, "File with the token that every caller must show.")
     insecure: bool = setting(False, "Listen beyond loopback without a token.")
-    max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10)
-    max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1)
-    max_workers: int = setting(256, "Live workers at once.", minimum=1)
-    max_in_flight_bytes: int = setting(2**30, "Bytes of pushes and pulls held at once.", minimum=2**20)
+    max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10, maximum=10**9)
+    max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1, maximum=10**15)
+    max_workers: int = setting(256, "Live workers at once.", minimum=1, maximum=100_000)
+    max_in_flight_bytes: int = setting(2**30, "Bytes of pushes and pulls held at once.", minimum=2**20, maximum=10**15)
     heartbeat_seconds: float = setting(5.0, "How often workers give a sign of life.", minimum=0.05)
     lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
@@ -76,7 +76,7 @@ class ServerConfig:
     record_dir: Path | None = setting(None, "Folder for a log of every push, payloads too, for replay.")
     ready_file: Path | None = setting(None, "File to write, as JSON, once the server serves.")
     drain_seconds: float = setting(20.0, "Longest time between SIGTERM and the exit.", minimum=0.0)
-    threads: int = setting(0, "Threads that run kernels; 0 takes one a core.", minimum=0)
+    threads: int = setting(0, "Threads that run kernels; 0 takes one a core.", minimum=0, maximum=1024)
 
     @property
     def stop_condition(self) -> StopCondition | None:

@@ -54,6 +54,7 @@ def serve(config: ServerConfig) -> int:
     except ValueError as error:
         raise ConfigError(f"PYPS_ISA in the environment cannot be used: {error}") from None
     token = load_token(config)
+    _check_ready_file(config.ready_file)
     return asyncio.run(Server(config, token=token, instruction_set=instruction_set).run())
 
 
@@ -309,6 +310,14 @@ def _memory_in_words(run: Run) -> str:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
+
+
+def _check_ready_file(path: Path | None) -> None:
+    """Refuses a ready file that could not be written later, when the server serves already."""
+    if path is not None and not (os.access(path.parent, os.W_OK) and path.parent.is_dir()):
+        raise ConfigError(f"the ready file {path} cannot be written: {path.parent} is no folder to write in")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"the ready file {path} cannot be written: it is a folder")
 
 
 def _write_whole(path: Path, text: str) -> None:

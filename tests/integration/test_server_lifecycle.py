@@ -42,6 +42,14 @@ def test_the_ready_file_names_addresses_process_and_run(start_server):
         assert b"pyps_" in page.read()
 
 
+def test_a_ready_file_that_cannot_be_written_is_one_error(tmp_path):
+    path = tmp_path / "missing" / "ready.json"
+    with ServerProcess("--ready-file", str(path), wait=False) as server:
+        assert server.wait() == 2
+        assert f"pyps: the ready file {path} cannot be written: {path.parent} is no folder" in server.output()
+        assert "Traceback" not in server.output()
+
+
 @pytest.mark.parametrize("flag", ["--port", "--control-port", "--metrics-port"])
 def test_a_busy_port_is_one_error_with_the_port_and_the_flag(flag):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
