@@ -230,7 +230,13 @@ class Run:
                 f"the checkpoint is of run {header.run_id!r}, but this server was started for "
                 f"{self.config.run_id!r}: drop --run-id, or name another --checkpoint-dir"
             )
-        settle(self.told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer")
+        settle(
+            self.told,
+            header.optimizer,
+            num_groups=header.model.num_groups,
+            source="--optimizer",
+            asker="the checkpoint",
+        )
         plan, index = partition(header.model, num_servers=header.num_servers), header.server_index
         states = dict(restored.shards)
         with self._lock:

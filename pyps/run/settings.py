@@ -64,7 +64,14 @@ class RuleSettings:
         return f"{self.rule}:{' | '.join(texts)}"
 
 
-def settle(told: RuleSettings | None, asked: RuleSettings | None, *, num_groups: int, source: str) -> RuleSettings:
+def settle(
+    told: RuleSettings | None,
+    asked: RuleSettings | None,
+    *,
+    num_groups: int,
+    source: str,
+    asker: str = "the worker",
+) -> RuleSettings:
     """The settings in force, from those that are fixed already (`told`, by `source`) and a worker's own.
 
     A worker that asks for something else than what is fixed is refused, never silently overridden.
@@ -81,7 +88,7 @@ def settle(told: RuleSettings | None, asked: RuleSettings | None, *, num_groups:
     if lines:
         listed = "\n".join(f"  {line}" for line in lines)
         raise OptimizerMismatch(
-            f"the worker's optimizer differs from {source} (here: the server, there: the worker):\n{listed}"
+            f"{asker}'s optimizer differs from {source} (here: the server, there: {asker}):\n{listed}"
         )
     return told
 
