@@ -168,11 +168,11 @@ def test_a_folder_with_checkpoints_is_not_mixed_with_a_new_run(start_server, tmp
     with ServerProcess(*flags, wait=False) as second:
         assert second.wait() == 2
         assert "--resume" in second.output()
+        assert "Traceback" not in second.output()
     with ServerProcess(*flags, "--resume", "--optimizer", "sgd:learning_rate=5", wait=False) as third:
         assert third.wait() == 2
         assert "the checkpoint's optimizer differs from --optimizer" in third.output()
         assert "learning_rate of group 0: 5 here, 1 there" in third.output()
-        assert "Traceback" not in second.output()
 
 
 def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server, tmp_path):
