@@ -34,6 +34,7 @@ from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.security import load_token
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
+from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
 # How often the server looks at what time brings: leases, checkpoints, the end of the job.
@@ -241,6 +242,9 @@ class Server:
             return True
         try:
             self._checkpoints.save(self._run)
+        except NotInitialized:
+            # The run was reset in between.
+            return True
         except CheckpointError as error:
             log.error(str(error))
             return False

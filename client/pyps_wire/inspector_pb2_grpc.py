@@ -128,7 +128,7 @@ class InspectorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Forgets the run: the server is empty afterwards. From loopback only.
+        """Forgets the run: the server is empty afterwards, the run's checkpoints are renamed. From loopback only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

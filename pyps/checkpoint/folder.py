@@ -2,6 +2,7 @@
 
 checkpoint-00000006/   complete ones; the newest few are kept
 checkpoint-00000007/
+forgotten-00000005/    checkpoints of runs that `pyps reset` made the server forget; never read, never removed
 epoch                  the last epoch that a server with this folder served under
 .lock                  held by the running server
 .writing-…, .old-…     unfinished work of a server that was killed; removed by the next
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 log = logs.get("pyps.checkpoint")
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+_USED_NAME = re.compile(r"(?:checkpoint|forgotten)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +104,59 @@ class CheckpointFolder:
 
     def save(self, run: Run) -> Saved:
         """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay."""
-        return self.write(run.header(), dict(run.shards), examples=run.statistics.examples_by_shard())
+        # The run is looked at under the lock: one that is being forgotten is not written once more.
+        with self._saving:
+            return self._write(run.header(), dict(run.shards), examples=run.statistics.examples_by_shard())
 
     def write(self, header: RunHeader, shards: Mapping[int, Shard], *, examples: Mapping[int, int]) -> Saved:
         """Writes a checkpoint of these shards, then removes the oldest beyond what is kept."""
         with self._saving:
-            started = time.monotonic()
-            number = max(_numbers(self.path), default=0) + 1
-            temporary = self.path / f".writing-{number:08d}"
-            final = self.path / f"checkpoint-{number:08d}"
-            try:
-                self._disk.make_folder(temporary)
-                write(temporary, header, shards, examples=examples, disk=self._disk)
-                self._disk.sync_folder(temporary)
-                self._disk.rename(temporary, final)
-                self._disk.sync_folder(self.path)
-            except OSError as error:
-                self._disk.remove_folder(temporary)
-                raise CheckpointError(self._failure(final, error)) from None
-            self._newest = final
-            self._remove_old()
-            saved = Saved(final, Checkpoint(final).num_bytes, time.monotonic() - started)
-            log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
-            return saved
+            return self._write(header, shards, examples=examples)
+
+    def forget(self, run: Run, run_id: str) -> None:
+        """Resets the run and sets its checkpoints aside, so that no later start resumes it; none is removed.
+
+        Raises what `Run.reset` raises, and CheckpointError when a checkpoint cannot be renamed.
+        """
+        with self._saving:
+            run.reset(run_id)
+            self._newest = None
+            # The newest last: a process that ends midway has either forgotten the run or not.
+            for path in reversed(checkpoint_paths(self.path)):
+                aside = path.with_name(path.name.replace("checkpoint", "forgotten"))
+                try:
+                    self._disk.rename(path, aside)
+                    self._disk.sync_folder(self.path)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"run {run_id!r} is forgotten, but its checkpoint {path} could not be renamed: "
+                        f"{error.strerror}; rename it before this server is started with --resume"
+                    ) from None
+                log.info("checkpoint set aside", run=run_id, path=aside)
 
     def close(self) -> None:
         """Gives the folder back."""
         self._lock_file.close()
+
+    def _write(self, header: RunHeader, shards: Mapping[int, Shard], *, examples: Mapping[int, int]) -> Saved:
+        started = time.monotonic()
+        number = max(_numbers(self.path, _USED_NAME), default=0) + 1
+        temporary = self.path / f".writing-{number:08d}"
+        final = self.path / f"checkpoint-{number:08d}"
+        try:
+            self._disk.make_folder(temporary)
+            write(temporary, header, shards, examples=examples, disk=self._disk)
+            self._disk.sync_folder(temporary)
+            self._disk.rename(temporary, final)
+            self._disk.sync_folder(self.path)
+        except OSError as error:
+            self._disk.remove_folder(temporary)
+            raise CheckpointError(self._failure(final, error)) from None
+        self._newest = final
+        self._remove_old()
+        saved = Saved(final, Checkpoint(final).num_bytes, time.monotonic() - started)
+        log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
+        return saved
 
     def _failure(self, path: Path, error: OSError) -> str:
         survivor = f"{self._newest} stays the newest" if self._newest else "there is none before it"
@@ -182,11 +210,11 @@ def newest(path: Path) -> Checkpoint | None:
 
 def checkpoint_paths(path: Path) -> list[Path]:
     """The checkpoints in a folder, whole or not, newest first."""
-    return [path / f"checkpoint-{number:08d}" for number in sorted(_numbers(path), reverse=True)]
+    return [path / f"checkpoint-{number:08d}" for number in sorted(_numbers(path, _NAME), reverse=True)]
 
 
-def _numbers(path: Path) -> list[int]:
-    matches = (_NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
+def _numbers(path: Path, name: re.Pattern[str]) -> list[int]:
+    matches = (name.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
     return [int(match[1]) for match in matches if match]
 
 

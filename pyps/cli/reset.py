@@ -16,8 +16,9 @@ def reset(
     servers: Annotated[str, typer.Option(help=SERVERS_HELP)] = "127.0.0.1:7611",
     token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
 ) -> None:
-    """Make servers forget a run, its parameters included; checkpoints on disk stay.
+    """Make servers forget a run, its parameters included.
 
+    Its checkpoints stay on the servers' disks, renamed to forgotten-..., so that --resume does not bring it back.
     Works on the servers' own machine only. The run must be named, so that nothing is forgotten by accident.
     """
     request = pb.ResetRequest(run_id=run_id)

@@ -214,9 +214,12 @@ class Inspector(InspectorServicer):
 
     @_answering
     def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.ResetReply:
-        """Forgets the run."""
+        """Forgets the run and sets its checkpoints aside."""
         require_loopback(context, "Reset")
-        self._run.reset(request.run_id)
+        if self._checkpoints is None:
+            self._run.reset(request.run_id)
+        else:
+            self._checkpoints.forget(self._run, request.run_id)
         return pb.ResetReply()
 
     @_answering

@@ -16,6 +16,7 @@ import pytest
 from inspection import checksums, inspect
 from pyps.checkpoint import Checkpoint
 from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
 from support import ServerProcess, wait_until
@@ -238,6 +239,29 @@ def test_two_servers_never_share_a_folder(start_server: Start, trained: Trained)
     assert refused.wait() == 2
     assert f"is in use by process {server.pid} on" in refused.output()
     assert "Traceback" not in refused.output()
+
+
+def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_is_lost(
+    start_server: Start, trained: Trained
+) -> None:
+    server, _, folder = trained
+    for _ in range(2):
+        inspect(server.control, "SaveCheckpoint")
+    inspect(server.control, "Reset", pb.ResetRequest(run_id="run-1"))
+    assert not inspect(server.control, "GetStatus").checkpoint
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
+        "forgotten-00000001",
+        "forgotten-00000002",
+    ]
+    assert Checkpoint(folder / "forgotten-00000002").header.run_id == "run-1"
+    assert server.terminate() == 0
+
+    again = start_server("--checkpoint-dir", str(folder), "--resume")
+    assert inspect(again.control, "GetStatus").state == common.RUN_STATE_EMPTY
+    with WireWorker(again.data, run_id="run-2") as founder:
+        founder.join()
+        # Numbers go on, so that a second reset meets no name that is taken.
+        assert inspect(again.control, "SaveCheckpoint").path == str(folder / "checkpoint-00000003")
 
 
 def test_resume_in_an_empty_folder_starts_empty(start_server: Start, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or ignored, bit for bit, whatever happens to the process or the disk (design.md, promise 9)."""
+"""Checkpoints: complete or ignored, bit for bit, whatever happens to the process or the disk (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from safetensors.numpy import load_file
 
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder, RunHeader, newest
 from pyps.checkpoint.disk import Disk
+from pyps.config import ServerConfig
 from pyps.core.aggregation import Contribution
 from pyps.core.gradient import Extent
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
 from pyps.core.staleness import Weighing
-from pyps.run import RuleSettings
+from pyps.run import RuleSettings, Run
+from pyps_wire.errors import NotInitialized, RunMismatch
 from pyps_wire.partition import Model, Tensor
 from shards import gradient, make_shard, push, restored
 from support import child_environment
@@ -204,6 +206,49 @@ def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder: Ch
     truncate(write(folder) / "manifest.json")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):
         folder.resume()
+
+
+def restored_run(folder: CheckpointFolder) -> Run:
+    """The server's run, as it is after --resume."""
+    saved = folder.resume()
+    assert saved is not None
+    run = Run(ServerConfig())
+    run.restore(saved)
+    return run
+
+
+def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> None:
+    write(folder)
+    write(folder)
+    run = restored_run(folder)
+    with pytest.raises(RunMismatch):
+        folder.forget(run, "another")
+    assert len(list(folder.path.glob("checkpoint-*"))) == 2
+    folder.forget(run, "run-1")
+    assert folder.resume() is None
+    assert folder.newest is None
+    folder.require_empty()
+    with pytest.raises(NotInitialized):
+        folder.save(run)
+    assert sorted(path.name for path in folder.path.glob("f*")) == ["forgotten-00000001", "forgotten-00000002"]
+    assert write(folder).name == "checkpoint-00000003"
+
+
+class FixedNames(Disk):
+    """A disk that renames nothing."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        raise OSError(30, os.strerror(30))
+
+
+def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder) -> None:
+    path = write(folder)
+    run = restored_run(folder)
+    folder.close()
+    stuck = CheckpointFolder(folder.path, disk=FixedNames())
+    with pytest.raises(CheckpointError, match=f"run 'run-1' is forgotten, but its checkpoint {path} could not"):
+        stuck.forget(run, "run-1")
+    stuck.close()
 
 
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
