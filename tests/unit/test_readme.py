@@ -15,9 +15,12 @@ DOCUMENTS = sorted(ROOT.glob("*.md"))
 
 
 def test_the_worker_script_is_the_example() -> None:
+    example = (ROOT / "examples" / "minimal.py").read_text()
+
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
-    assert blocks == [(ROOT / "examples" / "minimal.py").read_text()]
+    assert blocks == [example]
+    assert f"## A worker in {sum(map(bool, example.splitlines()))} lines\n" in README
 
 
 def test_every_command_exists_with_the_flags_shown() -> None:
