@@ -92,7 +92,7 @@ def test_four_workers_on_two_servers_replay_to_the_final_bits_and_obey_the_law(
 
 
 def check_conservation_law(path: Path) -> int:
-    """algorithms.md 1.3, exact integer form, on one shard's record in its order; returns the sum of staleness.
+    """The conservation law in integers, on one shard's record in its order; returns the sum of staleness.
 
     SUM_l SUM_k (T_push - T_pull) = SUM_l (T_lastpush - T_firstpull) - SUM_l SUM_k (T_pull[k+1] - T_push[k]),
     T read before the push's own update.

@@ -1,4 +1,4 @@
-"""Records of pushes: complete to the last answered push, and replayed to the same bits (design.md, promise 7)."""
+"""Records of pushes: complete to the last answered push, and replayed to the same bits (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 
