@@ -6,10 +6,9 @@ float32; those written to must be writable and share no memory with the others. 
 copied: TypeError and ValueError name what does not fit, before anything is written.
 """
 
-from typing_extensions import Buffer
-
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Buffer
 
 Floats = npt.NDArray[np.float32]
 
@@ -33,9 +32,7 @@ def select(name: str) -> None:
 def sgd(parameters: Floats, gradient: Buffer, codec: int, *, rate: float) -> None:
     """p = p - rate * g, in place."""
 
-def adagrad(
-    parameters: Floats, accumulator: Floats, gradient: Buffer, codec: int, *, rate: float, eps: float
-) -> None:
+def adagrad(parameters: Floats, accumulator: Floats, gradient: Buffer, codec: int, *, rate: float, eps: float) -> None:
     """a = a + g * g; p = p - rate * g / (sqrt(a) + eps), in place; a zero denominator makes no step."""
 
 def first_non_finite(gradient: Buffer, codec: int) -> int:

@@ -44,9 +44,7 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on; beyond loopback a token is needed.")
     port: int = setting(7610, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
-    control_port: int = setting(
-        7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535
-    )
+    control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
     protocol: str = setting("async", "How pushes become updates.")
@@ -70,9 +68,7 @@ class ServerConfig:
     checkpoint_keep: int = setting(3, "Checkpoints to keep.", minimum=1)
     resume: bool = setting(False, "Start from the newest complete checkpoint in the folder.")
     log_format: str = setting("text", "How log lines look.", choices=("text", "json"))
-    log_level: str = setting(
-        "info", "The least serious lines to log.", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = setting("info", "The least serious lines to log.", choices=("debug", "info", "warning", "error"))
     record_dir: Path | None = setting(None, "Folder for a log of every push, payloads too, for replay.")
     ready_file: Path | None = setting(None, "File to write, as JSON, once the server serves.")
     drain_seconds: float = setting(20.0, "Longest time between SIGTERM and the exit.", minimum=0.0)
@@ -141,9 +137,7 @@ def resolve(
     return config
 
 
-def _from_environment(
-    environment: Mapping[str, str], variable: str, warn: Callable[[str], None]
-) -> str | None:
+def _from_environment(environment: Mapping[str, str], variable: str, warn: Callable[[str], None]) -> str | None:
     value = environment.get(variable)
     if value is not None and value.startswith(("tcp://", "udp://", "sctp://")):
         # Kubernetes sets <SERVICE>_PORT for each service of a namespace: one named "pyps" sets PYPS_PORT.

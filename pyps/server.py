@@ -135,9 +135,7 @@ class Server:
         data.add_generic_rpc_handlers((parameter_server.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._data_health, data)
         add_reflection(data, [PARAMETER_SERVER, threaded_health.SERVICE_NAME])
-        inspector = Inspector(
-            self._run, addresses=addresses, budget=self._budget, checkpoints=self._checkpoints
-        )
+        inspector = Inspector(self._run, addresses=addresses, budget=self._budget, checkpoints=self._checkpoints)
         add_InspectorServicer_to_server(inspector, control)
         health_pb2_grpc.add_HealthServicer_to_server(self._control_health, control)
         channelz.add_channelz_servicer(control)

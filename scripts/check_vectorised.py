@@ -85,9 +85,7 @@ def vectorised_lines(command: list[str]) -> Counter[tuple[int, int]]:
     process = subprocess.run(command, cwd=BUILD, stderr=subprocess.PIPE, text=True)
     if process.returncode != 0:
         sys.exit(f"{process.stderr}\nThe report needs GCC; the compiler here is {command[0]}.")
-    found = re.findall(
-        r"kernels\.cpp:(\d+):\d+: optimized: +loop vectorized using (\d+) byte", process.stderr
-    )
+    found = re.findall(r"kernels\.cpp:(\d+):\d+: optimized: +loop vectorized using (\d+) byte", process.stderr)
     return Counter((int(line), int(width)) for line, width in found)
 
 

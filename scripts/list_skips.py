@@ -1,6 +1,6 @@
 """Lists every skipped test of pytest's JUnit reports by name, with the reason.
 
-    python scripts/list_skips.py REPORT.xml ...
+python scripts/list_skips.py REPORT.xml ...
 """
 
 import sys

@@ -59,9 +59,7 @@ class PythonProcess:
     `PythonProcess("-m", "pyps", "status")` a module.
     """
 
-    def __init__(
-        self, *arguments: str, env: Mapping[str, str | None] | None = None, cwd: str | Path | None = None
-    ):
+    def __init__(self, *arguments: str, env: Mapping[str, str | None] | None = None, cwd: str | Path | None = None):
         self._folder = tempfile.TemporaryDirectory(prefix="pyps-test-")
         self.folder = Path(self._folder.name)
         self._output_path = self.folder / "output.txt"
@@ -98,9 +96,7 @@ class PythonProcess:
         try:
             return self._process.wait(deadline_seconds)
         except subprocess.TimeoutExpired:
-            message = (
-                f"{self.arguments} still runs after {deadline_seconds:g} s; its output:\n{self.output()}"
-            )
+            message = f"{self.arguments} still runs after {deadline_seconds:g} s; its output:\n{self.output()}"
             raise AssertionError(message) from None
 
     def wait_for_output(self, text: str, deadline_seconds: float = 30.0) -> str:
@@ -161,9 +157,7 @@ class ServerProcess(PythonProcess):
         self._ready_folder = tempfile.TemporaryDirectory(prefix="pyps-ready-")
         self._ready_path = Path(self._ready_folder.name) / "ready.json"
         ports = ("--port", "0", "--control-port", "0", "--metrics-port", "0")
-        super().__init__(
-            "-m", "pyps", "serve", *ports, "--ready-file", str(self._ready_path), *flags, env=env, cwd=cwd
-        )
+        super().__init__("-m", "pyps", "serve", *ports, "--ready-file", str(self._ready_path), *flags, env=env, cwd=cwd)
         self.ready: dict[str, Any] = {}
         if wait:
             try:
@@ -174,9 +168,7 @@ class ServerProcess(PythonProcess):
 
     def wait_ready(self, deadline_seconds: float = START_SECONDS) -> None:
         """Waits until the server serves; fails with its output when it ends instead."""
-        wait_until(
-            lambda: self._ready_path.exists() or not self.running, deadline_seconds, "the server's ready file"
-        )
+        wait_until(lambda: self._ready_path.exists() or not self.running, deadline_seconds, "the server's ready file")
         if not self._ready_path.exists():
             raise AssertionError(f"the server ended with {self.returncode}; its output:\n{self.output()}")
         self.ready = json.loads(self._ready_path.read_text())

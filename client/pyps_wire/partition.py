@@ -62,9 +62,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.shard_size < ALIGNMENT or self.shard_size % ALIGNMENT:
-            raise BadRequest(
-                f"shard_size is {self.shard_size}; it must be a positive multiple of {ALIGNMENT}"
-            )
+            raise BadRequest(f"shard_size is {self.shard_size}; it must be a positive multiple of {ALIGNMENT}")
         names: set[str] = set()
         group = -1
         for tensor in self.tensors:
@@ -227,9 +225,7 @@ def first_difference(
             return f"tensor {index} is {_text(a)} in {mine_name}, but {_text(b)} in {theirs_name}"
         if a.shape != b.shape:
             return f"tensor {a.name!r} has shape {a.shape} in {mine_name}, but {b.shape} in {theirs_name}"
-        return (
-            f"tensor {a.name!r} is of group {a.group} in {mine_name}, but of group {b.group} in {theirs_name}"
-        )
+        return f"tensor {a.name!r} is of group {a.group} in {mine_name}, but of group {b.group} in {theirs_name}"
     num_mine, num_theirs = len(mine.tensors), len(theirs.tensors)
     if num_mine != num_theirs:
         longer, name = (mine, mine_name) if num_mine > num_theirs else (theirs, theirs_name)

@@ -86,9 +86,7 @@ def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> 
     """Raises BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
     where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
     if gradient.codec not in _ITEM_BYTES:
-        raise BadRequest(
-            f"{where}: codec is {gradient.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)"
-        )
+        raise BadRequest(f"{where}: codec is {gradient.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
     if gradient.kind not in (0, PayloadKind.GRADIENT, PayloadKind.DELTA):
         raise BadRequest(f"{where}: payload kind is {gradient.kind}; expected GRADIENT (1) or DELTA (2)")
     if gradient.example_count > EXAMPLES_MAX:
@@ -116,9 +114,7 @@ def _require_extents(extents: tuple[Extent, ...], *, where: str, shard_length: i
     end = 0
     for offset, length in extents:
         if length < 1:
-            raise BadRequest(
-                f"{where}: the extent at {offset} is {length} parameters long; expected at least 1"
-            )
+            raise BadRequest(f"{where}: the extent at {offset} is {length} parameters long; expected at least 1")
         if offset < end:
             raise BadRequest(
                 f"{where}: the extent at {offset} begins before {end}, where the one before it ends;"

@@ -124,9 +124,7 @@ class Ledger:
 
     def restore(self, state: LedgerState) -> None:
         """Remembers what `entries` gave, and nothing else."""
-        self._lives = OrderedDict(
-            ((entry.worker_id, entry.incarnation), _Life.of(entry)) for entry in state.entries
-        )
+        self._lives = OrderedDict(((entry.worker_id, entry.incarnation), _Life.of(entry)) for entry in state.entries)
         self._forgotten_incarnation = state.forgotten_incarnation
 
 

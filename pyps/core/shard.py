@@ -299,8 +299,7 @@ class Shard:
         for name, slot in restored.items():
             if slot.size != self.length:
                 raise WrongSize(
-                    f"shard {self.shard_id}: the slot {name!r} has {slot.size} values for"
-                    f" {self.length} parameters"
+                    f"shard {self.shard_id}: the slot {name!r} has {slot.size} values for {self.length} parameters"
                 )
         return {name: aligned_copy(slot) for name, slot in restored.items()}
 

@@ -70,7 +70,5 @@ POLICIES: dict[str, type[StalenessPolicy]] = {"none": NoPenalty, "divide": Divid
 def parse(text: str) -> StalenessPolicy:
     """Returns the policy that the text names."""
     if text not in POLICIES:
-        raise BadRequest(
-            f"staleness policy {text!r} is unknown; expected one of {', '.join(sorted(POLICIES))}"
-        )
+        raise BadRequest(f"staleness policy {text!r} is unknown; expected one of {', '.join(sorted(POLICIES))}")
     return POLICIES[text]()

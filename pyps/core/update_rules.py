@@ -111,9 +111,7 @@ class Adagrad:
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        _kernels.adagrad(
-            parameters, slots["accumulator"], payload, codec, rate=rate, eps=hyperparameters["eps"]
-        )
+        _kernels.adagrad(parameters, slots["accumulator"], payload, codec, rate=rate, eps=hyperparameters["eps"])
 
 
 class AddDelta:
@@ -152,9 +150,7 @@ RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (Sgd(), Adagrad())}
 def find(name: str) -> UpdateRule:
     """Returns the rule of that name."""
     if name not in RULES:
-        raise UnsupportedOptimizer(
-            f"update rule {name!r} is unknown; this server has {', '.join(sorted(RULES))}"
-        )
+        raise UnsupportedOptimizer(f"update rule {name!r} is unknown; this server has {', '.join(sorted(RULES))}")
     return RULES[name]
 
 

@@ -73,9 +73,7 @@ with Observer(servers=sys.argv[1]) as observer:
 
 def run(*command):
     # A developer's constraints pin the newest versions, which are not what is tested here.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -117,9 +115,7 @@ def test_a_worker_trains_on_the_server_under(name, start_server):
 @pytest.mark.compat
 @pytest.mark.timeout(300)
 def test_the_wheel_holds_every_module_and_the_type_markers(tmp_path):
-    run(
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), "./client"
-    )
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), "./client")
     (wheel,) = tmp_path.glob("pyps_client-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     client = ROOT / "client"

@@ -113,8 +113,7 @@ def test_u1_staleness_is_never_negative(training: Training, shard: Shard) -> Non
 
 def test_u1_versions_grow_by_exactly_one_per_update(training: Training, shard: Shard) -> None:
     before_and_after = [
-        (event.receipt.version_before, event.receipt.version_after)
-        for event in training.log.applied(shard.shard_id)
+        (event.receipt.version_before, event.receipt.version_after) for event in training.log.applied(shard.shard_id)
     ]
     assert before_and_after == [(version, version + 1) for version in range(APPLIED)]
 
@@ -132,16 +131,12 @@ def test_u2_every_pull_is_bit_for_bit_one_version(training: Training, shard: Sha
 
 
 def test_u3_every_finite_push_is_applied_exactly_once_under_retry(training: Training, shard: Shard) -> None:
-    applied = [
-        (event.gradient.worker_id, event.gradient.sequence) for event in training.log.applied(shard.shard_id)
-    ]
+    applied = [(event.gradient.worker_id, event.gradient.sequence) for event in training.log.applied(shard.shard_id)]
     finite = [(str(index), s) for index in range(WORKERS) for s in range(ROUNDS) if s % 10 != 9]
     assert sorted(applied) == sorted(finite)
 
 
-def test_u4_replaying_the_log_gives_the_same_bits_in_parameters_and_slots(
-    training: Training, shard: Shard
-) -> None:
+def test_u4_replaying_the_log_gives_the_same_bits_in_parameters_and_slots(training: Training, shard: Shard) -> None:
     again = fresh_shard(shard.shard_id, shard.rule.name)
     replay(training.log, again)
     state, expected = again.state(), shard.state()
@@ -224,9 +219,7 @@ def test_workers_in_turn_have_a_staleness_of_their_number_less_one(workers: int)
     staleness = []
     for round_number in range(4):
         for worker in range(workers):
-            receipt = push(
-                shard, [1.0], worker_id=str(worker), sequence=round_number, base_version=held[worker]
-            )
+            receipt = push(shard, [1.0], worker_id=str(worker), sequence=round_number, base_version=held[worker])
             held[worker] = shard.version
             staleness.append(receipt.staleness)
     # In the first round worker k is k late; from then on all are L - 1 late.

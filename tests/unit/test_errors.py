@@ -9,9 +9,7 @@ import pytest
 from pyps_wire import errors
 from pyps_wire.errors import BadRequest, MalformedFrame, PypsError, from_status
 
-CLASSES = [
-    value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PypsError)
-]
+CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, PypsError)]
 
 
 @pytest.mark.parametrize("error_class", CLASSES, ids=lambda c: c.__name__)

@@ -87,9 +87,7 @@ unknown_plain = st.one_of(
 # Inside a group a field with the payload's number is not the payload.
 groups = st.recursive(
     unknown_plain | payloads,
-    lambda inner: st.builds(
-        group, unknown_numbers | st.just(PAYLOAD_FIELD), st.lists(inner, max_size=3).map(b"".join)
-    ),
+    lambda inner: st.builds(group, unknown_numbers | st.just(PAYLOAD_FIELD), st.lists(inner, max_size=3).map(b"".join)),
     max_leaves=6,
 ).map(lambda inside: group(50, inside))
 fields = st.one_of(varint_fields, senders, extents, unknown_plain, groups, payloads)
@@ -240,9 +238,7 @@ def test_the_native_parser_and_ours_agree_on_mangled_messages(message, place, by
 def test_the_native_writer_and_ours_write_the_same_bytes(header, count):
     values = np.linspace(-1, 1, count, dtype=np.float32)
     encoded = header.SerializeToString()
-    assert (
-        join(header, values) == join(encoded, values) == _kernels.join_frame(encoded, PAYLOAD_FIELD, values)
-    )
+    assert join(header, values) == join(encoded, values) == _kernels.join_frame(encoded, PAYLOAD_FIELD, values)
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16_383, 16_384, 2_097_152])

@@ -61,9 +61,7 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
-def imports_of(
-    importer: str, node: ast.AST, *, lazy: bool = False, for_types: bool = False
-) -> Iterator[Import]:
+def imports_of(importer: str, node: ast.AST, *, lazy: bool = False, for_types: bool = False) -> Iterator[Import]:
     """Yields the imports below a node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
@@ -92,9 +90,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", "pyps_wire.errors", "pyps.core"))
         and not (i.for_types and i.is_of("typing_extensions"))
     ),
-    "core knows no clock, file, process or network": lambda i: (
-        i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD)
-    ),
+    "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
     "grpc stays in service, server, cli and the client's transport": lambda i: (
         i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.server", "pyps.cli", *CLIENT_TRANSPORT)
     ),
@@ -103,9 +99,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps_wire") and i.is_of("torch", "pyps", "pyps_client")
     ),
     "torch stays in pyps_client.torch, and lazily in pyps_client.data": lambda i: (
-        i.is_of("torch", "pyps_client.torch")
-        and not i.is_by("pyps_client.torch")
-        and not (i.for_types or i.lazy)
+        i.is_of("torch", "pyps_client.torch") and not i.is_by("pyps_client.torch") and not (i.for_types or i.lazy)
     ),
     # The package itself asks for torch only to say in words that RemoteOptimizer lacks it.
     "torch is imported by name in pyps_client.torch and pyps_client.data only": lambda i: (

@@ -61,9 +61,7 @@ def test_an_unknown_kind_is_refused() -> None:
 
 
 def test_a_payload_of_another_codec_is_refused_by_its_size() -> None:
-    with pytest.raises(
-        WrongSize, match="32 bytes long; 8 of the shard's 8 parameters as float16 are 16 bytes"
-    ):
+    with pytest.raises(WrongSize, match="32 bytes long; 8 of the shard's 8 parameters as float16 are 16 bytes"):
         check([0.0] * 8, codec=2)
 
 

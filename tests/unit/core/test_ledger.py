@@ -49,9 +49,7 @@ def test_another_incarnations_push_of_the_same_number_is_new() -> None:
 
 def test_the_last_eight_receipts_of_a_worker_are_kept() -> None:
     ledger = filled(range(20))
-    assert [ledger.lookup("a", 1, sequence) for sequence in range(12, 20)] == [
-        receipt(s) for s in range(12, 20)
-    ]
+    assert [ledger.lookup("a", 1, sequence) for sequence in range(12, 20)] == [receipt(s) for s in range(12, 20)]
 
 
 def test_what_is_older_than_the_kept_receipts_is_forgotten() -> None:

@@ -26,9 +26,7 @@ def test_a_push_subtracts_the_learning_rate_times_the_gradient() -> None:
 
 
 def test_a_receipt_tells_all_of_an_applied_push() -> None:
-    shard = make_shard(
-        [0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9
-    )
+    shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
     receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), num_workers=2)
     assert receipt == Receipt(
         shard_id=7,

@@ -74,9 +74,7 @@ def test_each_of_many_waiters_is_called_once_while_many_push() -> None:
 
     def worker(index: int) -> None:
         for sequence in range(pushes):
-            shard.when_version(
-                index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v)
-            )
+            shard.when_version(index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v))
             shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), num_workers=workers)
 
     run_together([lambda index=index: worker(index) for index in range(workers)])

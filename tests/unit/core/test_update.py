@@ -20,9 +20,7 @@ def part(
     return Part(Contribution(gradient(values, **fields), 0, weighing), share)
 
 
-def updated(
-    rule: str, length: int, *parts: Part, learning_rate: float = 1.0
-) -> tuple[Floats, dict[str, Floats]]:
+def updated(rule: str, length: int, *parts: Part, learning_rate: float = 1.0) -> tuple[Floats, dict[str, Floats]]:
     settings = {"learning_rate": learning_rate} | ({"eps": 0.0} if rule == "adagrad" else {})
     settled = validate(rule, settings)
     slots = RULES[rule].make_slots(length, settled)
