@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -104,6 +105,8 @@ class CuttingProxy:
         self._replies_pass.set()
         self._cut_after: int | None = None
         self.num_cuts = 0
+        # What each connection carries to the server; None for all it can.
+        self.bytes_per_second: float | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold_replies(self) -> None:
@@ -150,6 +153,9 @@ class CuttingProxy:
             while data := source.recv(65536):
                 if not to_server:
                     self._replies_pass.wait()
+                if to_server and self.bytes_per_second is not None:
+                    # A slow link: the bytes take their time.
+                    time.sleep(len(data) / self.bytes_per_second)
                 sink.sendall(data)
                 if to_server and self._cut_after is not None:
                     self._cut_after -= len(data)

@@ -11,6 +11,7 @@ import grpc
 
 from pyps_client.channel import Channel, translate
 from pyps_client.connection import Connection
+from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
 from pyps_wire.errors import PypsError
@@ -21,18 +22,26 @@ SILENCE_SECONDS = 10.0
 
 
 class Heartbeat:
-    """Sends a heartbeat to all servers at an interval, on a daemon thread of its own."""
+    """Sends a heartbeat to all servers at an interval, on a daemon thread and over connections of its own.
+
+    Behind a gradient on its way over a slow link a heartbeat would come too late to keep the lease.
+    """
 
     def __init__(
         self,
         connections: Sequence[Connection],
         interval_seconds: float,
         *,
+        launch: Launch,
         request: Callable[[], HeartbeatRequest],
         heard: Callable[[Connection, HeartbeatReply], None],
     ) -> None:
-        """`request` makes the next message; `heard` gets each answer, on the heartbeat's thread."""
+        """`request` makes the next message; `heard` gets each answer, on the heartbeat's thread.
+
+        `connections` tell which servers, and are handed to `heard`.
+        """
         self._connections = connections
+        self._ways = [Connection(connection.index, launch=launch) for connection in connections]
         self._interval_seconds = interval_seconds
         self._request = request
         self._heard = heard
@@ -48,6 +57,8 @@ class Heartbeat:
     def end(self) -> None:
         """Stops the thread; a call under way is given up."""
         self._ended.set()
+        for way in self._ways:
+            way.close()
 
     def _beat_until_ended(self) -> None:
         while not self._ended.wait(self._interval_seconds):
@@ -62,20 +73,20 @@ class Heartbeat:
         request = self._request()
         timeout_seconds = max(2 * self._interval_seconds, 5.0)
         calls = []
-        for connection in self._connections:
-            channel = connection.channel
+        for connection, way in zip(self._connections, self._ways, strict=True):
+            channel = way.channel
             try:
                 future = channel.start("Heartbeat", request, HeartbeatReply, timeout_seconds=timeout_seconds)
             except ValueError:
-                # Closed by a thread that met a failure; the next beat finds a new one.
-                continue
-            calls.append((connection, channel, future))
-        for connection, channel, future in calls:
+                # Closed by the thread that ends the session.
+                return
+            calls.append((connection, way, channel, future))
+        for connection, way, channel, future in calls:
             if self._ended.is_set():
                 return
-            self._collect(connection, channel, future)
+            self._collect(connection, way, channel, future)
 
-    def _collect(self, connection: Connection, channel: Channel, future: Any) -> None:
+    def _collect(self, connection: Connection, way: Connection, channel: Channel, future: Any) -> None:
         try:
             reply = future.result()
         except grpc.FutureCancelledError:
@@ -85,7 +96,7 @@ class Heartbeat:
             if isinstance(verdict, PypsError):
                 raise verdict from None
             if error.code() == grpc.StatusCode.UNAVAILABLE:
-                connection.renew(channel)
+                way.renew(channel)
             self._report_silence(connection, verdict)
             return
         self._heard_at[connection.index] = time.monotonic()

@@ -106,6 +106,7 @@ class Session:
         self._heartbeat = Heartbeat(
             self._connections,
             first.heartbeat_seconds or 5.0,
+            launch=self.launch,
             request=self._heartbeat_request,
             heard=self._heard,
         )

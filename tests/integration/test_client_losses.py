@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -208,6 +209,24 @@ def test_closing_ends_a_wait_for_a_lost_server(start_server: Start) -> None:
 
         with pytest.raises(RunFinished, match="closed"):
             pushing.result(20)
+
+
+def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membership(
+    start_server: Start, make_proxy: MakeProxy
+) -> None:
+    """Over a slow link heartbeats pass beside the gradient, not behind it."""
+    server = start_server("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
+    proxy = make_proxy(server.data)
+    tensors = {"w": np.zeros(400_000, np.float32)}
+    with make_client(proxy.address, tensors=tensors) as client:
+        proxy.bytes_per_second = 400_000.0
+        began = time.monotonic()
+        receipts = client.push({"w": np.ones(400_000, np.float32)})
+        seconds = time.monotonic() - began
+
+    assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+    assert seconds > 2 * 1.5
+    assert "lease ran out" not in server.output()
 
 
 def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: Start) -> None:
