@@ -32,11 +32,12 @@ demo: $(STAMP) ## Watch four workers train on real data through two servers (und
 test: $(STAMP) ## Run the tests, all but those that need a Docker engine
 	$(BIN)/python -m pytest --ignore=tests/compose $(PYTEST_FLAGS)
 
-check: $(STAMP) ## Run linters, type checks, sanitizers; see that generated code is fresh
+check: $(STAMP) ## Run linters, type checks, import rules, sanitizers; see that generated code is fresh
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')
+	$(BIN)/python -m pytest --quiet tests/unit/test_import_rules.py
 	scripts/check_generated.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/sanitize.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" python scripts/check_vectorised.py

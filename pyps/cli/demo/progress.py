@@ -125,8 +125,8 @@ def merge_worker(known: Sequence[tuple[pb.WorkerInfo, int]]) -> WorkerProgress:
         state=infos[0].state,
         steps=max(info.clock for info in infos),
         loss=losses[-1] if losses else None,
-        # A push has a part for each shard.
-        pushes=max(info.pushes_applied / num_shards for info, num_shards in known if num_shards),
+        # A push has a part for each shard; before the run is initialised there are none.
+        pushes=max((info.pushes_applied / num_shards for info, num_shards in known if num_shards), default=0.0),
         staleness_mean=mean([info.staleness_mean for info in infos], applied),
         staleness_max=max(info.staleness_max for info in infos),
         rate_scale_mean=mean([info.rate_scale_mean for info in infos], applied),
