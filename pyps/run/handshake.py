@@ -98,6 +98,14 @@ def check_caller(greeting: Greeting, *, software: str) -> None:
         )
 
 
+def check_opening(opening: Opening) -> None:
+    """Refuses an initialiser that does not say who it is, or which run it opens."""
+    if not opening.run_id or not opening.worker_id:
+        raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
+    check_name(opening.run_id, what="run_id")
+    check_name(opening.worker_id, what="worker_id")
+
+
 def check_name(name: str, *, what: str) -> None:
     """Refuses a name that people could not read: it goes into logs, tables and metrics as it is."""
     if len(name) > NAME_LENGTH_MAX or not name.isprintable():

@@ -25,7 +25,7 @@ from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
-from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
+from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
 from pyps_wire.partition import Model, Partition, partition
 
 if TYPE_CHECKING:
@@ -193,10 +193,7 @@ class Run:
 
     def begin_initialize(self, opening: Opening) -> Initialization | None:
         """Opens an initialisation; None when this very one is done already."""
-        if not opening.run_id or not opening.worker_id:
-            raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
-        handshake.check_name(opening.run_id, what="run_id")
-        handshake.check_name(opening.worker_id, what="worker_id")
+        handshake.check_opening(opening)
         with self._lock:
             if self._already_initialized(opening):
                 return None
@@ -230,13 +227,8 @@ class Run:
                 f"the checkpoint is of run {header.run_id!r}, but this server was started for "
                 f"{self.config.run_id!r}: drop --run-id, or name another --checkpoint-dir"
             )
-        settle(
-            self.told,
-            header.optimizer,
-            num_groups=header.model.num_groups,
-            source="--optimizer",
-            asker="the checkpoint",
-        )
+        num_groups = header.model.num_groups
+        settle(self.told, header.optimizer, num_groups=num_groups, source="--optimizer", asker="the checkpoint")
         plan, index = partition(header.model, num_servers=header.num_servers), header.server_index
         states = dict(restored.shards)
         with self._lock:
@@ -351,8 +343,7 @@ class Run:
 
     def _set_content(self, content: Content) -> None:
         if self.recorder is not None:
-            header = content.header(epoch=self.epoch, protocol=self.aggregation.name, staleness=self.staleness.name)
-            self.recorder.begin(header, content.shards)
+            self.recorder.begin(self._header(content), content.shards)
         self._content = content
         self.gate.done()
         for shard in content.shards.values():
