@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -102,11 +103,15 @@ def test_a_worker_leaves_at_its_programs_end_and_says_how(
         assert "ValueError: out of data" in line
 
 
-def test_a_worker_whose_server_is_gone_still_ends_soon(start_server: Start, start_python: StartPython) -> None:
-    server = start_server()
-    worker = start_python("-c", f"{WORKER}\nsys.stdin.read()\nimport time; time.sleep(1)", server.data, "w")
+def test_a_worker_whose_server_is_gone_still_ends_soon(
+    start_server: Start, start_python: StartPython, tmp_path: Path
+) -> None:
+    server, flag = start_server(), tmp_path / "gone"
+    until_gone = f"import pathlib, time\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)"
+    worker = start_python("-c", f"{WORKER}\n{until_gone}", server.data, "w")
     worker.wait_for_output("pushed")
     server.kill()
+    flag.touch()
 
     assert worker.wait(20) == 0, worker.output()
 

@@ -68,8 +68,7 @@ def test_64_workers_push_and_pull_at_once_and_all_complete(start_server):
     def work(index: int) -> int:
         with WireWorker(server.data, f"w{index}") as worker:
             worker.join()
-            while worker.hello().state != common.RUN_STATE_READY:
-                time.sleep(0.05)
+            wait_until(lambda: worker.hello().state == common.RUN_STATE_READY, 60, "the first parameters")
             barrier.wait(60)
             version = 0
             for _ in range(rounds):
