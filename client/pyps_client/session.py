@@ -92,7 +92,6 @@ class Session:
         self._global_step = 0
         self._num_workers = 0
         self._finished = False
-        self._save_requested = False
 
     def connect(self) -> None:
         """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
@@ -223,13 +222,6 @@ class Session:
         return self._finished
 
     @property
-    def save_requested(self) -> bool:
-        """True, once, after a server asked the worker to save what only it has."""
-        with self._lock:
-            requested, self._save_requested = self._save_requested, False
-        return requested
-
-    @property
     def run_id(self) -> str:
         """The run's name, known after `connect`."""
         return self._handshake.sender.run_id
@@ -346,8 +338,5 @@ class Session:
         self._note_version(reply.version)
         if reply.state == RUN_STATE_FINISHED or reply.command == HeartbeatReply.COMMAND_STOP:
             self._finished = True
-        if reply.command == HeartbeatReply.COMMAND_SAVE:
-            with self._lock:
-                self._save_requested = True
         if not reply.known:
             self._rejoin(connection, connection.channel, HELLO_SECONDS)
