@@ -7,7 +7,7 @@ from pyps_wire import inspector_pb2, parameter_server_pb2
 # Grows when an old client and a new server can no longer understand each other.
 PROTOCOL_VERSION = 1
 
-# Optional abilities of this software, told in Hello; each end uses only what both know.
+# Abilities of this software, told in Hello, so that later software can tell what an earlier one lacks.
 FEATURES: tuple[str, ...] = (
     "exchange",  # push and pull in one bidirectional stream
     "extents",  # pushes of a part of a shard
