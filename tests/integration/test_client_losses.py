@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from client_support import (
     small_model,
     start_servers,
 )
+from inspection import inspect
 from pyps_client import Observer, RunFinished, ServerUnavailable, StateLost
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
 from support import ServerProcess, wait_until
@@ -198,13 +198,13 @@ def test_a_lost_server_is_waited_for_and_then_named(start_server: Start, caplog:
     client.close("failed")
 
 
-def test_closing_ends_a_wait_for_a_lost_server(start_server: Start) -> None:
+def test_closing_ends_a_wait_for_a_lost_server(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start_server()
     client = make_client(server.data, loss_wait_seconds=600)
     server.kill()
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(client.push, gradients_like(small_model(), 0))
-        threading.Event().wait(0.2)
+        wait_until(lambda: "waiting for server 0" in caplog.text, 20, "the wait")
         client.close()
 
         with pytest.raises(RunFinished, match="closed"):
@@ -246,8 +246,11 @@ def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server: Sta
     server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.2")
     with make_client(server.data) as client:
         client.report(loss=0.5)
-        threading.Event().wait(2.5)
+        began = inspect(server.control, "GetStatus").uptime_seconds
+        wait_until(lambda: inspect(server.control, "GetStatus").uptime_seconds > began + 2.5, 20, "two leases")
 
+        (worker,) = inspect(server.control, "ListWorkers").workers
+        assert (worker.state, dict(worker.scalars)) == ("alive", {"loss": 0.5})
         assert "lease ran out" not in server.output()
         assert {receipt.num_workers for receipt in client.push(gradients_like(small_model(), 0))} == {1}
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from google.protobuf import json_format, message_factory
 from typer.testing import CliRunner
 
 from pyps.cli.main import COMMANDS, app
+from pyps_wire import inspector_pb2
 from support import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -49,10 +51,19 @@ def test_every_linked_file_exists(document) -> None:
 
 
 def test_the_calls_shown_are_the_services_own() -> None:
-    from pyps_wire import inspector_pb2
-
     methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
 
     shown = set(re.findall(r"pyps\.v1\.Inspector/(\w+)", README))
 
     assert {"GetStatus", "ListWorkers"} <= shown <= set(methods)
+
+
+def test_the_answers_shown_are_messages_of_the_service() -> None:
+    methods = inspector_pb2.DESCRIPTOR.services_by_name["Inspector"].methods_by_name
+
+    answers = re.findall(r"pyps\.v1\.Inspector/(\w+)\n(\{.*?^\})", README, re.M | re.S)
+
+    assert len(answers) >= 3
+    for method, answer in answers:
+        # Fails at a field that the message does not have.
+        json_format.Parse(answer, message_factory.GetMessageClass(methods[method].output_type)())
