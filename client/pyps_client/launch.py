@@ -80,8 +80,27 @@ class Launch:
         settings = _from_variables(env) | given
         settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
         if "token" not in given:
-            settings["token"] = _token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
+            settings["token"] = read_token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
         return cls(**settings)
+
+
+def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:
+    """The token in a file, or else in PYPS_TOKEN; empty for none. Raises BadRequest for what cannot be sent."""
+    if token_file is None:
+        token = (os.environ if environment is None else environment).get("PYPS_TOKEN", "").strip()
+        source = "PYPS_TOKEN"
+    else:
+        source = f"the token file {os.fspath(token_file)}"
+        try:
+            token = Path(token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise BadRequest(f"{source} cannot be read: {reason}") from None
+        if not token:
+            raise BadRequest(f"{source} is empty; expected the servers' shared token")
+    if not token.isascii() or not (token.isprintable() or not token):
+        raise BadRequest(f"{source} does not hold one line of printable ASCII characters")
+    return token
 
 
 def parse_servers(servers: str | Sequence[str]) -> tuple[str, ...]:
@@ -141,19 +160,6 @@ def _flag(text: str) -> bool:
     if text.lower() not in _WORDS:
         raise ValueError(text)
     return _WORDS[text.lower()]
-
-
-def _token(token_file: str | os.PathLike[str] | None, env: Mapping[str, str]) -> str:
-    """The token in a file, or else in PYPS_TOKEN; empty for none."""
-    if token_file is None:
-        return env.get("PYPS_TOKEN", "").strip()
-    try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise BadRequest(f"The token file {os.fspath(token_file)} cannot be read: {error.strerror}.") from None
-    if not token:
-        raise BadRequest(f"The token file {os.fspath(token_file)} is empty; expected the servers' shared token.")
-    return token
 
 
 # How each variable's text is read, and what to expect of it.

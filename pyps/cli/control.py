@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 import grpc
 import typer
 
+from pyps_client import launch
 from pyps_client.launch import parse_servers
 from pyps_wire.contract import CONTROL_PORT
 from pyps_wire.errors import METADATA_KEY, BadRequest, PypsError, ServerUnavailable, from_status
@@ -74,16 +74,11 @@ def control_addresses(servers: str) -> tuple[str, ...]:
 
 
 def read_token(path: Path | None) -> str:
-    """The token in a file, else in PYPS_TOKEN, else nothing; exits when the file cannot be read."""
-    if path is None:
-        return os.environ.get("PYPS_TOKEN", "").strip()
+    """The token in a file, else in PYPS_TOKEN, else nothing; exits when it cannot be used."""
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(
-            f"the token file {path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}",
-            status=2,
-        )
+        return launch.read_token(path)
+    except PypsError as error:
+        fail(str(error), status=2)
 
 
 def call_each(

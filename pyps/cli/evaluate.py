@@ -5,7 +5,9 @@ from __future__ import annotations
 import runpy
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,10 +42,15 @@ def evaluate(
     and returns a number, or several in a dict. One line is printed per snapshot, until the servers are gone.
     """
     function = load_evaluate(script)
+
+    def scored(parameters: Parameters) -> float | Mapping[str, float]:
+        with errors_of(script):
+            return function(parameters)
+
     launch_options: dict[str, Any] = {"token_file": token_file, "start_wait_seconds": wait_seconds}
     # Gone servers end the evaluation, they are not waited for.
     with Observer(servers, loss_wait_seconds=every, **launch_options) as observer:
-        watch(observer, function, every=None if once else every)
+        watch(observer, scored, every=None if once else every)
 
 
 def load_evaluate(script: Path) -> Evaluate:
@@ -52,10 +59,25 @@ def load_evaluate(script: Path) -> Evaluate:
         raise BadRequest(f"There is no script {script}.")
     # As with `python script.py`, modules beside the script can be imported.
     sys.path.insert(0, str(script.resolve().parent))
-    function = runpy.run_path(str(script), run_name="__pyps_eval__").get("evaluate")
+    with errors_of(script):
+        function = runpy.run_path(str(script), run_name="__pyps_eval__").get("evaluate")
     if not callable(function):
         raise BadRequest(f"{script} defines no function evaluate(parameters).")
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def errors_of(script: Path) -> Iterator[None]:
+    """Shows an error in the user's script as Python would show it, from the script's own lines on, and exits."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.TracebackException.from_exception(error)
+        own = [number for number, frame in enumerate(frames.stack) if frame.filename == str(script)]
+        del frames.stack[: own[0] if own else len(frames.stack)]
+        typer.echo("".join(frames.format()), err=True, nl=False)
+        typer.echo(f"Error: {script} failed with the error above.", err=True)
+        raise typer.Exit(1) from None
 
 
 def watch(observer: Observer, function: Evaluate, *, every: float | None) -> None:

@@ -30,10 +30,13 @@ class RuleSettings:
             name, separator, number = item.partition("=")
             if not separator:
                 raise ValueError(f"{item!r} is no setting: write name=number")
+            name = name.strip()
+            if name in group:
+                raise ValueError(f"{name} is given twice: {group[name]:g} and {number}")
             try:
-                group[name.strip()] = float(number)
+                group[name] = float(number)
             except ValueError:
-                raise ValueError(f"{name.strip()} is {number!r}, but must be a number") from None
+                raise ValueError(f"{name} is {number!r}, but must be a number") from None
         return cls.make(rule.strip(), (group,))
 
     def for_groups(self, num_groups: int) -> RuleSettings:

@@ -23,6 +23,10 @@ from pyps_wire.partition import Model
 M = TypeVar("M", bound=Message)
 
 
+# Longer descriptions of a caller by itself are cut.
+TEXT_LENGTH_MAX = 200
+
+
 def parse(kind: type[M], message: bytes) -> M:
     """Reads a message without tensors; MalformedFrame when the bytes are no such message."""
     try:
@@ -54,16 +58,16 @@ def greeting_from(request: wire.HelloRequest) -> Greeting:
         worker_id=request.sender.worker_id,
         incarnation=request.sender.incarnation,
         protocol_version=request.protocol_version,
-        software=request.software,
+        software=for_people(request.software),
         observer=observer,
         server_index=request.server_index,
         num_servers=request.num_servers,
         model=Model.from_proto(request.model) if has_model else None,
         optimizer=settings_from(request.optimizer) if has_optimizer else None,
         fingerprint=request.fingerprint,
-        host=request.host,
+        host=for_people(request.host),
         process_id=request.process_id,
-        device=request.device,
+        device=for_people(request.device),
     )
 
 
@@ -189,3 +193,8 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
         reply.model.CopyFrom(run.partition.model.to_proto())
         reply.fingerprint = run.partition.fingerprint
     return reply
+
+
+def for_people(text: str) -> str:
+    """What a caller says of itself, fit for a log line and a table."""
+    return "".join(character if character.isprintable() else "?" for character in text[:TEXT_LENGTH_MAX])

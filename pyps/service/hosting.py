@@ -53,6 +53,8 @@ def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int, *, field: 
 
 def busy_port(host: str, port: int, *, field: str) -> str:
     """What to say of a port that cannot be bound."""
+    if port == 0:
+        return f"cannot listen on {host}: it is no address of this machine; choose another with --host"
     return (
         f"cannot listen on {address_of(host, port)}: port {port} is taken by another program, or {host} is "
         f"no address of this machine; choose another with {flag_name(field)} or --host"

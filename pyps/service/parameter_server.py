@@ -36,6 +36,8 @@ from pyps_wire.framing import PAYLOAD_FIELD
 INLINE_BYTES_MAX = 65_536 * 4
 # A reply that nobody takes for so long ends its call.
 WRITE_SECONDS = 120.0
+# Figures of its own that a worker may report.
+SCALARS_MAX = 256
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -143,6 +145,8 @@ class ParameterServer:
     async def heartbeat(self, message: bytes, context: Context) -> bytes:
         """Renews a lease and tells what the server wants."""
         request = convert.parse(wire.HeartbeatRequest, message)
+        if len(request.scalars) > SCALARS_MAX:
+            raise BadRequest(f"a heartbeat carries {len(request.scalars)} scalars; report {SCALARS_MAX} at most")
         sender = request.sender
         pulse = self._run.heartbeat(
             sender.run_id,
@@ -168,7 +172,7 @@ class ParameterServer:
             request.sender.worker_id,
             request.sender.incarnation,
             failed=request.cause == wire.LeaveRequest.CAUSE_FAILED,
-            message=request.message,
+            message=convert.for_people(request.message),
         )
         return wire.LeaveReply(num_workers=left).SerializeToString()
 

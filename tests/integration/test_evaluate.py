@@ -71,3 +71,29 @@ def test_health_tells_a_serving_server_from_none(
 
     assert gone.wait() == 1
     assert f"{server.data} UNAVAILABLE" in gone.output()
+
+
+def test_an_error_in_the_users_script_is_shown_from_its_own_lines(
+    start_server: Callable[..., ServerProcess], start_python: Start, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def evaluate(parameters):\n    return parameters['missing']\n")
+    server = start_server()
+    with pyps_client.Client({"w": np.zeros(100, np.float32)}, servers=server.data):
+        evaluation = start_python("-m", "pyps", "eval", str(path), "--servers", server.data, "--once")
+
+        assert evaluation.wait() == 1
+    assert "line 2, in evaluate" in evaluation.output()
+    assert "pyps/cli" not in evaluation.output()
+    assert evaluation.output().endswith("failed with the error above.\n")
+
+
+def test_a_script_that_is_no_python_is_shown_with_its_line(start_python: Start, tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def evaluate(:\n")
+
+    evaluation = start_python("-m", "pyps", "eval", str(path), "--once")
+
+    assert evaluation.wait() == 1
+    assert "SyntaxError" in evaluation.output()
+    assert "pyps/cli" not in evaluation.output()

@@ -109,3 +109,12 @@ def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, complaint
 def test_an_unknown_setting_is_refused_by_name() -> None:
     with pytest.raises(BadRequest, match="no launch setting 'runid'"):
         Launch.from_environment("a:1", environment={}, runid="x")
+
+
+@pytest.mark.parametrize("text", ["first\nsecond", "gehe\u00efm", "a\x1bb"])
+def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text, encoding="utf-8")
+
+    with pytest.raises(BadRequest, match="one line of printable ASCII"):
+        Launch.from_environment("localhost", token_file=path, environment={})
