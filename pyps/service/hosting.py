@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -43,12 +44,25 @@ def make_control_server(token: str | None) -> grpc.Server:
 def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int, *, field: str) -> str:
     """Binds a port and returns its address; ConfigError names the port and the setting when it is taken."""
     try:
-        bound = server.add_insecure_port(address_of(host, port))
+        # gRPC would tell of a port that is taken in lines of its own, which say less.
+        bound = server.add_insecure_port(address_of(host, port)) if _can_listen(host, port) else 0
     except RuntimeError:
         bound = 0
     if bound == 0:
         raise ConfigError(busy_port(host, port, field=field))
     return address_of(host, bound)
+
+
+def _can_listen(host: str, port: int) -> bool:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As gRPC does: connections that ended a moment ago hold no port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def busy_port(host: str, port: int, *, field: str) -> str:
