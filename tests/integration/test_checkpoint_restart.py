@@ -139,13 +139,13 @@ def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
     for worker in after_end.workers:
         reply = worker.hello()
         assert (reply.state, reply.run_id, reply.epoch) == (common.RUN_STATE_READY, "run-1", 1)
-    # Promise 1: a push acknowledged before the end gets its receipt again, and is not applied again.
+    # Exactly once: a push acknowledged before the end gets its receipt again, and is not applied again.
     for again, receipt in zip(after_end.send(last), receipts, strict=True):
         assert again.duplicate
         again.duplicate = False
         assert again == receipt
     assert held_by(servers) == held
-    # Promise 3: a gradient of the old epoch is refused, the parameters must be pulled again.
+    # A new epoch: a gradient of the old epoch is refused, the parameters must be pulled again.
     late = after_end.workers[0].push_request(1.0, shard_id=last[0][0].shard_id, base_version=4, epoch=0, sequence=99)
     assert after_end.workers[0].push(late)[0].reason == common.REASON_EPOCH
 

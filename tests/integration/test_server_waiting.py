@@ -200,7 +200,7 @@ def test_the_control_plane_answers_while_the_data_plane_is_saturated(start_serve
 
 
 def test_two_workers_in_opposite_shard_order_do_not_deadlock(start_server):
-    """Trap 2: one exchanges first layers first while the other sends last layers first."""
+    """One exchanges first layers first while the other sends last layers first."""
     server = start_server("--optimizer", "sgd:learning_rate=1")
     orders = [range(4), range(3, -1, -1)]
 
