@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import grpc
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PROTOCOL_VERSION
+from pyps_wire.errors import METADATA_KEY
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Partition, Tensor, partition
 
@@ -195,3 +197,12 @@ class WireWorker:
 def values_of(parameters: wire.Parameters) -> Floats:
     """The numbers of a pulled shard."""
     return np.frombuffer(parameters.payload, np.float32)
+
+
+def refusal_of(call: Callable[..., object], *arguments: object, **keywords: object) -> tuple[str, str | None, str]:
+    """The status, the pyps error and the text with which a call was refused."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*arguments, **keywords)
+    error = caught.value
+    name = dict(error.trailing_metadata() or ()).get(METADATA_KEY)
+    return error.code().name, name, error.details()

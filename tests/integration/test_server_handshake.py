@@ -5,25 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 
-import grpc
-import pytest
-
 from pyps_wire import common_pb2 as common
-from pyps_wire.errors import METADATA_KEY
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_worker import WireWorker, sgd, values_of
+from wire_worker import WireWorker, refusal_of, sgd, values_of
 
 QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "1")
-
-
-def refusal_of(call, *arguments, **keywords):
-    """The status, the pyps error and the text with which a call was refused."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call(*arguments, **keywords)
-    error = caught.value
-    name = dict(error.trailing_metadata() or ()).get(METADATA_KEY)
-    return error.code().name, name, error.details()
 
 
 def test_only_one_of_two_workers_is_elected(start_server):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import grpc
 import numpy as np
 import pytest
 
@@ -12,18 +11,8 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
-from pyps_wire.errors import METADATA_KEY
 from pyps_wire.partition import Model, Tensor
-from wire_worker import WireWorker, values_of
-
-
-def refusal_of(call, *arguments, **keywords):
-    """The status, the pyps error and the text with which a call was refused."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call(*arguments, **keywords)
-    error = caught.value
-    name = dict(error.trailing_metadata() or ()).get(METADATA_KEY)
-    return error.code().name, name, error.details()
+from wire_worker import WireWorker, refusal_of, values_of
 
 
 def test_random_bytes_to_push_are_refused_in_one_sentence(start_server):

@@ -11,35 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps import _kernels
+from wire_encodings import BYTES, FIXED32, FIXED64, GROUP, GROUP_END, VARINT, bytes_field, group, tag, varint
 
 PAYLOAD = 15  # The payload's field number; its tag takes one byte.
-VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
 
 split = _kernels.split_frame
-
-
-# A generator of wire encodings. It writes bytes itself, so that it can write them unusually.
-
-
-def varint(value, size_min=1):
-    """Encodes in at least `size_min` bytes; leading zero groups are valid."""
-    encoded = []
-    while value >= 0x80 or len(encoded) + 1 < size_min:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
-def tag(number, wire_type, size_min=1):
-    return varint(number << 3 | wire_type, size_min)
-
-
-def bytes_field(number, content, size_min=1):
-    return tag(number, BYTES) + varint(len(content), size_min) + content
-
-
-def group(number, inside=b""):
-    return tag(number, GROUP) + inside + tag(number, GROUP_END)
 
 
 @dataclass(frozen=True)
@@ -61,7 +37,7 @@ def plain_fields(numbers):
         st.builds(lambda n, size, v: tag(n, VARINT, size) + v, numbers, st.integers(1, 5), varints),
         st.builds(lambda n, v: tag(n, FIXED64) + v, numbers, st.binary(min_size=8, max_size=8)),
         st.builds(lambda n, v: tag(n, FIXED32) + v, numbers, st.binary(min_size=4, max_size=4)),
-        st.builds(bytes_field, other_numbers, contents, sizes),
+        st.builds(bytes_field, other_numbers, contents, length_size=sizes),
     )
 
 
@@ -176,7 +152,7 @@ MALFORMED = {
     "truncated fixed32": (tag(1, FIXED32) + bytes(3), "byte 1: truncated fixed32"),
     "truncated fixed64": (tag(1, FIXED64) + bytes(7), "byte 1: truncated fixed64"),
     "no length": (tag(1, BYTES), "byte 1: truncated length"),
-    "length of eleven bytes": (bytes_field(1, b"", 11), "byte 1: length of more than 10 bytes"),
+    "length of eleven bytes": (bytes_field(1, b"", length_size=11), "byte 1: length of more than 10 bytes"),
     "length beyond the end": (
         tag(1, BYTES) + varint(5) + bytes(4),
         "byte 1: length 5 where 4 bytes are left",

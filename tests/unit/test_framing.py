@@ -12,32 +12,9 @@ from pyps import _kernels
 from pyps_wire.errors import BadRequest, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD, join, split
 from pyps_wire.parameter_server_pb2 import ExchangeReply, InitializeRequest, Parameters, PushRequest
+from wire_encodings import FIXED32, FIXED64, GROUP, GROUP_END, VARINT, bytes_field, group, tag, varint
 
-VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
 CARRIERS = [InitializeRequest, PushRequest, Parameters, ExchangeReply]
-
-# Encodings, written byte by byte so that they can be unusual: values in more bytes than they need, any order.
-
-
-def varint(value, size_min=1):
-    encoded = []
-    while value >= 0x80 or len(encoded) + 1 < size_min:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])
-
-
-def tag(number, wire_type, size_min=1):
-    return varint(number << 3 | wire_type, size_min)
-
-
-def bytes_field(number, content, *, tag_size=1, length_size=1):
-    return tag(number, BYTES, tag_size) + varint(len(content), length_size) + content
-
-
-def group(number, inside=b""):
-    return tag(number, GROUP) + inside + tag(number, GROUP_END)
-
 
 uint64 = st.integers(0, 2**64 - 1)
 sizes = st.integers(1, 5)  # protobuf's own parsers read no longer tags and lengths.
