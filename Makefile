@@ -33,7 +33,7 @@ test: $(STAMP) ## Run the tests, all but those that need a Docker engine
 	$(BIN)/python -m pytest --ignore=tests/compose $(PYTEST_FLAGS)
 
 check: $(STAMP) ## Run linters, type checks, import rules, sanitizers; see that generated code is fresh
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h')

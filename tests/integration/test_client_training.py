@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from client_support import (
     OPTIMIZERS,
     Reference,
@@ -16,7 +17,6 @@ from client_support import (
     small_model,
     start_servers,
 )
-
 from pyps_client import BadRequest, ModelMismatch, NotFinite
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from support import ServerProcess
