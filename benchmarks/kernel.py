@@ -50,9 +50,7 @@ def make_contenders(shard_size: int) -> dict[str, Contender]:
     sizes = [shard_size] * whole + [rest] * (rest > 0)
     random = np.random.default_rng(0)
     gradients = [random.standard_normal(size, np.float32) for size in sizes]
-    payloads = {
-        name: [_kernels.encode(gradient, codec) for gradient in gradients] for name, codec in CODECS.items()
-    }
+    payloads = {name: [_kernels.encode(gradient, codec) for gradient in gradients] for name, codec in CODECS.items()}
     # All of ours, and the bandwidth loop, share these: equal memory, equal pages.
     parameters = [np.zeros(size, np.float32) for size in sizes]
     accumulators = [np.zeros(size, np.float32) for size in sizes]
@@ -139,8 +137,7 @@ def print_table(seconds: dict[str, list[float]]) -> None:
         of_bandwidth = speed(own, seconds["bandwidth loop"])
         of_torch = speed(own, seconds["torch Adagrad, fused"])
         print(
-            f"{name:28} {median * 1e3:7.1f} {median / NUM_PARAMETERS * 1e9:13.3f}"
-            f" {of_bandwidth:25.2f} {of_torch:15.2f}"
+            f"{name:28} {median * 1e3:7.1f} {median / NUM_PARAMETERS * 1e9:13.3f} {of_bandwidth:25.2f} {of_torch:15.2f}"
         )
 
 

@@ -92,7 +92,7 @@ def call_each(
             try:
                 replies.append((address, control.call(method, request, timeout_seconds=timeout_seconds)))
             except PypsError as error:
-                typer.echo(f"Error: {error}", err=True)
+                typer.echo(f"pyps: {error}", err=True)
                 failed = True
     if failed:
         _tell_done(method, [address for address, _ in replies])
@@ -102,7 +102,7 @@ def call_each(
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
     """Says what is wrong in one sentence and exits."""
-    typer.echo(f"Error: {message}", err=True)
+    typer.echo(f"pyps: {message}", err=True)
     raise typer.Exit(status)
 
 

@@ -76,7 +76,7 @@ def errors_of(script: Path) -> Iterator[None]:
         own = [number for number, frame in enumerate(frames.stack) if frame.filename == str(script)]
         del frames.stack[: own[0] if own else len(frames.stack)]
         typer.echo("".join(frames.format()), err=True, nl=False)
-        typer.echo(f"Error: {script} failed with the error above.", err=True)
+        typer.echo(f"pyps: {script} failed with the error above.", err=True)
         raise typer.Exit(1) from None
 
 

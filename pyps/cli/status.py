@@ -65,7 +65,7 @@ def status(
     elif answers:
         _show(answers, shards_shown=None if all_shards else SHARDS_SHOWN)
     for message in errors.values():
-        typer.echo(f"Error: {message}", err=True)
+        typer.echo(f"pyps: {message}", err=True)
     raise typer.Exit(1 if errors else 0)
 
 

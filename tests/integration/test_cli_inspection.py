@@ -80,13 +80,13 @@ def test_a_server_that_is_not_there_is_one_sentence(start_server: Start, shell: 
     nobody = f"127.0.0.1:{free_port()}"
     output = shell.run("status", "--servers", nobody, status=1)
     assert output.strip().splitlines() == [
-        f"Error: no server answers on {nobody}: check the address (a control port, 7611 by default) "
+        f"pyps: no server answers on {nobody}: check the address (a control port, 7611 by default) "
         "and that the server runs"
     ]
     there = start_server()
     output = shell.run("status", "--servers", f"{there.control},{nobody}", status=1)
     assert there.control in output and f"no server answers on {nobody}" in output
-    answer = json.loads(shell.run("status", "--json", "--servers", nobody, status=1).partition("\nError")[0])
+    answer = json.loads(shell.run("status", "--json", "--servers", nobody, status=1).partition("\npyps:")[0])
     assert "no server answers" in answer["servers"][0]["error"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,25 @@ from client_support import gradients_like, make_client, small_model
 client = make_client(sys.argv[1], worker_id=sys.argv[2])
 client.push(gradients_like(small_model(), 0))
 print("pushed", flush=True)
+"""
+
+STEADY = """
+import contextlib, sys, time
+from client_support import gradients_like, make_client, small_model
+from pyps_client import RunFinished
+
+client = make_client(sys.argv[1], worker_id=sys.argv[2], run_id="steady")
+print("training", flush=True)
+longest = 0.0
+steps = 0
+with contextlib.suppress(RunFinished):
+    while True:
+        began = time.monotonic()
+        client.push(gradients_like(small_model(), steps))
+        client.pull()
+        longest = max(longest, time.monotonic() - began)
+        steps += 1
+print(f"longest step {longest:.3f} s of {steps}", flush=True)
 """
 
 LOADER = """
@@ -71,6 +91,29 @@ def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(start_server: 
         assert f"before process {child} was forked" in message
         assert "Make a client in the child, or start the child with spawn" in message
         assert client.push(gradients_like(small_model(), 0))
+
+
+def test_no_step_of_the_others_waits_for_a_worker_that_was_killed(
+    start_server: Start, start_python: StartPython
+) -> None:
+    """Dean et al. 2012, section 4.1: the other replicas go on when one fails. The lease is what a wait would last."""
+    lease_seconds = 5.0
+    server = start_server(
+        *("--lease-seconds", f"{lease_seconds}", "--heartbeat-seconds", "0.5"),
+        *("--stop-after", f"seconds={lease_seconds + 5}"),
+    )
+    workers = [start_python("-c", STEADY, server.data, f"worker-{index}") for index in range(4)]
+    for worker in workers:
+        worker.wait_for_output("training")
+
+    workers[0].kill()
+
+    server.wait_for_output("lease ran out")
+    for survivor in workers[1:]:
+        assert survivor.wait() == 0, survivor.output()
+        found = re.search(r"longest step ([0-9.]+) s", survivor.output())
+        assert found is not None, survivor.output()
+        assert float(found[1]) < lease_seconds / 2
 
 
 def test_a_data_loader_with_forked_workers_runs_beside_a_client(start_server: Start, start_python: StartPython) -> None:
