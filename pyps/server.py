@@ -21,7 +21,7 @@ from grpc_health.v1 import health as threaded_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps import _kernels, logs
-from pyps.checkpoint import CheckpointError, CheckpointFolder
+from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder
 from pyps.config import ConfigError, ServerConfig
 from pyps.record import Recorder
 from pyps.run import Run, RunState
@@ -214,19 +214,27 @@ class Server:
     # While it serves.
 
     async def _keep_time(self) -> None:
-        saved_at, finished_saved = self._clock(), False
+        saved_at = self._clock()
+        progress: tuple[int, dict[int, int]] | None = None
+        saved_end = progress
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._run.tick()
-            finished = self._run.state == RunState.FINISHED
-            due = self._clock() - saved_at >= self._config.checkpoint_seconds
-            if (due and not finished_saved) or (finished and not finished_saved):
-                finished_saved = finished
-                await asyncio.to_thread(self._save)
-                saved_at = self._clock()
+            over = self._run.done or self._run.state == RunState.FINISHED
             if self._config.exit_when_done and self._run.done:
                 self._run.finish("all workers are done")
+                # The end saves too.
                 self.stop("all workers are done")
+                return
+            before, progress = progress, (self._run.epoch, _versions(self._run))
+            due = self._clock() - saved_at >= self._config.checkpoint_seconds
+            # Other shards of the last push may still be under way: an end is saved once a tick changes nothing.
+            if over and progress == before and (due or progress != saved_end):
+                await asyncio.to_thread(self._save, only_changes=True)
+                saved_at, saved_end = self._clock(), progress
+            elif due and not over:
+                await asyncio.to_thread(self._save)
+                saved_at = self._clock()
 
     def _report_ticker(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -234,9 +242,11 @@ class Server:
             log.error("the server's clock failed", reason=repr(task.exception()))
             self.stop("an error in the server")
 
-    def _save(self) -> bool:
+    def _save(self, *, only_changes: bool = False) -> bool:
         """Writes a checkpoint where there is a folder and a run; False when it failed."""
         if self._checkpoints is None or not self._run.shards:
+            return True
+        if only_changes and _holds(self._checkpoints.newest, self._run):
             return True
         try:
             self._checkpoints.save(self._run)
@@ -288,6 +298,17 @@ class Server:
         # The control plane's health is that of the whole server: probes need to know one port only.
         for service in ("", PARAMETER_SERVER, INSPECTOR):
             self._control_health.set(service, status)
+
+
+def _versions(run: Run) -> dict[int, int]:
+    return {shard_id: shard.version for shard_id, shard in run.shards.items()}
+
+
+def _holds(checkpoint: Path | None, run: Run) -> bool:
+    try:
+        return checkpoint is not None and Checkpoint(checkpoint).versions == _versions(run)
+    except CheckpointDamaged:
+        return False
 
 
 def _access(config: ServerConfig) -> str:

@@ -137,6 +137,11 @@ class Checkpoint:
         return tuple(self._shards)
 
     @property
+    def versions(self) -> dict[int, int]:
+        """The version of each shard, by the shard's id."""
+        return {shard_id: shard["version"] for shard_id, shard in self._shards.items()}
+
+    @property
     def version_max(self) -> int:
         """The largest version among the shards."""
         return max((shard["version"] for shard in self._shards.values()), default=0)

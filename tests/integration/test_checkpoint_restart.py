@@ -215,6 +215,50 @@ def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: St
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
+def checkpoints_in(folder: Path) -> list[int]:
+    """The versions that the checkpoints of a folder hold, oldest first."""
+    return [Checkpoint(path).version_max for path in sorted(folder.glob("checkpoint-*"))]
+
+
+def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Start, tmp_path: Path) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "99")
+    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
+        first.join()
+        second.hello()
+        inspect(server.control, "SaveCheckpoint")
+        first.push(first.push_request(1.0))
+        first.leave()
+        second.push(second.push_request(1.0))
+        second.leave()
+        wait_until(lambda: 2 in checkpoints_in(tmp_path), what="the checkpoint of the end")
+        written = server.output().count("checkpoint written")
+        # Several periods on, the same checkpoint is the newest: there was nothing new to save.
+        uptime = inspect(server.control, "GetStatus").uptime_seconds
+        wait_until(lambda: inspect(server.control, "GetStatus").uptime_seconds > uptime + 1.2, what="time to pass")
+        assert server.output().count("checkpoint written") == written
+        # Work that comes afterwards is another end.
+        with WireWorker(server.data, "c") as third:
+            third.hello()
+            third.push(third.push_request(1.0, base_version=2))
+            third.leave()
+            wait_until(lambda: 3 in checkpoints_in(tmp_path), what="the checkpoint of the second end")
+    server.kill()
+    assert checkpoints_in(tmp_path)[-1] == 3
+
+
+def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server: Start, tmp_path: Path) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path))
+    with WireWorker(server.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        inspect(server.control, "Stop")
+        wait_until(lambda: checkpoints_in(tmp_path) == [1], what="the checkpoint of the end")
+        worker.leave()
+        uptime = inspect(server.control, "GetStatus").uptime_seconds
+        wait_until(lambda: inspect(server.control, "GetStatus").uptime_seconds > uptime + 1.0, what="time to pass")
+        assert checkpoints_in(tmp_path) == [1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -123,7 +123,7 @@ def test_export_gives_plain_pytorch_the_tensors_under_their_names(
     live, saved = tmp_path / "live.safetensors", tmp_path / "saved.safetensors"
     shell.run("export", str(live), "--servers", addresses(servers))
     wrote = shell.run("save", "--servers", controls(servers))
-    assert wrote.count("checkpoint-00000001") == 2
+    assert wrote.count("checkpoint-0000000") == 2
     folders = [argument for index in range(2) for argument in ("--checkpoint", str(tmp_path / f"server-{index}"))]
     assert "5,002 parameters" in shell.run("export", str(saved), *folders)
     for file in (live, saved):
