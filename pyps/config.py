@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -19,6 +20,23 @@ from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
+# What workers, commands and kernels read; a server finds them too where one shell starts everything.
+OTHER_VARIABLES = (
+    "PYPS_CODEC",
+    "PYPS_CONTROL",
+    "PYPS_ISA",
+    "PYPS_LOSS_WAIT_SECONDS",
+    "PYPS_SERVERS",
+    "PYPS_START_WAIT_SECONDS",
+    "PYPS_TOKEN",
+    "PYPS_TRACEBACK",
+    "PYPS_USE_PROXY",
+    "PYPS_WORKER_COUNT",
+    "PYPS_WORKER_ID",
+    "PYPS_WORKER_INDEX",
+)
+# Set by Kubernetes for each service of a namespace whose name begins with "pyps".
+_OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 
 
 class ConfigError(Exception):
@@ -117,6 +135,7 @@ def resolve(
     Raises ConfigError for a value that cannot be used; `warn` gets a line for one that is ignored.
     """
     table = _read_toml(toml_path) if toml_path is not None else {}
+    _warn_of_unknown(environment, warn)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     types_of = typing.get_type_hints(ServerConfig)
@@ -139,11 +158,28 @@ def resolve(
 
 def _from_environment(environment: Mapping[str, str], variable: str, warn: Callable[[str], None]) -> str | None:
     value = environment.get(variable)
-    if value is not None and value.startswith(("tcp://", "udp://", "sctp://")):
+    if value is not None and _is_kubernetes(value):
         # Kubernetes sets <SERVICE>_PORT for each service of a namespace: one named "pyps" sets PYPS_PORT.
         warn(f"{variable}={value} is ignored: Kubernetes sets it for a service of that name")
         return None
     return value or None
+
+
+def _warn_of_unknown(environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
+    """Tells of variables that look like settings and are none."""
+    settings = [ENVIRONMENT_PREFIX + field.name.upper() for field in dataclasses.fields(ServerConfig)]
+    known = [*settings, *OTHER_VARIABLES]
+    for name, value in environment.items():
+        foreign = not name.startswith(ENVIRONMENT_PREFIX) or _OF_KUBERNETES.fullmatch(name)
+        if foreign or name in known or not value or _is_kubernetes(value):
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`pyps serve --help` lists the variables"
+        warn(f"{name} in the environment is no setting and is ignored; {hint}")
+
+
+def _is_kubernetes(value: str) -> bool:
+    return value.startswith(("tcp://", "udp://", "sctp://"))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

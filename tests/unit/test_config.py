@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from pyps.cli import serve as serve_command
-from pyps.config import ConfigError, ServerConfig, StopCondition, flag_name, resolve
+from pyps.config import OTHER_VARIABLES, ConfigError, ServerConfig, StopCondition, flag_name, resolve
+from pyps.launcher.environment import worker_environment
+from pyps_client import launch
 
 
 def made(flags=None, environment=None, toml_path=None, warnings=None):
@@ -138,7 +140,40 @@ def test_an_empty_variable_counts_as_unset():
 
 
 def test_other_variables_of_pyps_are_left_alone():
-    assert made({}, {"PYPS_SERVERS": "a:1", "PYPS_ISA": "avx2", "PYPS_PORT_7610_TCP": "tcp://x"}) == ServerConfig()
+    kubernetes = {
+        "PYPS_SERVICE_HOST": "10.0.0.1",
+        "PYPS_SERVICE_PORT": "7610",
+        "PYPS_SERVICE_PORT_DATA": "7610",
+        "PYPS_PORT_7610_TCP": "tcp://x",
+        "PYPS_PORT_7610_TCP_ADDR": "10.0.0.1",
+        "PYPS_SERVERS_PORT": "tcp://x",
+        "PYPS_SERVERS_SERVICE_HOST": "10.0.0.1",
+    }
+    warnings: list[str] = []
+    others = dict.fromkeys(OTHER_VARIABLES, "avx2")
+    assert made({}, {**others, **kubernetes}, warnings=warnings) == ServerConfig()
+    assert warnings == []
+
+
+def test_every_variable_of_a_worker_is_known():
+    assert {f"PYPS_{name.upper()}" for name in launch._READERS} - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)
+    told = worker_environment({}, index=0, count=1, data_addresses=["a:1"], control_addresses=["a:2"], run_id="r")
+    of_pyps = {name for name in told if name.startswith("PYPS_")}
+    assert of_pyps - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("PYPS_STALENES", "did you mean PYPS_STALENESS?"),
+        ("PYPS_WORKER_IDX", "did you mean PYPS_WORKER_ID?"),
+        ("PYPS_XYZZY", "`pyps serve --help` lists the variables"),
+    ],
+)
+def test_an_unknown_variable_is_told_with_the_nearest_known_one(name, hint):
+    warnings: list[str] = []
+    assert made({}, {name: "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
+    assert warnings == [f"{name} in the environment is no setting and is ignored; {hint}"]
 
 
 def test_stop_conditions_are_read():
