@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from pyps.core.election import Election, Term
 from pyps.run.content import Content
 from pyps.run.handshake import Holding
@@ -72,7 +74,7 @@ class InitializationGate:
         if not untouched or (opening.run_id != content.run_id and workers_alive):
             raise RunMismatch(
                 f"this server holds {holding} and cannot be initialised again: join it by name "
-                f"(PYPS_RUN_ID={content.run_id}), or forget it with `pyps reset`"
+                f"(PYPS_RUN_ID={content.run_id}), or forget it with `pyps reset {shlex.quote(content.run_id)}`"
             )
 
     def done(self) -> None:

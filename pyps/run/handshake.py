@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -141,7 +142,7 @@ def check_run(asked: str, holding: Holding, *, observer: bool) -> None:
     meant = f"the caller means run {asked!r}" if asked else "the caller names no run"
     raise RunMismatch(
         f"this server holds {holding}, but {meant}: join it by name (PYPS_RUN_ID={holding.run_id} or "
-        f"run_id={holding.run_id!r}), or forget it with `pyps reset`"
+        f"run_id={holding.run_id!r}), or forget it with `pyps reset {shlex.quote(holding.run_id)}`"
     )
 
 

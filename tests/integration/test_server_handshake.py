@@ -136,7 +136,7 @@ def test_no_run_id_joins_until_the_first_update_only(start_server):
         first.push(first.push_request(1.0))
         status, name, text = refusal_of(third.hello)
         assert (status, name) == ("FAILED_PRECONDITION", "RunMismatch")
-        for word in ("'run-1'", "version 1", " s ago", "PYPS_RUN_ID=run-1", "pyps reset"):
+        for word in ("'run-1'", "version 1", " s ago", "PYPS_RUN_ID=run-1", "`pyps reset run-1`"):
             assert word in text
 
 
