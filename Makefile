@@ -21,12 +21,13 @@ $(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt $(
 	@test -n "$(PYTHON)" || { echo "pyps needs Python 3.11 or later with its venv module; none is on the PATH (set PYTHON=/path/to/python3.11)." >&2; exit 1; }
 	@command -v g++ >/dev/null || command -v c++ >/dev/null || { echo "pyps needs a C++20 compiler for its kernels; g++ is not on the PATH (on Debian: apt-get install g++)." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch and the rest into $(VENV): a minute or two."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^pip==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
 		--editable 'client[torch]' --editable '.[demo]' --group dev
 	@touch $(STAMP)
 
-demo: $(STAMP) ## Watch four workers train on real data through two servers (under a minute)
+demo: $(STAMP) ## Watch four workers train on real data through two servers (under a minute once installed)
 	$(BIN)/pyps demo --picture out/demo.png
 
 test: $(STAMP) ## Run the tests, all but those that need a Docker engine

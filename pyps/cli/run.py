@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pyps.checkpoint import newest
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import PrefixedOutput, counted
+from pyps.launcher.server_output import ServerLines
 
 WAIT_SECONDS = 1.0
 # More on one machine is a slip of the finger.
@@ -43,6 +48,9 @@ def run(
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done/--stay", help="End with the workers, or serve until Ctrl-C.")
     ] = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
+    ] = False,
 ) -> None:
     """Start servers and workers on this machine and end with them.
 
@@ -70,7 +78,14 @@ def run(
         server_flags=tuple(part for flag, value in flags.items() if value for part in (flag, value)),
         each_server_flags=checkpoint_flags(checkpoint_dir, num_servers=servers, resume=resume),
     )
-    raise typer.Exit(run_job(settings, stay=not exit_when_done))
+    output = PrefixedOutput(width=len(f"worker-{workers - 1}"))
+    job = Job(settings, on_line=output.line if verbose else attention_only(output), announce=output.announce)
+    with job.handle_signals(), job:
+        status = run_job(job, output, stay=not exit_when_done)
+    # The servers wrote their last checkpoints when they ended.
+    if job.workers and not (checkpoint_dir is None and keeps_checkpoints(config)):
+        output.announce(where_the_model_is(checkpoint_dir, num_servers=servers))
+    raise typer.Exit(status)
 
 
 def checkpoint_flags(folder: Path | None, *, num_servers: int, resume: bool) -> tuple[tuple[str, ...], ...]:
@@ -81,36 +96,62 @@ def checkpoint_flags(folder: Path | None, *, num_servers: int, resume: bool) -> 
     return tuple(("--checkpoint-dir", str(folder / f"server-{index}"), *rest) for index in range(num_servers))
 
 
-def run_job(settings: JobSettings, *, stay: bool) -> int:
-    """Runs the job to its end and returns the exit status; with `stay` the servers serve until a signal."""
-    output = PrefixedOutput(width=len(f"worker-{settings.num_workers - 1}"))
-    job = Job(settings, on_line=output.line, announce=output.announce)
-    with job.handle_signals(), job:
-        try:
-            job.start()
-        except JobError as error:
-            if job.signal_number is not None:
-                return job.exit_status()
-            output.announce(str(error))
-            return 1
-        control = ",".join(server.control for server in job.addresses)
-        output.announce(
-            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}, "
-            f"run {job.run_id}. Look inside: pyps status --servers {control}"
-        )
-        while not job.done:
-            job.wait(WAIT_SECONDS)
-        if stay and not job.server_died and job.signal_number is None:
-            output.announce("The workers are done; the servers stay until Ctrl-C.")
-            wait_for_signal(job)
-            # The signal was the way out that had been offered.
-            return job.exit_status_of_workers()
+def attention_only(output: PrefixedOutput) -> Callable[[str, str], None]:
+    """Prints all lines of workers, and of servers those that need attention."""
+    lines = ServerLines()
+
+    def line(name: str, text: str) -> None:
+        if not name.startswith("server-") or lines.attention(name, text):
+            output.line(name, text)
+
+    return line
+
+
+def run_job(job: Job, output: PrefixedOutput, *, stay: bool) -> int:
+    """Starts the job, waits for its end and returns the exit status; with `stay` the servers serve until a signal."""
+    try:
+        job.start()
+    except JobError as error:
         if job.signal_number is not None:
-            output.announce("Interrupted: ending the workers, then the servers.")
-        return job.exit_status()
+            return job.exit_status()
+        output.announce(str(error))
+        return 1
+    control = ",".join(server.control for server in job.addresses)
+    data = ",".join(server.data for server in job.addresses)
+    output.announce(
+        f"{counted(len(job.workers), 'worker')} on {counted(len(job.servers), 'server')}, "
+        f"run {job.run_id}. Look inside: pyps status --servers {control}"
+    )
+    output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")
+    while not job.done:
+        job.wait(WAIT_SECONDS)
+    if stay and not job.server_died and job.signal_number is None:
+        output.announce("The workers are done; the servers stay until Ctrl-C.")
+        wait_for_signal(job)
+        # The signal was the way out that had been offered.
+        return job.exit_status_of_workers()
+    if job.signal_number is not None:
+        output.announce("Interrupted: ending the workers, then the servers.")
+    return job.exit_status()
 
 
 def wait_for_signal(job: Job) -> None:
     """Waits until somebody wants the servers to end, or one of them died."""
     while job.signal_number is None and not job.server_died:
         job.wait(WAIT_SECONDS)
+
+
+def keeps_checkpoints(config: Path | None) -> bool:
+    """True where the servers' own file names a folder for checkpoints."""
+    return config is not None and "checkpoint_dir" in tomllib.loads(config.read_text())
+
+
+def where_the_model_is(folder: Path | None, *, num_servers: int) -> str:
+    """What became of the model, in one line: the command that exports it, where it was kept."""
+    if folder is None:
+        return "The model was not kept: add --checkpoint-dir FOLDER."
+    folders = [folder / f"server-{index}" for index in range(num_servers)]
+    if not all(newest(one) for one in folders):
+        return f"No model was kept in {folder}: the servers held none yet."
+    flags = [part for one in folders for part in ("--checkpoint", str(one))]
+    return f"The model was kept: {shlex.join(['pyps', 'export', 'model.safetensors', *flags])}"

@@ -1,7 +1,8 @@
 """Starts a whole job on this machine: servers on free ports, workers that find them, and their end.
 
 `Job` is what `pyps run` and `pyps demo` are made of; `process` holds one child, `environment` what a worker
-is told, `output` how lines of many processes share a terminal.
+is told, `output` how lines of many processes share a terminal, `server_output` which of the servers' lines
+matter there.
 """
 
 from pyps.launcher.job import Job, JobError, JobSettings

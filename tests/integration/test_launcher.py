@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from safetensors.numpy import load_file
 
 from support import ROOT, PythonProcess, wait_until
 
@@ -51,6 +53,42 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
     assert lines.keys() == {"0", "1", "2"}
     assert len(set(lines.values())) == 1, "one run for all"
     assert "pyps status --servers 127.0.0.1:" in output
+    assert re.search(r"pyps export FILE --servers 127\.0\.0\.1:\d+,127\.0\.0\.1:\d+$", output, re.M)
+    assert not re.search(r"^server-", output, re.M), "nothing happened to the servers"
+    assert output.endswith("| The model was not kept: add --checkpoint-dir FOLDER.\n")
+
+
+def test_verbose_shows_what_the_servers_say(start_python: Start) -> None:
+    launcher = run(start_python, "--servers", "2", "--verbose", code="print('trained')")
+
+    assert launcher.wait() == 0
+    for name in ("server-0", "server-1"):
+        assert re.search(rf"^{name} \|   data +127\.0\.0\.1:\d+$", launcher.output(), re.M)
+
+
+def test_the_last_line_is_the_command_that_exports_the_model(start_python: Start, tmp_path: Path) -> None:
+    code = (
+        "import numpy, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.full(4096, 7, numpy.float32)}) as client: client.pull()\n"
+    )
+    folder = tmp_path / "my checkpoints"
+    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=code)
+    assert launcher.wait() == 0
+    command = shlex.split(launcher.output().splitlines()[-1].partition("The model was kept: ")[2])
+    assert command[:3] == ["pyps", "export", "model.safetensors"]
+
+    model = tmp_path / command[2]
+    export = start_python("-m", *command[:2], str(model), *command[3:])
+
+    assert export.wait() == 0, export.output()
+    assert (load_file(model)["w"] == 7).all()
+
+
+def test_a_folder_without_a_model_is_not_said_to_hold_one(start_python: Start, tmp_path: Path) -> None:
+    launcher = run(start_python, "--checkpoint-dir", str(tmp_path), code="print('trained nothing')")
+
+    assert launcher.wait() == 0
+    assert f"No model was kept in {tmp_path}: the servers held none yet." in launcher.output()
 
 
 def test_flags_behind_the_workers_program_are_the_workers(start_python: Start, tmp_path: Path) -> None:

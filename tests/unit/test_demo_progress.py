@@ -35,6 +35,6 @@ def test_workers_that_joined_before_there_are_shards_have_pushed_nothing() -> No
 def test_the_line_of_a_run_fits_a_terminal_of_80_columns() -> None:
     from pyps.cli.demo.progress import Progress
 
-    progress = Progress(99.9, True, 9999, 9999, 9999, 12.34, 123, 0.5, merge_workers([[worker("a")]], [pb.Status()]))
+    progress = Progress(99.9, True, 9999, 9999, 9999, 12.34, 123, 0.5, 2, merge_workers([[worker("a")]], [pb.Status()]))
 
     assert len(headline_of(progress, updates_per_second=999, accuracy=0.98765)) <= 80

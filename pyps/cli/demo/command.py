@@ -102,6 +102,8 @@ class Demo:
         self._observer: Observer | None = None
         # When the servers first had parameters; until then the workers load torch.
         self._began_at: float | None = None
+        # How it went when the servers last answered with parameters.
+        self._seen: Progress | None = None
 
     def run(self) -> int:
         """Runs to the end and returns the exit status."""
@@ -129,7 +131,14 @@ class Demo:
         with self._screen:
             while not self._job.done:
                 self._job.wait(WATCH_SECONDS)
-                self._look(reader)
+                progress = self._look(reader)
+                if progress is not None and progress.workers_finished == settings.num_workers:
+                    break
+        if not self._job.done:
+            # A Python that has loaded torch takes seconds to take itself apart.
+            self._screen.line("The training is done; the workers' processes end.")
+        while not self._job.done:
+            self._job.wait(WATCH_SECONDS)
 
     def _look(self, reader: ProgressReader) -> Progress | None:
         """Asks how it goes, notes it, shows it."""
@@ -138,11 +147,12 @@ class Demo:
         if progress is None or not progress.ready:
             return progress
         self._began_at = self._began_at or now
+        self._seen = progress
         history = self._history
         accuracy = self._measure_accuracy()
         history.accuracies.append((progress.seconds, accuracy))
         history.updates.append((progress.seconds, progress.updates))
-        if progress.loss is not None and progress.workers_alive:
+        if progress.loss is not None:
             history.losses.append((progress.seconds, progress.loss))
         self._screen.show(progress, updates_per_second=history.updates_per_second(), accuracy=accuracy)
         return progress
@@ -159,9 +169,9 @@ class Demo:
             return job.exit_status()
         if job.exit_status() != 0:
             return self._fail("Not all workers finished.")
-        progress = self._look(reader)
-        if progress is None or not progress.ready:
-            return self._fail("The servers do not answer any more.")
+        progress = self._seen
+        if progress is None:
+            return self._fail("The servers were never seen with parameters.")
         accuracy = self._history.accuracies[-1][1]
         self._console.print(final_table(progress))
         title = f"{progress.updates} updates by {counted(len(progress.workers), 'worker')}: accuracy {accuracy:.3f}"
@@ -169,7 +179,9 @@ class Demo:
             self._picture,
             losses=self._history.losses or [(progress.seconds, float("nan"))],
             accuracies=self._history.accuracies,
+            wanted_accuracy=WANTED_ACCURACY,
             staleness=reader.staleness(),
+            num_shards=progress.num_shards,
             title=title,
         )
         self._console.print(f"Picture: {self._picture.resolve()}", soft_wrap=True, highlight=False)

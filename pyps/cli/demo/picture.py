@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# Of the gradients; a few stragglers would make the histogram all tail.
+SHOWN_SHARE = 0.999
+
 
 def draw(
     path: Path,
     *,
     losses: Sequence[tuple[float, float]],
     accuracies: Sequence[tuple[float, float]],
+    wanted_accuracy: float,
     staleness: Mapping[int, int],
+    num_shards: int,
     title: str,
 ) -> None:
-    """Writes the picture to `path`; losses and accuracies are (seconds, value) pairs."""
+    """Writes the picture to `path`; losses and accuracies are (seconds, value) pairs.
+
+    `staleness` counts shards, of which each push has `num_shards`.
+    """
     # Figure alone draws without a display, which pyplot might ask for.
     from matplotlib.figure import Figure
 
@@ -26,15 +34,31 @@ def draw(
     over_time.set(xlabel="seconds", ylabel="training loss", ylim=(0, None))
     accuracy_axis = over_time.twinx()
     accuracy_axis.plot(*zip(*accuracies, strict=True), color="tab:blue", label="held-out accuracy (right)")
-    accuracy_axis.set(ylabel="held-out accuracy", ylim=(0, 1))
-    accuracy_axis.axhline(0.95, color="tab:blue", linewidth=0.8, linestyle=":")
-    lines = [*over_time.get_lines(), accuracy_axis.get_lines()[0]]
-    accuracy_axis.legend(lines, [str(line.get_label()) for line in lines], loc="center right")
+    accuracy_axis.set(ylabel="held-out accuracy", ylim=(0.5, 1))
+    accuracy_axis.axhline(
+        wanted_accuracy, color="tab:blue", linewidth=1.2, linestyle=":", label=f"accuracy {wanted_accuracy:g}"
+    )
+    lines = [*over_time.get_lines(), *accuracy_axis.get_lines()]
+    accuracy_axis.legend(lines, [str(line.get_label()) for line in lines], loc="center right", bbox_to_anchor=(1, 0.66))
     over_time.set_xlim(0, None)
 
-    values = sorted(staleness)
+    values = shown_values(staleness)
     histogram.bar(values, [staleness[value] for value in values], color="tab:green", width=0.9)
-    histogram.set(xlabel="staleness (versions)", ylabel="pushed shards", title="Staleness of the gradients")
+    histogram.set(xlabel="staleness (versions)", title=f"Staleness of the gradients (max {max(staleness, default=0)})")
+    histogram.set_ylabel("pushes" if num_shards == 1 else f"pushed shards ({num_shards} a push)")
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def shown_values(staleness: Mapping[int, int]) -> list[int]:
+    """The smallest values that together hold nearly all gradients, in order."""
+    total = sum(staleness.values())
+    shown: list[int] = []
+    count = 0
+    for value in sorted(staleness):
+        if count >= SHOWN_SHARE * total:
+            break
+        shown.append(value)
+        count += staleness[value]
+    return shown

@@ -44,11 +44,13 @@ class Progress:
     staleness_mean: float
     staleness_max: int
     rate_scale_mean: float
+    # Of all servers.
+    num_shards: int
     workers: tuple[WorkerProgress, ...]
 
     @property
-    def workers_alive(self) -> bool:
-        return any(worker.state == "alive" for worker in self.workers)
+    def workers_finished(self) -> int:
+        return sum(worker.state == "finished" for worker in self.workers)
 
     @property
     def loss(self) -> float | None:
@@ -80,6 +82,7 @@ class ProgressReader:
             staleness_mean=mean([status.staleness_mean for status in statuses], applied),
             staleness_max=max(status.staleness_max for status in statuses),
             rate_scale_mean=mean([status.rate_scale_mean for status in statuses], applied),
+            num_shards=sum(status.num_shards for status in statuses),
             workers=merge_workers([listing.workers for listing in listings], statuses),
         )
 

@@ -1,0 +1,11 @@
+"""What the demo's picture shows."""
+
+from __future__ import annotations
+
+from pyps.cli.demo.picture import shown_values
+
+
+def test_a_few_stragglers_are_left_out_of_the_histogram() -> None:
+    assert shown_values({0: 1000, 3: 1000, 1: 1000, 61: 1}) == [0, 1, 3]
+    assert shown_values({0: 10, 61: 1}) == [0, 61], "more than one in a thousand"
+    assert shown_values({}) == []
