@@ -65,8 +65,8 @@ class ServerConfig:
     control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
-    protocol: str = setting("async", "How pushes become updates.")
-    staleness: str = setting("divide", "What staleness costs a gradient: none, divide.")
+    protocol: str = setting("async", "How pushes become updates.", choices=tuple(aggregation.PROTOCOLS))
+    staleness: str = setting("divide", "What staleness costs a gradient.", choices=tuple(staleness.POLICIES))
     optimizer: str = setting(
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
     )
@@ -123,6 +123,11 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def variable_name(field_name: str) -> str:
+    """The environment variable of a field: checkpoint_dir is PYPS_CHECKPOINT_DIR."""
+    return ENVIRONMENT_PREFIX + field_name.upper()
+
+
 def resolve(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
@@ -140,7 +145,7 @@ def resolve(
     origins: dict[str, str] = {}
     types_of = typing.get_type_hints(ServerConfig)
     for field in dataclasses.fields(ServerConfig):
-        variable = ENVIRONMENT_PREFIX + field.name.upper()
+        variable = variable_name(field.name)
         raw: Any = flags.get(field.name)
         origin = f"the flag {flag_name(field.name)}"
         if raw is None:
@@ -167,7 +172,7 @@ def _from_environment(environment: Mapping[str, str], variable: str, warn: Calla
 
 def _warn_of_unknown(environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
     """Tells of variables that look like settings and are none."""
-    settings = [ENVIRONMENT_PREFIX + field.name.upper() for field in dataclasses.fields(ServerConfig)]
+    settings = [variable_name(field.name) for field in dataclasses.fields(ServerConfig)]
     known = [*settings, *OTHER_VARIABLES]
     for name, value in environment.items():
         foreign = not name.startswith(ENVIRONMENT_PREFIX) or _OF_KUBERNETES.fullmatch(name)
@@ -289,7 +294,5 @@ _EXPECTED = {
     Path: "a path",
 }
 _PARSED_FURTHER: dict[str, Callable[[str], object]] = {
-    "protocol": aggregation.parse,
-    "staleness": staleness.parse,
     "optimizer": lambda text: text and RuleSettings.parse(text),
 }

@@ -52,7 +52,7 @@ class CommandGroup(TyperGroup):
             return None
         module_name = COMMANDS[cmd_name]
         module = importlib.import_module(f"pyps.cli.{module_name}")
-        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         # A command that hands arguments on to another program says so in CONTEXT_SETTINGS.
         settings = getattr(module, "CONTEXT_SETTINGS", None)
         single.command(cmd_name, context_settings=settings)(getattr(module, module_name))
@@ -66,6 +66,8 @@ app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    # Plain help: tables cut off the names of flags in a narrow terminal.
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

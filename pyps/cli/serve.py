@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from pyps import logs, server
-from pyps.config import ServerConfig, flag_name, resolve
+from pyps.config import ServerConfig, flag_name, resolve, variable_name
 
 _CONFIG_HELP = "TOML file with settings, named as the flags with _ for -."
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
@@ -64,10 +64,14 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    if field.default in (None, "", False):
-        return str(field.metadata["meaning"])
-    value = f"{field.default:g}" if isinstance(field.default, float) else field.default
-    return f"{field.metadata['meaning']} [default: {value}]"
+    default = field.default
+    if default is False:
+        default = "no"
+    elif default in (None, ""):
+        default = "none"
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    return f"{field.metadata['meaning']} [default: {default}; env: {variable_name(field.name)}]"
 
 
 # typer reads a command's flags from its signature.

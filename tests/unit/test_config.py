@@ -6,9 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pyps.cli import serve as serve_command
-from pyps.config import OTHER_VARIABLES, ConfigError, ServerConfig, StopCondition, flag_name, resolve
+from pyps.cli.main import app
+from pyps.config import OTHER_VARIABLES, ConfigError, ServerConfig, StopCondition, flag_name, resolve, variable_name
 from pyps.launcher.environment import worker_environment
 from pyps_client import launch
 
@@ -79,6 +81,20 @@ def test_every_field_has_a_flag_with_its_meaning():
         # Inside Annotated, typer takes the first flag for what it calls the default.
         assert option.default.startswith(flag_name(field.name))
         assert option.help.startswith(field.metadata["meaning"])
+
+
+def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["serve", "--help"]).output
+    assert max(map(len, shown.splitlines())) <= 80
+    words = shown.replace(";", " ").replace("]", " ").replace(",", " ").split()
+    for field in dataclasses.fields(ServerConfig):
+        assert flag_name(field.name) in words
+        assert variable_name(field.name) in words
+    in_one_line = " ".join(shown.split())
+    assert "--staleness none|divide What" in in_one_line
+    assert "one. [default: 7610; env: PYPS_PORT]" in in_one_line
+    assert in_one_line.count("[default: ") == len(dataclasses.fields(ServerConfig))
 
 
 @pytest.mark.parametrize(
