@@ -10,10 +10,18 @@ from typing import Any, NoReturn
 import grpc
 import typer
 
-from pyps_client import launch
+from pyps_client import Observer, launch
 from pyps_client.launch import parse_servers
 from pyps_wire.contract import CONTROL_PORT
-from pyps_wire.errors import METADATA_KEY, BadRequest, PypsError, ServerUnavailable, from_status
+from pyps_wire.errors import (
+    METADATA_KEY,
+    BadRequest,
+    NotInitialized,
+    PypsError,
+    ServerUnavailable,
+    WaitTimedOut,
+    from_status,
+)
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 
 TIMEOUT_SECONDS = 10.0
@@ -21,6 +29,7 @@ TIMEOUT_SECONDS = 10.0
 SAVE_TIMEOUT_SECONDS = 600.0
 
 SERVERS_HELP = "Control addresses, separated by commas; port 7611 where none is named."
+DATA_SERVERS_HELP = "Data addresses of all servers, in order, separated by commas."
 TOKEN_HELP = "File with the servers' token."
 
 
@@ -98,6 +107,18 @@ def call_each(
         _tell_done(method, [address for address, _ in replies])
         raise typer.Exit(1)
     return replies
+
+
+def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_seconds: float) -> Observer:
+    """A reader of the run; NotInitialized where no worker has brought parameters in the time to wait."""
+    waits = {"start_wait_seconds": start_wait_seconds, "loss_wait_seconds": loss_wait_seconds}
+    try:
+        return Observer(servers, token=token, **waits)
+    except WaitTimedOut:
+        raise NotInitialized(
+            f"no worker has initialised the run yet: start one (PYPS_SERVERS={servers}), "
+            "or wait longer with --wait-seconds"
+        ) from None
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:

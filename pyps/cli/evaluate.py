@@ -9,12 +9,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
+from pyps.cli.control import DATA_SERVERS_HELP, observe, read_token
 from pyps_client.observer import Observer
 from pyps_wire.errors import BadRequest, ServerUnavailable
 
@@ -27,7 +28,7 @@ def evaluate(
     script: Annotated[Path, typer.Argument(help="Python file that defines evaluate(parameters).")],
     servers: Annotated[
         str,
-        typer.Option(help="Data addresses of all servers, in order, separated by commas.", envvar="PYPS_SERVERS"),
+        typer.Option(help=DATA_SERVERS_HELP, envvar="PYPS_SERVERS"),
     ] = "127.0.0.1:7610",
     every: Annotated[float, typer.Option(help="Seconds between two evaluations.", min=0.0)] = 10.0,
     once: Annotated[bool, typer.Option("--once", help="Evaluate one snapshot and end.")] = False,
@@ -47,9 +48,9 @@ def evaluate(
         with errors_of(script):
             return function(parameters)
 
-    launch_options: dict[str, Any] = {"token_file": token_file, "start_wait_seconds": wait_seconds}
+    token = read_token(token_file)
     # Gone servers end the evaluation, they are not waited for.
-    with Observer(servers, loss_wait_seconds=every, **launch_options) as observer:
+    with observe(servers, token, start_wait_seconds=wait_seconds, loss_wait_seconds=every) as observer:
         watch(observer, scored, every=None if once else every)
 
 

@@ -13,8 +13,7 @@ import typer
 from safetensors.numpy import save_file
 
 from pyps.checkpoint import Checkpoint, CheckpointError, newest
-from pyps.cli.control import TOKEN_HELP, fail, read_token
-from pyps_client import Observer
+from pyps.cli.control import DATA_SERVERS_HELP, TOKEN_HELP, fail, observe, read_token
 from pyps_client.client import split_tensors
 from pyps_wire.errors import ModelMismatch, PypsError
 from pyps_wire.partition import partition
@@ -24,7 +23,7 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 
 def export(
     file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    servers: Annotated[str, typer.Option(help="Data addresses of all servers, in order.", envvar="PYPS_SERVERS")] = "",
+    servers: Annotated[str, typer.Option(help=DATA_SERVERS_HELP, envvar="PYPS_SERVERS")] = "127.0.0.1:7610",
     checkpoint: Annotated[
         list[Path] | None,
         typer.Option(help="Instead: a server's checkpoint folder, or one checkpoint in it; once a server."),
@@ -36,8 +35,6 @@ def export(
 
     `safetensors.torch.load_file` reads it; so does `model.load_state_dict` of what that gives.
     """
-    if not checkpoint and not servers:
-        fail("say where the model is: --servers HOST:7610,... or --checkpoint FOLDER", status=2)
     try:
         if checkpoint:
             tensors = from_checkpoints(checkpoint)
@@ -95,8 +92,8 @@ def _open(folder: Path) -> Checkpoint:
 
 
 def _from_servers(servers: str, token_file: Path | None, wait_seconds: float) -> Arrays:
-    waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
-    with Observer(servers, token=read_token(token_file), **waits) as observer:
+    token = read_token(token_file)
+    with observe(servers, token, start_wait_seconds=wait_seconds, loss_wait_seconds=wait_seconds) as observer:
         return observer.snapshot()
 
 

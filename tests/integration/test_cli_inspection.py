@@ -143,7 +143,7 @@ def test_export_gives_plain_pytorch_the_tensors_under_their_names(
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ((), 2, "say where the model is: --servers HOST:7610,... or --checkpoint FOLDER"),
+        (("--servers", ""), 1, "No servers were named"),
         (("--checkpoint", "/nonexistent"), 1, "there is no folder /nonexistent"),
         (("--checkpoint", "."), 1, "there is no whole checkpoint in ."),
     ],
@@ -152,6 +152,24 @@ def test_export_says_what_it_needs(
     shell: Shell, tmp_path: Path, arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     assert message in shell.run("export", str(tmp_path / "file"), *arguments, status=status)
+
+
+def test_export_and_eval_tell_of_a_run_that_no_worker_has_begun(
+    start_server: Start, shell: Shell, tmp_path: Path
+) -> None:
+    script = tmp_path / "score.py"
+    script.write_text("def evaluate(parameters): return 0.0\n")
+    where = ("--servers", start_server().data, "--wait-seconds", "0.5")
+    for output in (
+        shell.run("export", str(tmp_path / "file"), *where, status=1),
+        shell.run("eval", str(script), *where, status=2),
+    ):
+        assert "no worker has initialised the run yet" in output
+        assert "start_wait_seconds" not in output
+
+
+def test_export_asks_the_server_of_this_machine_unless_told_otherwise(shell: Shell) -> None:
+    assert "default: 127.0.0.1:7610]" in " ".join(shell.run("export", "--help").split())
 
 
 def test_export_of_servers_that_are_not_there_ends_in_time(shell: Shell, tmp_path: Path) -> None:
