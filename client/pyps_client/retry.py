@@ -83,7 +83,9 @@ class Wait:
                 f"Raise {self._policy.setting} (PYPS_{self._policy.setting.upper()}) to wait longer."
             )
         self._report(problem)
-        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), max(self.remaining_seconds, 0.0))
+        # The next try comes no later than the next line is due, so that lines come at their interval.
+        quiet_seconds = min(self.remaining_seconds, self._report_at - time.monotonic())
+        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), max(quiet_seconds, 0.0))
         self._pause_seconds = min(self._pause_seconds * 2, self._policy.pause_max_seconds)
         if self._stop.wait(pause):
             raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")

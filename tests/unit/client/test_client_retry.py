@@ -47,6 +47,18 @@ def test_lines_tell_what_is_waited_for_and_how_long_still(caplog: pytest.LogCapt
     assert there == "server 1 (host:7610) is there after 0 s"
 
 
+def test_a_long_pause_does_not_put_off_the_next_line(caplog: pytest.LogCaptureFixture) -> None:
+    policy = RetryPolicy(
+        *(600, "x"), pause_first_seconds=600, pause_max_seconds=600, report_first_seconds=0.01, report_seconds=0.01
+    )
+    wait = begin(policy)
+
+    for _ in range(3):
+        wait.pause("connection refused")
+
+    assert len(caplog.records) == 2
+
+
 def test_closing_ends_a_pause_at_once() -> None:
     stop = threading.Event()
     stop.set()
