@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
-from pyps_wire.errors import SettingsChanged, UnsupportedOptimizer
+from pyps_wire.errors import PypsError, SettingsChanged, UnsupportedOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class Translation:
     fixed: Mapping[str, object]
     # Torch settings that do not change what is computed.
     ignored: frozenset[str]
+    # A setting of `fixed` -> another optimizer that serves who wants it.
+    alternatives: Mapping[str, str] = field(default_factory=dict)
 
 
 # How the arithmetic is carried out, not what it is.
@@ -49,6 +51,7 @@ TRANSLATIONS: tuple[Translation, ...] = (
         },
         # Dampening only acts through momentum.
         ignored=_EXECUTION | {"dampening"},
+        alternatives={"momentum": "Adagrad"},
     ),
     Translation(
         optimizer=torch.optim.Adagrad,
@@ -83,6 +86,7 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
     """The servers' settings for a torch optimizer, one entry a parameter group."""
     translation = translation_of(optimizer)
     _refuse_used(optimizer)
+    _refuse_scheduler(optimizer.param_groups, UnsupportedOptimizer)
     _refuse_unknown(translation, optimizer)
     return settings_of(translation, optimizer.param_groups)
 
@@ -96,7 +100,8 @@ def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, An
 def refuse_changes(
     translation: Translation, asked: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises SettingsChanged where a parameter group no longer says what the run was joined with."""
+    """Raises SettingsChanged where a parameter group no longer says what the run was joined with, or soon will not."""
+    _refuse_scheduler(param_groups, SettingsChanged)
     for index, group in enumerate(param_groups):
         settings = asked.groups[index].hyperparameters
         for ours, torchs in translation.hyperparameters.items():
@@ -104,9 +109,8 @@ def refuse_changes(
             if value != settings[ours]:
                 raise SettingsChanged(
                     f"{torchs} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
-                    f"but this run's {ours} is held by the servers, for all workers: a worker's "
-                    f"learning-rate scheduler has no effect on it. Remove the scheduler (or the assignment), "
-                    f"or start a run with {torchs}={value:g}."
+                    f"but this run's {ours} is held by the servers, for all workers, and a worker's change does "
+                    f"not reach them. Remove what changes it, or start a run with {torchs}={value:g}."
                 )
         for torchs, required in translation.fixed.items():
             if torchs in group and group[torchs] != required:
@@ -117,14 +121,14 @@ def refuse_changes(
 
 
 def _group_settings(translation: Translation, index: int, group: Mapping[str, Any]) -> GroupSettings:
-    name = f"torch.optim.{translation.optimizer.__name__}"
-    supported = ", ".join(translation.hyperparameters.values())
+    name = translation.optimizer.__name__
     for setting, required in translation.fixed.items():
         value = group.get(setting, required)
         if value != required:
+            alternative = translation.alternatives.get(setting)
             raise UnsupportedOptimizer(
-                f"{name} has {setting}={value!r} in parameter group {index}; the servers' rule "
-                f"{translation.rule!r} takes {supported}, and only {setting}={required!r}."
+                f"torch.optim.{name} has {setting}={value!r} in parameter group {index}; the servers' {name} "
+                f"has no {setting}: use {setting}={required!r}{f', or {alternative}' if alternative else ''}."
             )
     return GroupSettings(
         hyperparameters={ours: float(group[torchs]) for ours, torchs in translation.hyperparameters.items()}
@@ -141,6 +145,17 @@ def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) 
                     f"{_class_name(type(optimizer))} has {setting}={group[setting]!r} in parameter group "
                     f"{index}, which this version of pyps does not know; leave {setting} out."
                 )
+
+
+def _refuse_scheduler(param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]) -> None:
+    """Refuses groups that a learning-rate scheduler was made for: it leaves its first rate in them."""
+    for index, group in enumerate(param_groups):
+        if "initial_lr" in group:
+            raise error_class(
+                f"A learning-rate scheduler was made for this optimizer (it left initial_lr in parameter group "
+                f"{index}), but the learning rate is held by the servers, for all workers, and schedulers do not "
+                f"reach them: remove the scheduler."
+            )
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:

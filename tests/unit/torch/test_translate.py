@@ -40,11 +40,20 @@ def test_how_the_arithmetic_is_done_does_not_matter() -> None:
     ("optimizer", "words"),
     [
         (lambda p: torch.optim.Adam(p), ["torch.optim.Adam;", "torch.optim.SGD and torch.optim.Adagrad"]),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ["SGD has momentum=0.9", "only momentum=0"]),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            ["SGD has momentum=0.9", "has no momentum: use momentum=0, or Adagrad."],
+        ),
         (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=1e-4), ["weight_decay=0.0001"]),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), ["momentum=0.9"]),
-        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), ["maximize=True", "only maximize=False"]),
-        (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), ["Adagrad has lr_decay=0.1", "lr, eps"]),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
+            ["maximize=True", "has no maximize: use maximize=False."],
+        ),
+        (
+            lambda p: torch.optim.Adagrad(p, lr_decay=0.1),
+            ["Adagrad has lr_decay=0.1", "the servers' Adagrad has no lr_decay: use lr_decay=0."],
+        ),
         (lambda p: torch.optim.Adagrad(p, weight_decay=0.1), ["weight_decay=0.1 in parameter group 0"]),
     ],
 )
