@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol
 
+from pyps_client import uncaught
 from pyps_client.connection import Connection
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
@@ -30,14 +29,12 @@ class Closable(Protocol):
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
-_hooked = False
-# What ended the program, if an exception did.
-_uncaught: BaseException | None = None
+_registered = False
 
 
 def expect(session: Closable) -> None:
     """Sees to it that the session takes leave at the program's end at the latest."""
-    _hook()
+    _register()
     _open.add(session)
 
 
@@ -65,23 +62,16 @@ def leave(connections: Sequence[Connection], sender: Sender, cause: str, message
             logger.debug("leaving %s: %s", connection.name, error)
 
 
-def _hook() -> None:
-    """Registers the callbacks at the interpreter's end, once."""
-    global _hooked
-    if _hooked:
+def _register() -> None:
+    """Registers the leave-taking at the interpreter's end, once."""
+    global _registered
+    if _registered:
         return
-    _hooked = True
+    _registered = True
+    uncaught.install()
     atexit.register(_close_all)
-    original = sys.excepthook
-
-    def remember(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _uncaught
-        _uncaught = error
-        original(kind, error, trace)
-
-    sys.excepthook = remember
 
 
 def _close_all() -> None:
     for session in list(_open):
-        session.close(*cause_of(_uncaught))
+        session.close(*cause_of(uncaught.last()))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from pyps_client import departure
+from pyps_client import departure, uncaught
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.crew import Crew
@@ -68,6 +68,7 @@ class Session:
         `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written. None takes the
         launch's.
         """
+        uncaught.install()
         self.launch = launch
         self.model = model
         self.partition = partition(model, num_servers=len(launch.servers))

@@ -177,19 +177,53 @@ def test_a_state_dict_with_another_rate_or_with_slots_is_refused(start_server) -
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"sum": torch.zeros(1)}}})
 
 
-def test_a_scheduler_is_refused_when_it_first_changes_the_rate(start_server) -> None:
+def test_a_scheduler_is_refused_at_the_first_step(start_server) -> None:
     server = start_server()
     model = mlp()
     with remote(model, server) as optimizer:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-        first, second, third = batches(3)
-        for batch in (first, second):
-            backward(model, batch)
+        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
+        backward(model, next(batches(1)))
+        with pytest.raises(SettingsChanged, match=r"held by the servers.*remove the scheduler"):
             optimizer.step()
-            scheduler.step()
-        backward(model, third)
-        with pytest.raises(SettingsChanged, match=r"from 0\.1 to 0\.01.*held by the servers"):
+        assert optimizer.global_step == 0
+
+
+def test_a_scheduler_of_the_torch_optimizer_is_refused_too(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RemoteOptimizer(model, sgd, server.data) as optimizer:
+        torch.optim.lr_scheduler.StepLR(sgd, step_size=1000)
+        with pytest.raises(SettingsChanged, match="remove the scheduler"):
             optimizer.step()
+
+
+def test_an_optimizer_that_has_a_scheduler_is_refused_before_any_connection() -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=10)
+    with pytest.raises(UnsupportedOptimizer, match="remove the scheduler"):
+        RemoteOptimizer(model, sgd, "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([torch.nn.Linear(4, 4)], []),
+        (
+            [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)],
+            [
+                "1.running_mean and 2 other buffers are not shared: each worker keeps its own, and pyps export "
+                "does not contain them."
+            ],
+        ),
+    ],
+)
+def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog, layers, said) -> None:
+    server = start_server()
+    with remote(torch.nn.Sequential(*layers), server):
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == said
 
 
 def test_a_group_cannot_be_added_later(start_server) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pyps_client import departure
+from pyps_client import departure, uncaught
 from pyps_client.fork import ForkGuard, keep_alive, let_go
 from pyps_client.launch import Launch
 from pyps_client.log import logger
@@ -78,6 +78,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16".
         `shard_size`: the largest number of parameters in a shard; the same for all workers.
         """
+        uncaught.install()
         translation = translation_of(optimizer)
         settings = translate(optimizer)
         schedule = Schedule(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
@@ -114,6 +115,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             local_learning_rates=rates,
         )
         self._join()
+        _warn_of_buffers(model)
         # What the torch optimizer allocated is of no use: the servers hold it.
         optimizer.state.clear()
 
@@ -242,6 +244,23 @@ class RemoteOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             self.close(*departure.cause_of(error))
             raise
+
+
+def _warn_of_buffers(model: torch.nn.Module) -> None:
+    """Says that what a model saves beside its parameters, such as batch norm's statistics, is not the run's."""
+    saved = model.state_dict(keep_vars=True)
+    names = [name for name, _ in model.named_buffers() if name in saved]
+    if not names:
+        return
+    others = len(names) - 1
+    if others:
+        subject = f"{names[0]} and {others} other buffer{'s' if others > 1 else ''} are"
+    else:
+        subject = f"The buffer {names[0]} is"
+    logger.warning(
+        "%s not shared: each worker keeps its own, and pyps export does not contain %s.",
+        *(subject, "them" if others else "it"),
+    )
 
 
 def _local_learning_rates(
