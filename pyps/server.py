@@ -33,6 +33,7 @@ from pyps.service.metrics import MetricsServer
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.security import load_token
+from pyps.units import in_bytes
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
@@ -180,7 +181,7 @@ class Server:
     def _facts(self, addresses: Addresses) -> Mapping[str, str]:
         """What the start block says; what only a run decides is said to be open."""
         config, run = self._config, self._run
-        later = "known once a worker has initialised the run"
+        later = "open until a worker initialises the run"
         return {
             "kernels": f"{self._instruction_set}, {self._threads} threads",
             "data": addresses.data,
@@ -192,8 +193,8 @@ class Server:
             "protocol": run.aggregation.name,
             "staleness": run.staleness.name,
             "shards": _shards_in_words(run) if run.partition else later,
-            "memory": f"{_mib(config.max_in_flight_bytes)} at the most for pushes and pulls under way, and "
-            + (_memory_in_words(run) if run.partition else f"the model's: {later}"),
+            "memory": _memory_in_words(run) if run.partition else later,
+            "in flight": f"at most {in_bytes(config.max_in_flight_bytes)} of pushes and pulls",
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
             if config.checkpoint_dir
             else "none (--checkpoint-dir)",
@@ -328,11 +329,7 @@ def _shards_in_words(run: Run) -> str:
 def _memory_in_words(run: Run) -> str:
     parameters = sum(4 * shard.length for shard in run.shards.values())
     slots = sum(shard.slots_bytes for shard in run.shards.values())
-    return f"{_mib(parameters)} of parameters, {_mib(slots)} of slots"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{in_bytes(parameters)} of parameters, {in_bytes(slots)} of slots"
 
 
 def _check_ready_file(path: Path | None) -> None:

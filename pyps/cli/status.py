@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import SERVERS_HELP, TOKEN_HELP, Control, control_addresses, read_token
+from pyps.units import in_bytes
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
@@ -54,7 +55,8 @@ def status(
     token = read_token(token_file)
     answers: list[Answer] = []
     errors: dict[str, str] = {}
-    for address in control_addresses(servers):
+    addresses = control_addresses(servers)
+    for address in addresses:
         try:
             answers.append(_ask(address, token))
         except PypsError as error:
@@ -64,6 +66,8 @@ def status(
         typer.echo(json.dumps({"servers": [*(answer.to_json() for answer in answers), *failed]}, indent=2))
     elif answers:
         _show(answers, shards_shown=None if all_shards else SHARDS_SHOWN)
+        if not errors and (hint := not_asked([answer.status for answer in answers])):
+            typer.echo(hint)
     for message in errors.values():
         typer.echo(f"pyps: {message}", err=True)
     raise typer.Exit(1 if errors else 0)
@@ -85,11 +89,28 @@ def _show(answers: Sequence[Answer], *, shards_shown: int | None) -> None:
         # In a pipe nothing needs to be squeezed into 80 columns.
         console = Console(width=200)
     console.print(_servers_table(answers))
-    console.print(_workers_table(answers))
-    console.print(_shards_table(answers, shards_shown))
+    begun = any(answer.shards for answer in answers)
+    if begun or any(answer.workers for answer in answers):
+        console.print(_workers_table(answers))
+    if begun:
+        console.print(_shards_table(answers, shards_shown))
+    else:
+        data = ",".join(answer.status.data_address for answer in answers)
+        console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
     for answer in answers:
         for reason in answer.status.waiting_for:
             console.print(Text(f"{answer.address} waits: {reason}"))
+
+
+def not_asked(statuses: Sequence[pb.Status]) -> str:
+    """A line about the run's servers that are not among these; empty where all are."""
+    total = max((status.num_servers for status in statuses), default=0)
+    asked = {status.server_index for status in statuses if status.num_servers}
+    missing = [str(index) for index in range(total) if index not in asked]
+    if not missing:
+        return ""
+    subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
+    return f"{subject} not asked: name all with --servers"
 
 
 def _servers_table(answers: Sequence[Answer]) -> Table:
@@ -120,10 +141,10 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{status.updates:,}, the last {last}",
         "pushes": "{:,} applied, {:,} pending, {:,} rejected, {:,} repeated".format(*pushes),
-        "examples": f"{status.examples:,}",
+        "examples": f"{status.examples:,}" if status.examples or not status.updates else "not counted",
         "staleness": f"mean {status.staleness_mean:.2f}, max {status.staleness_max}",
         "step kept": f"{status.rate_scale_mean:.1%} after staleness",
-        "received, sent": f"{status.bytes_in / 2**20:,.1f} MiB, {status.bytes_out / 2**20:,.1f} MiB",
+        "received, sent": f"{in_bytes(status.bytes_in)}, {in_bytes(status.bytes_out)}",
         "up for": _seconds(status.uptime_seconds),
         "checkpoint": status.checkpoint or "none",
     }

@@ -59,9 +59,22 @@ def test_status_shows_servers_workers_and_shards(start_server: Start, shell: She
     # A worker's own words are shown as they are, not as markup.
     assert "[red]worker[/red]" in output
     assert "finished" in output and "async, divide, adagrad" in output
+    assert "KiB" in output and "not asked" not in output
     for server in servers:
         for shard in inspect(server.control, "ListShards").shards:
             assert shard.checksum in output
+
+
+def test_status_says_what_is_missing_from_what_it_shows(start_server: Start, shell: Shell) -> None:
+    servers = start_servers(start_server, 2)
+    empty = shell.run("status", "--servers", controls(servers))
+    assert f"no run yet: a worker starts it (PYPS_SERVERS={addresses(servers)})" in empty
+    assert "CRC-32" not in empty and "silent for" not in empty
+    with make_client(addresses(servers)) as client:
+        client.push(gradients_like(small_model(), seed=1))
+        half = shell.run("status", "--servers", servers[0].control)
+    assert "server 1 of 2 was not asked: name all with --servers" in half
+    assert "not counted" in half and "no run yet" not in half
 
 
 def test_status_as_json_is_what_grpcurl_would_say(start_server: Start, shell: Shell) -> None:

@@ -26,7 +26,7 @@ def test_the_start_block_says_what_runs(start_server):
     output = start_server("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5").output()
     for word in ("pyps 0.1.0", "avx2", "127.0.0.1:", "night", "sgd:learning_rate=0.5", "async", "divide", "MiB"):
         assert word.replace("avx2", "kernels") in output
-    assert "known once a worker has initialised the run" in output
+    assert "open until a worker initialises the run" in output
 
 
 def test_the_ready_file_names_addresses_process_and_run(start_server):
@@ -142,7 +142,7 @@ def test_sigterm_saves_and_resume_goes_on_bit_for_bit(start_server, tmp_path):
         assert first.terminate() == 0
     second = start_server(*flags, "--resume")
     assert second.ready["run_id"] == "run-1"
-    assert "known once" not in second.output()
+    assert "open until" not in second.output()
     with WireWorker(second.data) as again:
         again.sender.CopyFrom(worker.sender)
         reply = again.hello()
