@@ -153,15 +153,13 @@ class Record:
         self.path = path
         try:
             self._file = path.open("rb")
-            format_line = self._file.read(len(FORMAT_LINE))
         except OSError as error:
             raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-        if format_line != FORMAT_LINE:
-            raise RecordError(f"{path} is no record: it does not begin with {FORMAT_LINE!r}")
-        entry = self._next()
-        if entry is None or entry[0]["event"] != "begin":
-            raise RecordError(f"{path} ends before the shard's first parameters")
-        self._beginning, self._first_values = entry
+        try:
+            self._beginning, self._first_values = self._read_beginning()
+        except BaseException:
+            self._file.close()
+            raise
         self.shard_id: int = self._beginning["shard_id"]
         self.run = RunHeader.from_json(self._beginning["run"])
 
@@ -187,16 +185,28 @@ class Record:
 
     def events(self) -> Iterator[Event]:
         """Yields what happened, once, in order. Ends early where a killed server left half an entry."""
-        while (entry := self._next()) is not None:
-            header, payload = entry
-            if header["event"] == "push":
-                gradient = gradient_from_plain(header["gradient"], payload)
-                yield Pushed(gradient, receipt_from_plain(header["receipt"]))
-            elif header["event"] == "pull":
-                yield Pulled(header["worker_id"], header["version"])
-            else:
-                yield Ended(header["version"], header["checksum"])
-        self._file.close()
+        with self._file:
+            while (entry := self._next()) is not None:
+                header, payload = entry
+                if header["event"] == "push":
+                    gradient = gradient_from_plain(header["gradient"], payload)
+                    yield Pushed(gradient, receipt_from_plain(header["receipt"]))
+                elif header["event"] == "pull":
+                    yield Pulled(header["worker_id"], header["version"])
+                else:
+                    yield Ended(header["version"], header["checksum"])
+
+    def _read_beginning(self) -> tuple[dict[str, Any], bytes]:
+        try:
+            format_line = self._file.read(len(FORMAT_LINE))
+        except OSError as error:
+            raise RecordError(f"{self.path} cannot be read: {error.strerror}") from None
+        if format_line != FORMAT_LINE:
+            raise RecordError(f"{self.path} is no record: it does not begin with {FORMAT_LINE!r}")
+        entry = self._next()
+        if entry is None or entry[0]["event"] != "begin":
+            raise RecordError(f"{self.path} ends before the shard's first parameters")
+        return entry
 
     def _next(self) -> tuple[dict[str, Any], bytes] | None:
         sizes = self._file.read(_SIZES.size)

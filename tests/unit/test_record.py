@@ -60,7 +60,9 @@ def test_a_replay_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_the_run_can_give_no_name_that_leads_out_of_the_folder(tmp_path: Path) -> None:
-    recorded_shard(Recorder(tmp_path))
+    recorder = Recorder(tmp_path)
+    recorded_shard(recorder)
+    recorder.end()
     assert [path.relative_to(tmp_path).as_posix() for path in record_paths(tmp_path)] == [
         "run_1____x.epoch-2/shard-000000.log"
     ]
