@@ -24,6 +24,7 @@ class PayloadKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAYLOAD_KIND_UNSPECIFIED: _ClassVar[PayloadKind]
     PAYLOAD_KIND_GRADIENT: _ClassVar[PayloadKind]
     PAYLOAD_KIND_DELTA: _ClassVar[PayloadKind]
+    PAYLOAD_KIND_NOTHING: _ClassVar[PayloadKind]
 
 class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -50,6 +51,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_FINISHED: _ClassVar[Reason]
     REASON_FORGOTTEN: _ClassVar[Reason]
     REASON_DROPPED: _ClassVar[Reason]
+    REASON_REPEATED: _ClassVar[Reason]
 CODEC_UNSPECIFIED: Codec
 CODEC_FLOAT32: Codec
 CODEC_FLOAT16: Codec
@@ -60,6 +62,7 @@ ROLE_OBSERVER: Role
 PAYLOAD_KIND_UNSPECIFIED: PayloadKind
 PAYLOAD_KIND_GRADIENT: PayloadKind
 PAYLOAD_KIND_DELTA: PayloadKind
+PAYLOAD_KIND_NOTHING: PayloadKind
 RUN_STATE_UNSPECIFIED: RunState
 RUN_STATE_EMPTY: RunState
 RUN_STATE_INITIALIZING: RunState
@@ -77,6 +80,7 @@ REASON_EPOCH: Reason
 REASON_FINISHED: Reason
 REASON_FORGOTTEN: Reason
 REASON_DROPPED: Reason
+REASON_REPEATED: Reason
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "group")
@@ -144,7 +148,7 @@ class ShardVersion(_message.Message):
     def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("shard_id", "sequence", "outcome", "reason", "message", "duplicate", "version_before", "version_after", "staleness", "rate", "rate_scale", "weight", "num_workers", "epoch")
+    __slots__ = ("shard_id", "sequence", "outcome", "reason", "message", "duplicate", "version_before", "version_after", "staleness", "rate", "rate_scale", "weight", "num_workers", "epoch", "min_version", "ask_to_proceed", "batch_size", "waiting_for")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +163,10 @@ class Receipt(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ASK_TO_PROCEED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     sequence: int
     outcome: Outcome
@@ -173,7 +181,11 @@ class Receipt(_message.Message):
     weight: float
     num_workers: int
     epoch: int
-    def __init__(self, shard_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., message: _Optional[str] = ..., duplicate: bool = ..., version_before: _Optional[int] = ..., version_after: _Optional[int] = ..., staleness: _Optional[int] = ..., rate: _Optional[float] = ..., rate_scale: _Optional[float] = ..., weight: _Optional[float] = ..., num_workers: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    min_version: int
+    ask_to_proceed: bool
+    batch_size: int
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, shard_id: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., message: _Optional[str] = ..., duplicate: bool = ..., version_before: _Optional[int] = ..., version_after: _Optional[int] = ..., staleness: _Optional[int] = ..., rate: _Optional[float] = ..., rate_scale: _Optional[float] = ..., weight: _Optional[float] = ..., num_workers: _Optional[int] = ..., epoch: _Optional[int] = ..., min_version: _Optional[int] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("message_bytes_max", "model_parameters_max", "workers_max", "in_flight_bytes_max")

@@ -41,6 +41,11 @@ class ParameterServerStub(object):
                 request_serializer=pyps__wire_dot_parameter__server__pb2.PushRequest.SerializeToString,
                 response_deserializer=pyps__wire_dot_parameter__server__pb2.ExchangeReply.FromString,
                 )
+        self.Proceed = channel.unary_unary(
+                '/pyps.v1.ParameterServer/Proceed',
+                request_serializer=pyps__wire_dot_parameter__server__pb2.ProceedRequest.SerializeToString,
+                response_deserializer=pyps__wire_dot_parameter__server__pb2.ProceedReply.FromString,
+                )
         self.Heartbeat = channel.unary_unary(
                 '/pyps.v1.ParameterServer/Heartbeat',
                 request_serializer=pyps__wire_dot_parameter__server__pb2.HeartbeatRequest.SerializeToString,
@@ -92,6 +97,13 @@ class ParameterServerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Proceed(self, request, context):
+        """Asks server 0 whether the worker may begin its next step; answered when it may (protocols serial and ssp).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Renews the worker's lease and brings what the server wants of it.
         """
@@ -133,6 +145,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Exchange,
                     request_deserializer=pyps__wire_dot_parameter__server__pb2.PushRequest.FromString,
                     response_serializer=pyps__wire_dot_parameter__server__pb2.ExchangeReply.SerializeToString,
+            ),
+            'Proceed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Proceed,
+                    request_deserializer=pyps__wire_dot_parameter__server__pb2.ProceedRequest.FromString,
+                    response_serializer=pyps__wire_dot_parameter__server__pb2.ProceedReply.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -237,6 +254,23 @@ class ParameterServer(object):
         return grpc.experimental.stream_stream(request_iterator, target, '/pyps.v1.ParameterServer/Exchange',
             pyps__wire_dot_parameter__server__pb2.PushRequest.SerializeToString,
             pyps__wire_dot_parameter__server__pb2.ExchangeReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Proceed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/pyps.v1.ParameterServer/Proceed',
+            pyps__wire_dot_parameter__server__pb2.ProceedRequest.SerializeToString,
+            pyps__wire_dot_parameter__server__pb2.ProceedReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

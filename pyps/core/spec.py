@@ -1,0 +1,76 @@
+"""Behaviours picked by a line of text: "softsync:n=4" names a class of a registry and gives its fields.
+
+Each class is a frozen dataclass whose fields, all of int, float, bool or str and all with defaults, are its
+settings; a field without a sensible default raises in `__post_init__`, and so does a value out of range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pyps_wire.errors import BadRequest
+
+T = TypeVar("T")
+
+
+def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
+    """Returns the object that the text names; BadRequest tells which names and settings there are."""
+    name, _, rest = text.strip().partition(":")
+    if name not in registry:
+        raise BadRequest(f"{what} {name!r} is unknown; expected one of {', '.join(sorted(registry))}")
+    return build(registry[name], rest, what=f"{what} {name!r}")
+
+
+def build(kind: type[T], text: str, *, what: str) -> T:
+    """Returns a `kind` with the settings of "name=value,name=value"."""
+    types = typing.get_type_hints(kind)
+    fields = {field.name: types[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    settings: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, separator, value = (part.strip() for part in item.partition("="))
+        if name not in fields or not separator:
+            known = ", ".join(f"{field}=" for field in fields) or "no settings"
+            raise BadRequest(f"{what} has no setting {item.strip()!r}; it has {known}")
+        if name in settings:
+            raise BadRequest(f"{what}: {name} is given twice")
+        settings[name] = _parse(value, fields[name], what=f"{what}: {name}")
+    return kind(**settings)
+
+
+def spell(name: str, thing: object) -> str:
+    """Returns the text that makes an equal object; settings at their defaults are left out."""
+    fields = dataclasses.fields(thing)  # type: ignore[arg-type]
+    values = [(field, getattr(thing, field.name)) for field in fields]
+    settings = [f"{field.name}={_spell(value)}" for field, value in values if value != field.default]
+    return f"{name}:{','.join(settings)}" if settings else name
+
+
+def _parse(text: str, kind: type, *, what: str) -> Any:
+    if kind is bool:
+        words = {
+            "true": True,
+            "on": True,
+            "yes": True,
+            "1": True,
+            "false": False,
+            "off": False,
+            "no": False,
+            "0": False,
+        }
+        if text.lower() in words:
+            return words[text.lower()]
+        raise BadRequest(f"{what} is {text!r}; expected true or false")
+    try:
+        return kind(text)
+    except ValueError:
+        expected = {int: "a whole number", float: "a number"}[kind]
+        raise BadRequest(f"{what} is {text!r}; expected {expected}") from None
+
+
+def _spell(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
