@@ -11,7 +11,14 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "updates", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "examples", "staleness_mean", "staleness_max", "rate_scale_mean", "uptime_seconds", "last_update_seconds", "bytes_in", "bytes_out", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for")
+    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "updates", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "examples", "staleness_mean", "staleness_max", "rate_scale_mean", "uptime_seconds", "last_update_seconds", "bytes_in", "bytes_out", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "pushes_dropped", "rejected_by_reason", "blocked_seconds", "roster", "workers_missing", "step_lost", "warnings", "schedule_owner")
+    class RejectedByReasonEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_SET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +53,23 @@ class Status(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    WARMUP_FIELD_NUMBER: _ClassVar[int]
+    WARMING_UP_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_GROWTH_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    PENDING_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_BY_REASON_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_OWNER_FIELD_NUMBER: _ClassVar[int]
     software: str
     instruction_set: str
     state: _common_pb2.RunState
@@ -80,14 +104,41 @@ class Status(_message.Message):
     metrics_address: str
     checkpoint: str
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., updates: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., examples: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ...) -> None: ...
+    warmup: str
+    warming_up: bool
+    schedule: str
+    learning_rates: _containers.RepeatedCompositeFieldContainer[LearningRate]
+    batch_growth: str
+    batch_size: int
+    clip_norm: float
+    pending_gradients: int
+    pending_bytes: int
+    pushes_dropped: int
+    rejected_by_reason: _containers.ScalarMap[str, int]
+    blocked_seconds: float
+    roster: _containers.RepeatedScalarFieldContainer[str]
+    workers_missing: int
+    step_lost: float
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    schedule_owner: str
+    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., updates: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., examples: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., rejected_by_reason: _Optional[_Mapping[str, int]] = ..., blocked_seconds: _Optional[float] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., step_lost: _Optional[float] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ...) -> None: ...
+
+class LearningRate(_message.Message):
+    __slots__ = ("group", "base", "current")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    base: float
+    current: float
+    def __init__(self, group: _Optional[int] = ..., base: _Optional[float] = ..., current: _Optional[float] = ...) -> None: ...
 
 class ListShardsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "pushes_applied", "pushes_rejected", "pushes_duplicate")
+    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "pushes_applied", "pushes_rejected", "pushes_duplicate", "pushes_pending", "pushes_dropped", "updates", "pending_gradients", "pending_bytes", "waiting_for", "staleness_mean", "staleness_max", "step_lost", "learning_rate", "examples")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +149,17 @@ class ShardInfo(_message.Message):
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
     PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
     PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     group: int
     offset: int
@@ -108,7 +170,18 @@ class ShardInfo(_message.Message):
     pushes_applied: int
     pushes_rejected: int
     pushes_duplicate: int
-    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ...) -> None: ...
+    pushes_pending: int
+    pushes_dropped: int
+    updates: int
+    pending_gradients: int
+    pending_bytes: int
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    staleness_mean: float
+    staleness_max: int
+    step_lost: float
+    learning_rate: float
+    examples: int
+    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., updates: _Optional[int] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., step_lost: _Optional[float] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ...) -> None: ...
 
 class ListShardsReply(_message.Message):
     __slots__ = ("shards",)
@@ -121,7 +194,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars")
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars", "message", "counts", "waits_for", "blocked_seconds", "pushes_dropped", "step_lost")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +219,12 @@ class WorkerInfo(_message.Message):
     RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
     SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     incarnation: int
@@ -163,7 +242,13 @@ class WorkerInfo(_message.Message):
     rate_scale_mean: float
     silent_seconds: float
     scalars: _containers.ScalarMap[str, float]
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    message: str
+    counts: bool
+    waits_for: _containers.RepeatedScalarFieldContainer[str]
+    blocked_seconds: float
+    pushes_dropped: int
+    step_lost: float
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., blocked_seconds: _Optional[float] = ..., pushes_dropped: _Optional[int] = ..., step_lost: _Optional[float] = ...) -> None: ...
 
 class ListWorkersReply(_message.Message):
     __slots__ = ("workers",)
@@ -214,13 +299,15 @@ class ListTensorsReply(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GetStalenessRequest(_message.Message):
-    __slots__ = ("worker_id",)
+    __slots__ = ("worker_id", "shard_id")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
-    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+    shard_id: int
+    def __init__(self, worker_id: _Optional[str] = ..., shard_id: _Optional[int] = ...) -> None: ...
 
 class StalenessHistogram(_message.Message):
-    __slots__ = ("buckets", "count", "mean", "max")
+    __slots__ = ("buckets", "count", "mean", "max", "step_lost")
     class Bucket(_message.Message):
         __slots__ = ("staleness", "count")
         STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -232,11 +319,13 @@ class StalenessHistogram(_message.Message):
     COUNT_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
     MAX_FIELD_NUMBER: _ClassVar[int]
+    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     buckets: _containers.RepeatedCompositeFieldContainer[StalenessHistogram.Bucket]
     count: int
     mean: float
     max: int
-    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., count: _Optional[int] = ..., mean: _Optional[float] = ..., max: _Optional[int] = ...) -> None: ...
+    step_lost: float
+    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., count: _Optional[int] = ..., mean: _Optional[float] = ..., max: _Optional[int] = ..., step_lost: _Optional[float] = ...) -> None: ...
 
 class ListReceiptsRequest(_message.Message):
     __slots__ = ("limit", "worker_id")
@@ -262,25 +351,87 @@ class ListReceiptsReply(_message.Message):
     receipts: _containers.RepeatedCompositeFieldContainer[LoggedReceipt]
     def __init__(self, receipts: _Optional[_Iterable[_Union[LoggedReceipt, _Mapping]]] = ...) -> None: ...
 
+class ListEventsRequest(_message.Message):
+    __slots__ = ("after", "limit")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    limit: int
+    def __init__(self, after: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("number", "age_seconds", "kind", "message")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    age_seconds: float
+    kind: str
+    message: str
+    def __init__(self, number: _Optional[int] = ..., age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ListEventsReply(_message.Message):
+    __slots__ = ("events", "newest", "forgotten")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    newest: int
+    forgotten: int
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., newest: _Optional[int] = ..., forgotten: _Optional[int] = ...) -> None: ...
+
 class GetMemoryRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Memory(_message.Message):
-    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes")
+    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes")
     PARAMETERS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     LEDGER_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     parameters_bytes: int
     slots_bytes: int
     in_flight_bytes: int
     in_flight_bytes_max: int
     ledger_entries: int
     resident_bytes: int
-    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ...) -> None: ...
+    pending_bytes: int
+    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ...) -> None: ...
+
+class ConfigureRequest(_message.Message):
+    __slots__ = ("protocol", "staleness", "learning_rate", "schedule")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    protocol: str
+    staleness: str
+    learning_rate: float
+    schedule: str
+    def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., learning_rate: _Optional[float] = ..., schedule: _Optional[str] = ...) -> None: ...
+
+class ConfigureReply(_message.Message):
+    __slots__ = ("protocol", "staleness", "schedule", "learning_rates", "gradients_settled", "updates_made", "warnings")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATES_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_MADE_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    protocol: str
+    staleness: str
+    schedule: str
+    learning_rates: _containers.RepeatedCompositeFieldContainer[LearningRate]
+    gradients_settled: int
+    updates_made: int
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., gradients_settled: _Optional[int] = ..., updates_made: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ()

@@ -45,10 +45,20 @@ class InspectorStub(object):
                 request_serializer=pyps__wire_dot_inspector__pb2.ListReceiptsRequest.SerializeToString,
                 response_deserializer=pyps__wire_dot_inspector__pb2.ListReceiptsReply.FromString,
                 )
+        self.ListEvents = channel.unary_unary(
+                '/pyps.v1.Inspector/ListEvents',
+                request_serializer=pyps__wire_dot_inspector__pb2.ListEventsRequest.SerializeToString,
+                response_deserializer=pyps__wire_dot_inspector__pb2.ListEventsReply.FromString,
+                )
         self.GetMemory = channel.unary_unary(
                 '/pyps.v1.Inspector/GetMemory',
                 request_serializer=pyps__wire_dot_inspector__pb2.GetMemoryRequest.SerializeToString,
                 response_deserializer=pyps__wire_dot_inspector__pb2.Memory.FromString,
+                )
+        self.Configure = channel.unary_unary(
+                '/pyps.v1.Inspector/Configure',
+                request_serializer=pyps__wire_dot_inspector__pb2.ConfigureRequest.SerializeToString,
+                response_deserializer=pyps__wire_dot_inspector__pb2.ConfigureReply.FromString,
                 )
         self.SaveCheckpoint = channel.unary_unary(
                 '/pyps.v1.Inspector/SaveCheckpoint',
@@ -100,7 +110,7 @@ class InspectorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStaleness(self, request, context):
-        """How stale the gradients were.
+        """How stale the gradients were, and what that cost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,8 +123,22 @@ class InspectorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListEvents(self, request, context):
+        """What happened to the run: who came and went, which round did without whom, what was changed; oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMemory(self, request, context):
         """Where the server's memory goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Configure(self, request, context):
+        """Changes protocol, staleness policy, learning rate or schedule while the run goes on. From loopback only.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,10 +198,20 @@ def add_InspectorServicer_to_server(servicer, server):
                     request_deserializer=pyps__wire_dot_inspector__pb2.ListReceiptsRequest.FromString,
                     response_serializer=pyps__wire_dot_inspector__pb2.ListReceiptsReply.SerializeToString,
             ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=pyps__wire_dot_inspector__pb2.ListEventsRequest.FromString,
+                    response_serializer=pyps__wire_dot_inspector__pb2.ListEventsReply.SerializeToString,
+            ),
             'GetMemory': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMemory,
                     request_deserializer=pyps__wire_dot_inspector__pb2.GetMemoryRequest.FromString,
                     response_serializer=pyps__wire_dot_inspector__pb2.Memory.SerializeToString,
+            ),
+            'Configure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Configure,
+                    request_deserializer=pyps__wire_dot_inspector__pb2.ConfigureRequest.FromString,
+                    response_serializer=pyps__wire_dot_inspector__pb2.ConfigureReply.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -308,6 +342,23 @@ class Inspector(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/pyps.v1.Inspector/ListEvents',
+            pyps__wire_dot_inspector__pb2.ListEventsRequest.SerializeToString,
+            pyps__wire_dot_inspector__pb2.ListEventsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
     def GetMemory(request,
             target,
             options=(),
@@ -321,6 +372,23 @@ class Inspector(object):
         return grpc.experimental.unary_unary(request, target, '/pyps.v1.Inspector/GetMemory',
             pyps__wire_dot_inspector__pb2.GetMemoryRequest.SerializeToString,
             pyps__wire_dot_inspector__pb2.Memory.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Configure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/pyps.v1.Inspector/Configure',
+            pyps__wire_dot_inspector__pb2.ConfigureRequest.SerializeToString,
+            pyps__wire_dot_inspector__pb2.ConfigureReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
