@@ -1,15 +1,15 @@
-"""What a server counts about the pushes and pulls it served: in total, by worker and by shard."""
+"""What a server counts about the pushes and pulls it served and the waits: in total, by worker and by shard."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Lock
 
-from pyps.core.receipt import Outcome, Receipt
+from pyps.core.receipt import Outcome, Reason, Receipt
 
 # Upper bounds of the apply-time histogram's buckets, in seconds.
 APPLY_SECONDS_BOUNDS = (
@@ -32,6 +32,10 @@ class Tally:
     duplicate: int = 0
     updates: int = 0
     examples: int = 0
+    # Seconds that workers were kept waiting for others.
+    blocked_seconds: float = 0.0
+    # Rejected pushes by reason; their sum is `rejected`.
+    reasons: dict[Reason, int] = field(default_factory=dict)
     bytes_in: int = 0
     bytes_out: int = 0
     staleness_count: int = 0
@@ -49,6 +53,7 @@ class Tally:
         self.updates += receipt.version_after - receipt.version_before
         if receipt.outcome == Outcome.REJECTED:
             self.rejected += 1
+            self.reasons[receipt.reason] = self.reasons.get(receipt.reason, 0) + 1
             return
         if receipt.outcome == Outcome.PENDING:
             self.pending += 1
@@ -64,6 +69,11 @@ class Tally:
         self.histogram[bucket] = self.histogram.get(bucket, 0) + 1
 
     @property
+    def dropped(self) -> int:
+        """Pushes that were good, and that the protocol did not need."""
+        return self.reasons.get(Reason.DROPPED, 0)
+
+    @property
     def staleness_mean(self) -> float:
         """The mean staleness of the gradients taken; 0 before the first."""
         return self.staleness_sum / self.staleness_count if self.staleness_count else 0.0
@@ -73,10 +83,14 @@ class Tally:
         """The mean of what staleness left of the learning rate: 1 for nothing lost, and before the first."""
         return self.rate_scale_sum / self.staleness_count if self.staleness_count else 1.0
 
+    @property
+    def step_lost(self) -> float:
+        """The part of the step size that staleness took: 0 for nothing, 1 for all."""
+        return 1.0 - self.rate_scale_mean
+
     def copy(self) -> Tally:
         """An independent copy."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        return Tally(**{**values, "histogram": dict(self.histogram)})
+        return replace(self, histogram=dict(self.histogram), reasons=dict(self.reasons))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,7 @@ class ApplySeconds:
 
 
 class Statistics:
-    """Counts pushes and pulls, for everybody and by worker and shard.
+    """Counts pushes, pulls and waits, for everybody and by worker and shard.
 
     Every method may be called from any thread. One lock guards all; a push holds it for a few additions.
     """
@@ -129,14 +143,8 @@ class Statistics:
         """Counts one answered push; `apply_seconds` is its time in the shard, wait for the lock included."""
         logged = LoggedReceipt(worker_id, receipt, now)
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is None:
-                worker = self._add_worker(worker_id)
-            else:
-                self._workers.move_to_end(worker_id)
-            shard = self._shards.get(shard_id)
-            if shard is None:
-                shard = self._shards[shard_id] = Tally()
+            worker, shard = self._worker(worker_id), self._shard(shard_id)
+            self._workers.move_to_end(worker_id)
             for tally in (self._total, worker, shard):
                 tally.add(receipt, payload_bytes=payload_bytes, examples=examples)
             self._recent.append(logged)
@@ -150,10 +158,22 @@ class Statistics:
         """Counts the payload of one shard sent to a worker or observer."""
         with self._lock:
             self._total.bytes_out += payload_bytes
-            worker = self._workers.get(worker_id)
-            if worker is None:
-                worker = self._add_worker(worker_id)
-            worker.bytes_out += payload_bytes
+            self._worker(worker_id).bytes_out += payload_bytes
+
+    def updated(self, shard_id: int, count: int, *, now: float) -> None:
+        """Counts updates that no push brought about: a round completed as it was, pending gradients settled."""
+        if not count:
+            return
+        with self._lock:
+            for tally in (self._total, self._shard(shard_id)):
+                tally.updates += count
+            self._last_update = now
+
+    def blocked(self, worker_id: str, seconds: float) -> None:
+        """Counts the end of a wait for other workers."""
+        with self._lock:
+            for tally in (self._total, self._worker(worker_id)):
+                tally.blocked_seconds += seconds
 
     def restore_examples(self, examples: Mapping[int, int]) -> None:
         """Goes on from the examples by shard that a checkpoint had counted."""
@@ -206,10 +226,20 @@ class Statistics:
             *counts, above = self._apply_counts
             return ApplySeconds(APPLY_SECONDS_BOUNDS, tuple(counts), above, self._apply_sum)
 
-    def _add_worker(self, worker_id: str) -> Tally:
-        tally = self._workers[worker_id] = Tally()
-        if len(self._workers) > WORKERS_MAX:
-            self._workers.popitem(last=False)
+    # What follows is called under the lock.
+
+    def _worker(self, worker_id: str) -> Tally:
+        tally = self._workers.get(worker_id)
+        if tally is None:
+            tally = self._workers[worker_id] = Tally()
+            if len(self._workers) > WORKERS_MAX:
+                self._workers.popitem(last=False)
+        return tally
+
+    def _shard(self, shard_id: int) -> Tally:
+        tally = self._shards.get(shard_id)
+        if tally is None:
+            tally = self._shards[shard_id] = Tally()
         return tally
 
 

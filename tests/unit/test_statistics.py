@@ -59,6 +59,55 @@ def test_a_rejected_gradient_counts_neither_as_stale_nor_for_its_examples() -> N
     assert statistics.last_update is None
 
 
+def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped() -> None:
+    statistics = Statistics()
+    for reason in (Reason.STALE, Reason.DROPPED, Reason.DROPPED):
+        push(statistics, receipt(Outcome.REJECTED, reason=reason))
+    for tally in (statistics.total(), statistics.worker("a"), statistics.shard(0)):
+        assert (tally.rejected, tally.dropped) == (3, 2)
+        assert tally.reasons == {Reason.STALE: 1, Reason.DROPPED: 2}
+
+
+def test_updates_without_a_push_are_counted_for_their_shard() -> None:
+    statistics = Statistics()
+    statistics.updated(3, 0, now=5.0)
+    assert statistics.last_update is None
+    push(statistics, receipt(shard_id=3), now=6.0)
+    statistics.updated(3, 2, now=7.0)
+    assert (statistics.total().updates, statistics.shard(3).updates, statistics.shard(0).updates) == (3, 3, 0)
+    assert statistics.last_update == 7.0
+    assert statistics.total().applied == 1
+
+
+def test_waits_add_up_for_everybody_and_the_worker() -> None:
+    statistics = Statistics()
+    for worker_id, seconds in (("a", 1.5), ("b", 0.25), ("a", 0.5)):
+        statistics.blocked(worker_id, seconds)
+    waited = [statistics.worker(name).blocked_seconds for name in ("a", "b", "c")]
+    assert waited == [2.0, 0.25, 0.0]
+    assert statistics.total().blocked_seconds == 2.25
+
+
+def test_each_worker_and_shard_has_a_histogram_of_its_own() -> None:
+    statistics = Statistics()
+    push(statistics, receipt(shard_id=0, staleness=2, rate_scale=0.5))
+    push(statistics, receipt(shard_id=1, staleness=4, rate_scale=0.25), worker_id="b")
+    assert (statistics.worker("a").histogram, statistics.worker("b").histogram) == ({2: 1}, {4: 1})
+    assert (statistics.shard(0).histogram, statistics.shard(1).histogram) == ({2: 1}, {4: 1})
+    assert statistics.total().histogram == {2: 1, 4: 1}
+    assert statistics.shard(1).step_lost == 0.75
+    assert statistics.total().step_lost == 1 - 0.375
+
+
+def test_a_copy_does_not_change_with_what_comes_later() -> None:
+    statistics = Statistics()
+    push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
+    before = statistics.total()
+    push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
+    push(statistics, receipt(staleness=1))
+    assert (before.reasons, before.histogram) == ({Reason.STALE: 1}, {})
+
+
 def test_means_are_of_the_gradients_taken() -> None:
     statistics = Statistics()
     assert (statistics.total().staleness_mean, statistics.total().rate_scale_mean) == (0.0, 1.0)
