@@ -251,7 +251,7 @@ class Shard:
             version_before=self._version,
             version_after=self._version + applied,
             staleness=staleness,
-            rate=rate_of(contribution, self.hyperparameters),
+            rate=rate_of(contribution, rate=self.hyperparameters["learning_rate"]),
             rate_scale=contribution.weighing.rate_scale,
             weight=share * contribution.weighing.weight,
             num_workers=num_workers,
@@ -259,7 +259,14 @@ class Shard:
         )
 
     def _apply(self, decision: Apply) -> None:
-        target = Target(self._parameters, self._slots, self.rule, self.hyperparameters, self._version)
+        target = Target(
+            self._parameters,
+            self._slots,
+            self.rule,
+            self.hyperparameters,
+            rate=self.hyperparameters["learning_rate"],
+            version=self._version,
+        )
         apply_update(target, decision.parts)
         self._version += 1
         applied = {id(part.contribution) for part in decision.parts}

@@ -2,132 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 
-from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
-from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import Codec, Extent, PayloadKind, item_bytes
-from pyps.core.update_rules import AddDelta, Slots, UpdateRule
+from pyps.core.arrays import Floats
+from pyps.core.gradient import Extent, Gradient, PayloadKind, item_bytes
+from pyps.core.update_rules import AddDelta, Slots, UpdateRule, WeightedGradient
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What an update changes: a shard's parameters and slots, through one rule at one version."""
+    """What an update changes: a shard's parameters and slots, through one rule at one version.
+
+    `rate` is the step size before any gradient's staleness: the learning rate after schedules.
+    """
 
     parameters: Floats
     slots: Slots
     rule: UpdateRule
     hyperparameters: Mapping[str, float]
+    rate: float
     version: int
 
 
-def apply_update(target: Target, parts: Sequence[Part]) -> None:
-    """Applies the parts as one update, in place."""
-    deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
-    gradients = [part for part in parts if part.contribution.gradient.kind != PayloadKind.DELTA]
+def apply_update(target: Target, parts: Sequence[Part], *, update_scale: float = 1.0) -> None:
+    """Applies the parts as one update, in place; those that carry no numbers leave no trace.
+
+    `update_scale` shortens the update as a whole, beside what each gradient's own staleness does to it.
+    """
+    gradients = _of_kind(parts, 0, PayloadKind.GRADIENT)
+    deltas = _of_kind(parts, PayloadKind.DELTA)
     if gradients:
-        _apply_parts(target, gradients, target.rule, target.hyperparameters["learning_rate"])
+        _apply_parts(target, gradients, target.rule, rate=target.rate, update_scale=update_scale)
     if deltas:
-        _apply_parts(target, deltas, _ADD_DELTA, 1.0)
+        _apply_parts(target, deltas, _ADD_DELTA, rate=1.0, update_scale=update_scale)
 
 
-def rate_of(contribution: Contribution, hyperparameters: Mapping[str, float]) -> float:
-    """Returns the step size that the gradient gets; a delta's is its rate_scale alone."""
+def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.0) -> float:
+    """Returns the step size that the gradient gets of an update at `rate`; a delta's does not depend on it."""
     is_delta = contribution.gradient.kind == PayloadKind.DELTA
-    return (1.0 if is_delta else hyperparameters["learning_rate"]) * contribution.weighing.rate_scale
+    return (1.0 if is_delta else rate) * contribution.weighing.rate_scale * update_scale
 
 
 _ADD_DELTA = AddDelta()
 
 
-def _apply_parts(target: Target, parts: Sequence[Part], rule: UpdateRule, learning_rate: float) -> None:
-    rate_scale = _mean_rate_scale(parts)
-    factors = [_factor(part, rate_scale) for part in parts]
-    only = parts[0].contribution.gradient
-    if len(parts) == 1 and factors[0] == 1.0:
-        # The usual case: the kernel reads the received bytes, and nothing is copied.
-        payload, codec, extents = only.payload, only.codec, only.extents
-        _apply_stretches(target, rule, payload, codec, extents, rate=learning_rate * rate_scale)
-        return
-    total = _weighted_sum(parts, factors, length=target.parameters.size)
-    extents = _union(part.contribution.gradient.stretches(total.size) for part in parts)
-    present = memoryview(b"".join(total[e.offset : e.offset + e.length].tobytes() for e in extents))
-    _apply_stretches(target, rule, present, Codec.FLOAT32, extents, rate=learning_rate * rate_scale)
+def _of_kind(parts: Sequence[Part], *kinds: int) -> list[Part]:
+    return [part for part in parts if part.contribution.gradient.kind in kinds]
 
 
-def _mean_rate_scale(parts: Sequence[Part]) -> float:
-    shares = sum(part.share for part in parts)
-    return sum(part.share * part.contribution.weighing.rate_scale for part in parts) / shares
-
-
-def _factor(part: Part, mean_rate_scale: float) -> float:
-    """Returns what the gradient is multiplied by in the update's sum.
-
-    Only the ratio of the rate scales enters the sum, their mean multiplies the step: an adaptive rule would
-    cancel a factor common to all gradients. For SGD the two ways are the same number.
-    """
-    weighing = part.contribution.weighing
-    if mean_rate_scale == 0.0:
-        return part.share * weighing.weight
-    return part.share * weighing.weight * (weighing.rate_scale / mean_rate_scale)
-
-
-def _weighted_sum(parts: Sequence[Part], factors: Sequence[float], *, length: int) -> Floats:
-    """Returns the sum of factor times gradient, added in the given order."""
-    total = aligned_zeros(length)
-    for part, factor in zip(parts, factors, strict=True):
-        gradient = part.contribution.gradient
-        for extent, payload in _stretches(gradient.payload, gradient.codec, gradient.stretches(length)):
-            stretch = total[extent.offset : extent.offset + extent.length]
-            _kernels.sgd(stretch, payload, gradient.codec, rate=-factor)
-    return total
-
-
-def _apply_stretches(
-    target: Target,
-    rule: UpdateRule,
-    payload: bytes | memoryview,
-    codec: int,
-    extents: tuple[Extent, ...],
-    *,
-    rate: float,
-) -> None:
-    apply = partial(rule.apply, rate=rate, version=target.version, hyperparameters=target.hyperparameters)
-    if not extents:
-        apply(target.parameters, target.slots, payload, codec)
-    for extent, numbers in _stretches(payload, codec, extents):
-        place = slice(extent.offset, extent.offset + extent.length)
-        apply(
+def _apply_parts(target: Target, parts: Sequence[Part], rule: UpdateRule, *, rate: float, update_scale: float) -> None:
+    scaled = _scaled_in_the_step if rule.adaptive else _scaled_in_the_sum
+    factors, step_scale = scaled(parts, update_scale)
+    gradients = [part.contribution.gradient for part in parts]
+    for place, numbers in _stretches(gradients, factors, target.parameters.size):
+        rule.apply(
             target.parameters[place],
             {name: slot[place] for name, slot in target.slots.items()},
             numbers,
-            codec,
+            rate=rate * step_scale,
+            version=target.version,
+            hyperparameters=target.hyperparameters,
         )
 
 
+def _scaled_in_the_sum(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
+    """Returns the factor of each gradient and of the step where a smaller gradient is a smaller step.
+
+    A velocity then keeps what its gradients were worth when they came.
+    """
+    return [part.share * _weight(part) * _rate_scale(part) * update_scale for part in parts], 1.0
+
+
+def _scaled_in_the_step(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
+    """Returns the factor of each gradient and of the step for a rule that divides by the gradients' size.
+
+    Such a rule would cancel a factor common to all gradients. So their mean rate scale multiplies the step,
+    and only its ratio to each one's own enters the sum and the slots.
+    """
+    mean = sum(part.share * _rate_scale(part) for part in parts) / sum(part.share for part in parts)
+    if mean == 0.0:
+        return [part.share * _weight(part) for part in parts], 0.0
+    return [part.share * _weight(part) * (_rate_scale(part) / mean) for part in parts], mean * update_scale
+
+
+def _weight(part: Part) -> float:
+    return part.contribution.weighing.weight
+
+
+def _rate_scale(part: Part) -> float:
+    return part.contribution.weighing.rate_scale
+
+
 def _stretches(
-    payload: bytes | memoryview, codec: int, extents: Iterable[Extent]
-) -> Iterator[tuple[Extent, memoryview]]:
-    """Yields each extent with its part of the payload."""
-    view = memoryview(payload).cast("B")
-    start = 0
-    for extent in extents:
-        end = start + extent.length * item_bytes(codec)
-        yield extent, view[start:end]
-        start = end
+    gradients: Sequence[Gradient], factors: Sequence[float], length: int
+) -> Iterator[tuple[slice, list[WeightedGradient]]]:
+    """Yields each stretch that is covered by the same gradients, at least one, with their numbers there."""
+    weighted = list(zip(gradients, factors, strict=True))
+    if not any(gradient.extents for gradient in gradients):
+        # The usual case: one call, which reads the received bytes as they are.
+        yield slice(0, length), [WeightedGradient(g.payload, g.codec, factor) for g, factor in weighted]
+        return
+    covers = [_Cover(gradient, factor, length) for gradient, factor in weighted]
+    borders = {border for cover in covers for extent in cover.extents for border in (extent.offset, _end(extent))}
+    for start, end in pairwise(sorted(borders)):
+        numbers = [there for cover in covers if (there := cover.between(start, end)) is not None]
+        if numbers:
+            yield slice(start, end), numbers
 
 
-def _union(extents: Iterable[Iterable[Extent]]) -> tuple[Extent, ...]:
-    """Returns the stretches that at least one gradient covers, ascending and disjoint."""
-    merged: list[Extent] = []
-    for extent in sorted(extent for some in extents for extent in some):
-        if merged and extent.offset <= merged[-1].offset + merged[-1].length:
-            last = merged.pop()
-            end = max(last.offset + last.length, extent.offset + extent.length)
-            merged.append(Extent(last.offset, end - last.offset))
-        else:
-            merged.append(extent)
-    return tuple(merged)
+class _Cover:
+    """A gradient's extents and its numbers, asked for in ascending stretches that no border divides."""
+
+    def __init__(self, gradient: Gradient, factor: float, length: int) -> None:
+        self.extents = gradient.stretches(length)
+        self._codec = gradient.codec
+        self._factor = factor
+        self._payload = memoryview(gradient.payload).cast("B")
+        self._item_bytes = item_bytes(gradient.codec)
+        # The extent at hand, and how many numbers of the payload come before it.
+        self._index = 0
+        self._before = 0
+
+    def between(self, start: int, end: int) -> WeightedGradient | None:
+        """Returns the numbers from `start` to `end`, None where the gradient has none."""
+        while self._index < len(self.extents) and _end(self.extents[self._index]) <= start:
+            self._before += self.extents[self._index].length
+            self._index += 1
+        if self._index == len(self.extents) or start < self.extents[self._index].offset:
+            return None
+        first = self._before + start - self.extents[self._index].offset
+        numbers = self._payload[first * self._item_bytes : (first + end - start) * self._item_bytes]
+        return WeightedGradient(numbers, self._codec, self._factor)
+
+
+def _end(extent: Extent) -> int:
+    return extent.offset + extent.length

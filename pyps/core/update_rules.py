@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,14 @@ from pyps.core.arrays import Floats, aligned_zeros
 from pyps_wire.errors import UnsupportedOptimizer
 
 Slots = dict[str, Floats]
+
+
+class WeightedGradient(NamedTuple):
+    """One gradient of an update's sum: encoded numbers, their codec, and what they are multiplied by."""
+
+    payload: bytes | memoryview
+    codec: int
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +52,17 @@ class UpdateRule(Protocol):
         self,
         parameters: Floats,
         slots: Slots,
-        payload: bytes | memoryview,
-        codec: int,
+        gradients: Sequence[WeightedGradient],
         *,
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        """Updates parameters and slots in place. `version` counts the shard's updates before this one."""
+        """Updates parameters and slots in place by g = f0 * g0 + f1 * g1 + ..., in float32, in this order.
+
+        `version` counts the shard's updates before this one. `rate` is the step size, in which schedules and
+        staleness are accounted for; the learning rate among the hyperparameters is not read.
+        """
         ...
 
 
@@ -70,14 +81,13 @@ class Sgd:
         self,
         parameters: Floats,
         slots: Slots,
-        payload: bytes | memoryview,
-        codec: int,
+        gradients: Sequence[WeightedGradient],
         *,
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        _kernels.sgd(parameters, payload, codec, rate=rate)
+        _kernels.sgd(parameters, *_summed(gradients, parameters.size), rate=rate)
 
 
 class Adagrad:
@@ -104,14 +114,14 @@ class Adagrad:
         self,
         parameters: Floats,
         slots: Slots,
-        payload: bytes | memoryview,
-        codec: int,
+        gradients: Sequence[WeightedGradient],
         *,
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        _kernels.adagrad(parameters, slots["accumulator"], payload, codec, rate=rate, eps=hyperparameters["eps"])
+        gradient, codec = _summed(gradients, parameters.size)
+        _kernels.adagrad(parameters, slots["accumulator"], gradient, codec, rate=rate, eps=hyperparameters["eps"])
 
 
 class AddDelta:
@@ -133,14 +143,13 @@ class AddDelta:
         self,
         parameters: Floats,
         slots: Slots,
-        payload: bytes | memoryview,
-        codec: int,
+        gradients: Sequence[WeightedGradient],
         *,
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        _kernels.sgd(parameters, payload, codec, rate=-rate)
+        _kernels.sgd(parameters, *_summed(gradients, parameters.size), rate=-rate)
 
 
 # The rules that a run may be given.
@@ -176,3 +185,12 @@ def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> di
                 f"{rule.name}'s {name} is {value}; expected a finite float32 of at least {minimum:g}"
             )
     return settled
+
+
+def _summed(gradients: Sequence[WeightedGradient], length: int) -> tuple[bytes | memoryview, int]:
+    if len(gradients) == 1 and gradients[0].factor == 1.0:
+        return gradients[0].payload, gradients[0].codec
+    total = aligned_zeros(length)
+    for payload, codec, factor in gradients:
+        _kernels.sgd(total, payload, codec, rate=-factor)
+    return total.tobytes(), _kernels.FLOAT32

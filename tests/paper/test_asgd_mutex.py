@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from pyps.core.update_rules import Sgd, Slots
+from pyps.core.update_rules import Sgd, Slots, WeightedGradient
 from shards import Log, gradient, make_shard, run_together
 
 # Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
@@ -43,17 +43,14 @@ class WatchedSgd(Sgd):
         self,
         parameters: Floats,
         slots: Slots,
-        payload: bytes | memoryview,
-        codec: int,
+        gradients: Sequence[WeightedGradient],
         *,
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
         with self.owners:
-            super().apply(
-                parameters, slots, payload, codec, rate=rate, version=version, hyperparameters=hyperparameters
-            )
+            super().apply(parameters, slots, gradients, rate=rate, version=version, hyperparameters=hyperparameters)
 
 
 def test_no_update_meets_another_update_or_a_read() -> None:

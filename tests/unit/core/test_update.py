@@ -20,12 +20,14 @@ def part(
     return Part(Contribution(gradient(values, **fields), 0, weighing), share)
 
 
-def updated(rule: str, length: int, *parts: Part, learning_rate: float = 1.0) -> tuple[Floats, dict[str, Floats]]:
+def updated(
+    rule: str, length: int, *parts: Part, learning_rate: float = 1.0, update_scale: float = 1.0
+) -> tuple[Floats, dict[str, Floats]]:
     settings = {"learning_rate": learning_rate} | ({"eps": 0.0} if rule == "adagrad" else {})
     settled = validate(rule, settings)
     slots = RULES[rule].make_slots(length, settled)
-    target = Target(aligned_zeros(length), slots, RULES[rule], settled, version=0)
-    apply_update(target, parts)
+    target = Target(aligned_zeros(length), slots, RULES[rule], settled, rate=learning_rate, version=0)
+    apply_update(target, parts, update_scale=update_scale)
     return target.parameters, slots
 
 
