@@ -252,26 +252,32 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., clock: _Optional[int] = ..., scalars: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("known", "epoch", "state", "command", "version")
+    __slots__ = ("known", "epoch", "state", "command", "version", "protocol", "staleness", "accumulate", "current_version_only")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         COMMAND_UNSPECIFIED: _ClassVar[HeartbeatReply.Command]
         COMMAND_STOP: _ClassVar[HeartbeatReply.Command]
-        COMMAND_SAVE: _ClassVar[HeartbeatReply.Command]
     COMMAND_UNSPECIFIED: HeartbeatReply.Command
     COMMAND_STOP: HeartbeatReply.Command
-    COMMAND_SAVE: HeartbeatReply.Command
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_VERSION_ONLY_FIELD_NUMBER: _ClassVar[int]
     known: bool
     epoch: int
     state: _common_pb2.RunState
     command: HeartbeatReply.Command
     version: int
-    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ...) -> None: ...
+    protocol: str
+    staleness: str
+    accumulate: int
+    current_version_only: bool
+    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., accumulate: _Optional[int] = ..., current_version_only: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("sender", "cause", "message")
