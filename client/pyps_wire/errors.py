@@ -10,6 +10,7 @@
     ├── RunMismatch             FAILED_PRECONDITION  another run than the server's
     ├── NotInitialized          FAILED_PRECONDITION  the server holds no parameters yet
     ├── UnknownWorker           FAILED_PRECONDITION  a worker that has not said Hello
+    ├── ScheduleOwned           FAILED_PRECONDITION  a learning rate from somebody who does not own the schedule
     ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
     ├── Superseded              ABORTED              a newer process took the worker's name
     ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
@@ -86,6 +87,12 @@ class NotInitialized(PypsError):
 
 class UnknownWorker(PypsError):
     """Raised for a worker that the server does not know. Say Hello, then send the same frames again."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class ScheduleOwned(PypsError):
+    """Raised for a learning rate where another sets it. Let one worker or the server own the schedule."""
 
     status = "FAILED_PRECONDITION"
 

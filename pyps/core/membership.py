@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from pyps.core.roster import Roster
 from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
 
 
@@ -39,6 +40,10 @@ class Member:
     info: WorkerInfo
     joined_at: float
     heard_at: float
+    # When it pushed last in this life; None before its first push.
+    pushed_at: float | None = None
+    # Whether protocols reckon with it: from its first push until it goes, or holds the others up for too long.
+    counts: bool = False
     # The worker's own count of steps.
     clock: int = 0
     # The worker's own figures, by name.
@@ -59,18 +64,33 @@ class Membership:
     an earlier one gets it back only when the later is gone.
     """
 
-    def __init__(self, *, lease_seconds: float, workers_max: int) -> None:
+    def __init__(self, *, lease_seconds: float, workers_max: int, expected_workers: int = 0) -> None:
         self.lease_seconds = lease_seconds
         self.workers_max = workers_max
         self._lock = threading.Lock()
         # Guarded by _lock. The one that joined longest ago comes first.
         self._members: dict[str, Member] = {}
         self._num_alive = 0
+        # How many workers must have pushed or gone before anybody is done without; 0 for good once they have.
+        self._expected_workers = expected_workers
+        # Made when it is asked for; None since the last change.
+        self._roster: Roster | None = None
 
     @property
     def num_alive(self) -> int:
         """The number of live workers."""
         return self._num_alive
+
+    @property
+    def roster(self) -> Roster:
+        """The workers that protocols reckon with; the same object as long as nothing changes."""
+        roster = self._roster
+        if roster is not None:
+            return roster
+        with self._lock:
+            if self._roster is None:
+                self._roster = self._make_roster()
+            return self._roster
 
     def join(self, worker_id: str, incarnation: int, *, now: float, info: WorkerInfo | None = None) -> Member:
         """Makes the worker alive.
@@ -95,6 +115,8 @@ class Membership:
                 info or WorkerInfo(),
                 joined_at=known.joined_at if known and same else now,
                 heard_at=now,
+                pushed_at=known.pushed_at if known and same else None,
+                counts=known.counts if known and same else False,
                 clock=known.clock if known and same else 0,
                 scalars=known.scalars if known and same else {},
             )
@@ -116,14 +138,7 @@ class Membership:
         Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name.
         """
         with self._lock:
-            known = self._members.get(worker_id)
-            if known is not None and incarnation < known.incarnation and known.alive:
-                raise _superseded(known, incarnation)
-            if known is None or known.incarnation != incarnation or known.state in _ENDED:
-                raise UnknownWorker(
-                    f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
-                    " say Hello, then send the same again"
-                )
+            known = self._require(worker_id, incarnation)
             member = replace(
                 known,
                 state=WorkerState.ALIVE,
@@ -134,6 +149,39 @@ class Membership:
             self._put(member)
             return member
 
+    def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None) -> Roster:
+        """Notes a push, which makes the worker count, and returns the workers that count now; raises as `renew`."""
+        with self._lock:
+            known = self._require(worker_id, incarnation)
+            self._put(
+                replace(
+                    known,
+                    state=WorkerState.ALIVE,
+                    heard_at=max(now, known.heard_at),
+                    pushed_at=now,
+                    counts=True,
+                    clock=known.clock if clock is None else clock,
+                )
+            )
+            if self._roster is None:
+                self._roster = self._make_roster()
+            return self._roster
+
+    def stall(self, worker_id: str) -> bool:
+        """Stops counting a worker, which stays a member, until its next push; False where it did not count."""
+        with self._lock:
+            known = self._members.get(worker_id)
+            if known is None or not known.counts:
+                return False
+            self._put(replace(known, counts=False))
+            return True
+
+    def expect_no_more(self) -> None:
+        """Waits for no expected worker any longer."""
+        with self._lock:
+            self._expected_workers = 0
+            self._roster = None
+
     def leave(
         self, worker_id: str, incarnation: int, *, now: float, state: WorkerState, message: str = ""
     ) -> Member | None:
@@ -143,7 +191,7 @@ class Membership:
             known = self._members.get(worker_id)
             if known is None or known.incarnation != incarnation:
                 return None
-            member = replace(known, state=state, heard_at=now, message=message)
+            member = replace(known, state=state, heard_at=now, message=message, counts=False)
             self._put(member)
             return member
 
@@ -151,7 +199,7 @@ class Membership:
         """Marks the workers that were silent for longer than the lease, and returns them."""
         with self._lock:
             silent = [
-                replace(member, state=WorkerState.EXPIRED)
+                replace(member, state=WorkerState.EXPIRED, counts=False)
                 for member in self._members.values()
                 if member.alive and now - member.heard_at > self.lease_seconds
             ]
@@ -175,8 +223,28 @@ class Membership:
 
     # What follows is called under the lock.
 
+    def _require(self, worker_id: str, incarnation: int) -> Member:
+        known = self._members.get(worker_id)
+        if known is not None and incarnation < known.incarnation and known.alive:
+            raise _superseded(known, incarnation)
+        if known is None or known.incarnation != incarnation or known.state in _ENDED:
+            raise UnknownWorker(
+                f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
+                " say Hello, then send the same again"
+            )
+        return known
+
+    def _make_roster(self) -> Roster:
+        members = self._members.values()
+        missing = self._expected_workers - sum(m.pushed_at is not None or not m.alive for m in members)
+        if missing <= 0:
+            missing = self._expected_workers = 0
+        return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing)
+
     def _put(self, member: Member) -> None:
         known = self._members.get(member.worker_id)
+        if known is None or _standing(known) != _standing(member):
+            self._roster = None
         self._num_alive += int(member.alive) - int(known is not None and known.alive)
         if known is not None and known.incarnation != member.incarnation:
             del self._members[member.worker_id]
@@ -195,6 +263,11 @@ class Membership:
 GONE_FACTOR = 4
 
 _ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
+
+
+def _standing(member: Member) -> tuple[bool, bool, bool]:
+    """What a roster is made from."""
+    return member.alive, member.counts, member.pushed_at is None
 
 
 def _superseded(known: Member, incarnation: int) -> Superseded:

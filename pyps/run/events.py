@@ -1,0 +1,55 @@
+"""What happened to a run, for people: who came and went, which round did without whom, what was changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Lock
+
+from pyps import logs
+
+# The oldest is forgotten beyond this, so that a long run does not fill the memory.
+EVENTS_MAX = 1000
+
+log = logs.get("pyps.run")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the run. `time` is in seconds of the run's clock."""
+
+    # Counts up from 1 as long as the server runs.
+    number: int
+    time: float
+    # "joined", "left", "expired", "back", "stalled", "round", "configured", "owner", "ready", "finished".
+    kind: str
+    message: str
+
+
+class Events:
+    """The newest events, oldest first. May be used from any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = Lock()
+        # Guarded by _lock.
+        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._number = 0
+
+    def add(self, kind: str, what: str, *, warning: bool = False, **facts: object) -> None:
+        """Notes what happened just now, with its facts by name, and logs it."""
+        words = [f"{name.replace('_', ' ')} {fact}" for name, fact in facts.items() if fact != ""]
+        message = f"{what}: {', '.join(words)}" if words else what
+        with self._lock:
+            self._number += 1
+            self._events.append(Event(self._number, self._clock(), kind, message))
+        (log.warning if warning else log.info)(what, **facts)
+
+    def since(self, number: int) -> list[Event]:
+        """The events after that number, as far as they are kept."""
+        with self._lock:
+            return [event for event in self._events if event.number > number]
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.since(0))

@@ -1,0 +1,30 @@
+"""Workers that live, yet hold the others up for too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pyps.core.membership import Membership
+
+
+class Stalls:
+    """How long each worker has been waited for. The caller guards it."""
+
+    def __init__(self, *, stall_seconds: float):
+        self.stall_seconds = stall_seconds
+        # Since when each was waited for without a pause.
+        self._since: dict[str, float] = {}
+
+    def look(self, waited_for: Iterable[str], membership: Membership, *, now: float) -> list[str]:
+        """The workers that have been waited for, and have not pushed, for stall_seconds.
+
+        A worker's own long steps hold nobody up as long as nobody waits, so the time counts from when the wait
+        for it was first seen, or from its last push where that came later.
+        """
+        since = {}
+        for worker_id in waited_for:
+            member = membership.get(worker_id)
+            pushed_at = member.pushed_at if member is not None else None
+            since[worker_id] = max(self._since.get(worker_id, now), pushed_at or 0.0)
+        self._since = since
+        return sorted(worker_id for worker_id, began in since.items() if now - began >= self.stall_seconds)
