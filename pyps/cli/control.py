@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
@@ -31,6 +31,9 @@ SAVE_TIMEOUT_SECONDS = 600.0
 SERVERS_HELP = "Control addresses, separated by commas; port 7611 where none is named."
 DATA_SERVERS_HELP = "Data addresses of all servers, in order, separated by commas."
 TOKEN_HELP = "File with the servers' token."
+
+# The option of every command that talks to control ports.
+Servers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar="PYPS_CONTROL")]
 
 
 class Control:

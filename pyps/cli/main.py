@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "run",
     "demo": "demo",
     "status": "status",
+    "set": "set",
     "export": "export",
     "reset": "reset",
     "replay": "replay",

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.control import SERVERS_HELP, TIMEOUT_SECONDS, TOKEN_HELP, call_each
+from pyps.cli.control import TIMEOUT_SECONDS, TOKEN_HELP, Servers, call_each
 from pyps_wire import inspector_pb2 as pb
 
 
 def reset(
     run_id: Annotated[str, typer.Argument(help="The run to forget: its name, as `pyps status` gives it.")],
-    servers: Annotated[str, typer.Option(help=SERVERS_HELP)] = "127.0.0.1:7611",
+    servers: Servers = "127.0.0.1:7611",
     token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
 ) -> None:
     """Make servers forget a run, its parameters included.

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from pyps.cli.control import SAVE_TIMEOUT_SECONDS, SERVERS_HELP, TOKEN_HELP, call_each
+from pyps.cli.control import SAVE_TIMEOUT_SECONDS, TOKEN_HELP, Servers, call_each
 from pyps_wire import inspector_pb2 as pb
 
 
 def save(
-    servers: Annotated[str, typer.Option(help=SERVERS_HELP)] = "127.0.0.1:7611",
+    servers: Servers = "127.0.0.1:7611",
     token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
 ) -> None:
     """Make servers write a checkpoint now, each into its --checkpoint-dir.

@@ -1,9 +1,9 @@
-"""`pyps status`: what servers, workers and shards are doing."""
+"""`pyps status`: what servers, workers and shards are doing, and what happened to the run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import SERVERS_HELP, TOKEN_HELP, Control, control_addresses, read_token
+from pyps.cli.control import TOKEN_HELP, Control, Servers, control_addresses, read_token
 from pyps.units import in_bytes
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
 
 SHARDS_SHOWN = 20
+NAMES_SHOWN = 8
+EVENTS_SHOWN = 8
+EVENTS_MAX = 1000
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Answer:
     status: pb.Status
     workers: Sequence[pb.WorkerInfo]
     shards: Sequence[pb.ShardInfo]
+    # Oldest first.
+    events: Sequence[pb.Event]
 
     def to_json(self) -> dict[str, Any]:
         """The answer as JSON, by the names that grpcurl gives."""
@@ -39,13 +44,17 @@ class Answer:
             "status": _plain(self.status),
             "workers": [_plain(worker) for worker in self.workers],
             "shards": [_plain(shard) for shard in self.shards],
+            "events": [_plain(event) for event in self.events],
         }
 
 
 def status(
-    servers: Annotated[str, typer.Option(help=SERVERS_HELP)] = "127.0.0.1:7611",
+    servers: Servers = "127.0.0.1:7611",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of tables.")] = False,
     all_shards: Annotated[bool, typer.Option("--all", help=f"Show all shards, not {SHARDS_SHOWN}.")] = False,
+    events: Annotated[
+        int, typer.Option(help="How many of the newest events to show.", min=0, max=EVENTS_MAX)
+    ] = EVENTS_SHOWN,
     token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
 ) -> None:
     """Show what servers, workers and shards are doing.
@@ -58,7 +67,7 @@ def status(
     addresses = control_addresses(servers)
     for address in addresses:
         try:
-            answers.append(_ask(address, token))
+            answers.append(_ask(address, token, num_events=events))
         except PypsError as error:
             errors[address] = str(error)
     if as_json:
@@ -73,13 +82,15 @@ def status(
     raise typer.Exit(1 if errors else 0)
 
 
-def _ask(address: str, token: str) -> Answer:
+def _ask(address: str, token: str, *, num_events: int) -> Answer:
     with Control(address, token=token) as control:
+        events = control.call("ListEvents", pb.ListEventsRequest(limit=EVENTS_MAX)).events
         return Answer(
             address,
             control.call("GetStatus", pb.GetStatusRequest()),
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
             control.call("ListShards", pb.ListShardsRequest()).shards,
+            events[len(events) - min(num_events, len(events)) :],
         )
 
 
@@ -97,9 +108,21 @@ def _show(answers: Sequence[Answer], *, shards_shown: int | None) -> None:
     else:
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
+    for line in _lines(answers):
+        console.print(Text(line))
+
+
+def _lines(answers: Sequence[Answer]) -> Iterable[str]:
+    """What is said in words, below the tables: events, waits, warnings."""
+    for answer in answers:
+        for event in answer.events:
+            yield f"{answer.address} {_seconds(event.age_seconds)} ago: {event.message}"
     for answer in answers:
         for reason in answer.status.waiting_for:
-            console.print(Text(f"{answer.address} waits: {reason}"))
+            yield f"{answer.address} waits: {reason}"
+    for answer in answers:
+        for warning in answer.status.warnings:
+            yield f"{answer.address} warns: {warning}"
 
 
 def not_asked(statuses: Sequence[pb.Status]) -> str:
@@ -121,29 +144,44 @@ def _servers_table(answers: Sequence[Answer]) -> Table:
         table.add_column(Text(answer.address))
     columns = [_facts(answer.status) for answer in answers]
     for name in columns[0]:
-        _add(table, name, *(facts[name] for facts in columns))
+        if any(facts[name] != "" for facts in columns):
+            _add(table, name, *(facts[name] for facts in columns))
     return table
 
 
 def _facts(status: pb.Status) -> dict[str, object]:
-    """What is told of a server, by the name of its row."""
+    """What is told of a server, by the name of its row; "" where there is nothing to tell."""
     last = "never" if status.last_update_seconds < 0 else f"{_seconds(status.last_update_seconds)} ago"
     in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
-    pushes = (status.pushes_applied, status.pushes_pending, status.pushes_rejected, status.pushes_duplicate)
+    pushes = (
+        *(status.pushes_applied, status.pushes_pending, status.pushes_rejected, status.pushes_dropped),
+        status.pushes_duplicate,
+    )
     return {
         "data": status.data_address,
         "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
         "run": f"{status.run_id or 'none'}, epoch {status.epoch}",
         "place": f"{status.server_index} of {status.num_servers}" if status.num_servers else "",
         "in force": in_force,
+        "warm-up": status.warmup and f"{status.warmup} ({'under way' if status.warming_up else 'over'})",
+        "learning rate": _rates(status),
+        "schedule": "" if status.schedule == "constant" else status.schedule,
+        "schedule of": status.schedule_owner,
+        "batch size": f"{status.batch_size} ({status.batch_growth})" if status.batch_growth else "",
+        "clipped to": f"{status.clip_norm:g}" if status.clip_norm else "",
         "workers alive": status.workers_alive,
+        "reckoned with": _roster(status),
         "version": _range(status.version_min, status.version_max),
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{status.updates:,}, the last {last}",
-        "pushes": "{:,} applied, {:,} pending, {:,} rejected, {:,} repeated".format(*pushes),
+        "pushes": "{:,} applied, {:,} pending, {:,} rejected ({:,} not needed), {:,} repeated".format(*pushes),
+        "waiting gradients": f"{status.pending_gradients:,}, {in_bytes(status.pending_bytes)}"
+        if status.pending_gradients
+        else "",
         "examples": f"{status.examples:,}" if status.examples or not status.updates else "not counted",
         "staleness": f"mean {status.staleness_mean:.2f}, max {status.staleness_max}",
-        "step kept": f"{status.rate_scale_mean:.1%} after staleness",
+        "step lost": f"{status.step_lost:.1%} to staleness",
+        "workers waited": f"{_seconds(status.blocked_seconds)} in all" if status.blocked_seconds else "",
         "received, sent": f"{in_bytes(status.bytes_in)}, {in_bytes(status.bytes_out)}",
         "up for": _seconds(status.uptime_seconds),
         "checkpoint": status.checkpoint or "none",
@@ -159,7 +197,8 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
         "rejected",
         "repeated",
         "staleness",
-        "step kept",
+        "step lost",
+        "waited",
         "silent for",
         "reports",
     ):
@@ -173,11 +212,12 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
         reports = ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items()))
         _add(
             table,
-            *(name, latest.state, f"{latest.host} {latest.process_id} {latest.device}", latest.clock),
+            *(name, _state(latest), f"{latest.host} {latest.process_id} {latest.device}", latest.clock),
             *(sum(w.pushes_applied for w in known), sum(w.pushes_rejected for w in known)),
             sum(w.pushes_duplicate for w in known),
             f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",
-            f"{_mean(known, 'rate_scale_mean', taken) if taken else 1:.1%}",
+            f"{_mean(known, 'step_lost', taken):.1%}",
+            _waited(known),
             *(_seconds(latest.silent_seconds), reports),
         )
     return table
@@ -187,13 +227,18 @@ def _shards_table(answers: Sequence[Answer], shown: int | None) -> Table:
     rows = [(answer.address, shard) for answer in answers for shard in answer.shards]
     hidden = len(rows) - shown if shown is not None else 0
     table = Table(title="shards", caption=f"{hidden} more: --all shows them" if hidden > 0 else None)
-    for name in ("server", "shard", "group", "from", "parameters", "version", "CRC-32", "applied"):
+    for name in (
+        *("server", "shard", "group", "from", "parameters", "version", "CRC-32", "applied", "waiting"),
+        *("staleness", "step lost"),
+    ):
         table.add_column(name, justify="left" if name == "server" else "right")
     for address, shard in rows[:shown]:
         _add(
             table,
             *(address, shard.shard_id, shard.group, f"{shard.offset:,}", f"{shard.num_parameters:,}"),
-            *(shard.version, shard.checksum, shard.pushes_applied),
+            *(shard.version, shard.checksum, shard.pushes_applied, shard.pending_gradients),
+            f"{shard.staleness_mean:.2f}, max {shard.staleness_max}",
+            f"{shard.step_lost:.1%}",
         )
     return table
 
@@ -207,6 +252,40 @@ def _mean(workers: Sequence[pb.WorkerInfo], field: str, taken: int) -> float:
     """The mean over servers, each weighed by the gradients it took."""
     weighted = sum(getattr(w, field) * (w.pushes_applied + w.pushes_pending) for w in workers)
     return weighted / taken if taken else 0.0
+
+
+def _rates(status: pb.Status) -> str:
+    """The learning rates in force, one where all groups have the same."""
+    texts = [
+        f"{rate.current:.4g}" if rate.current == rate.base else f"{rate.current:.4g} of {rate.base:.4g}"
+        for rate in status.learning_rates
+    ]
+    if len(set(texts)) <= 1:
+        return "".join(texts[:1])
+    return ", ".join(f"{text} (group {rate.group})" for text, rate in zip(texts, status.learning_rates, strict=True))
+
+
+def _roster(status: pb.Status) -> str:
+    if not status.roster and not status.workers_missing:
+        return ""
+    missing = f"; {status.workers_missing} still to come" if status.workers_missing else ""
+    return f"{len(status.roster)}: {_names(status.roster)}{missing}"
+
+
+def _state(worker: pb.WorkerInfo) -> str:
+    return "alive, not reckoned with" if worker.state == "alive" and not worker.counts else worker.state
+
+
+def _waited(known: Sequence[pb.WorkerInfo]) -> str:
+    """How long the worker has waited for others, on all servers, and for whom it does now."""
+    seconds = _seconds(sum(worker.blocked_seconds for worker in known))
+    others = sorted({name for worker in known for name in worker.waits_for})
+    return f"{seconds}, now for {_names(others)}" if others else seconds
+
+
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _range(low: int, high: int) -> str:

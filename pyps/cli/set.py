@@ -1,0 +1,58 @@
+"""`pyps set`: changes how servers train while they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pyps.cli.control import TIMEOUT_SECONDS, TOKEN_HELP, Servers, call_each, fail
+from pyps_wire import inspector_pb2 as pb
+
+
+def set(
+    servers: Servers = "127.0.0.1:7611",
+    protocol: Annotated[str, typer.Option(help="How pushes become updates, as hardsync or softsync:n=4.")] = "",
+    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as none or divide.")] = "",
+    learning_rate: Annotated[
+        float | None, typer.Option(help="The learning rate of every parameter group, before the schedule.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="How the rate changes by version, as step:every=100,factor=0.5.")] = "",
+    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+) -> None:
+    """Change protocol, staleness policy, learning rate or schedule of a run while it goes on.
+
+    What is not named stays as it is. Gradients that wait are settled first, by the protocol that kept them.
+    Name all servers of the run: each changes at once, not all at the same update. Works on the servers' own
+    machine only. The change is an event that `pyps status` shows, and is part of the checkpoints.
+    """
+    if not (protocol or staleness or schedule or learning_rate is not None):
+        fail("nothing was named to set: give --protocol, --staleness, --learning-rate or --schedule", status=2)
+    request = pb.ConfigureRequest(
+        protocol=protocol, staleness=staleness, schedule=schedule, learning_rate=learning_rate
+    )
+    for address, reply in call_each(servers, token_file, "Configure", request, timeout_seconds=TIMEOUT_SECONDS):
+        typer.echo(f"{address}: {in_force(reply)}{settled(reply)}.")
+        for warning in reply.warnings:
+            typer.echo(f"{address} warns: {warning}")
+
+
+def in_force(reply: Any) -> str:
+    """What a server says is in force, in a line: "hardsync, staleness none, learning rate 0.01"."""
+    words = [reply.protocol, f"staleness {reply.staleness}"]
+    rates = {rate.base: None for rate in reply.learning_rates}
+    if rates:
+        words.append(f"learning rate {' and '.join(f'{rate:g}' for rate in rates)}")
+    if reply.schedule != "constant":
+        words.append(f"schedule {reply.schedule}")
+    return ", ".join(words)
+
+
+def settled(reply: Any) -> str:
+    """What became of the gradients that waited, in words; empty where none did."""
+    waited, updates = reply.gradients_settled, reply.updates_made
+    if not waited:
+        return ""
+    gradients = "1 gradient that waited" if waited == 1 else f"{waited} gradients that waited"
+    return f"; {gradients} became {updates} {'update' if updates == 1 else 'updates'}"
