@@ -44,7 +44,7 @@ def spell(name: str, thing: object) -> str:
     """Returns the text that makes an equal object; settings at their defaults are left out."""
     fields = dataclasses.fields(thing)  # type: ignore[arg-type]
     values = [(field, getattr(thing, field.name)) for field in fields]
-    settings = [f"{field.name}={_spell(value)}" for field, value in values if value != field.default]
+    settings = [f"{field.name}={spell_value(value)}" for field, value in values if value != field.default]
     return f"{name}:{','.join(settings)}" if settings else name
 
 
@@ -70,7 +70,8 @@ def _parse(text: str, kind: type, *, what: str) -> Any:
         raise BadRequest(f"{what} is {text!r}; expected {expected}") from None
 
 
-def _spell(value: object) -> str:
+def spell_value(value: object) -> str:
+    """Returns the text of one setting, from which exactly it is read back."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)

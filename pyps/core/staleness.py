@@ -2,13 +2,22 @@
 
 A policy gives two numbers, because scaling a gradient does nothing durable under an adaptive rule:
 `rate_scale` multiplies the step, `weight` the gradient itself, slots included.
+
+To add one: a frozen dataclass whose fields are its settings, and its name in POLICIES. A policy that
+scales each element by itself (DC-ASGD, Gap-Aware) needs what the worker pulled, kept by the shard, and
+a kernel: it would say so in a field of `Weighing`, beside the two scalars, and the shard would hand both to
+the update.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
+from pyps.core import spec
 from pyps_wire.errors import BadRequest
 
 
@@ -29,46 +38,195 @@ class WeighingContext:
     num_workers: int
     # Updates of the shard so far.
     version: int
+    # The papers' n: how many updates the protocol makes of one gradient from each worker.
+    split: float = 1.0
 
 
-class StalenessPolicy(Protocol):
-    """Weighs gradients by their staleness.
+class StalenessPolicy(ABC):
+    """Weighs gradients by their staleness, the tau of the papers.
 
-    Called under a shard's lock, from many shards at once: a policy must be quick, must not block and must
-    hold no state of its own.
+    Called under a shard's lock, from many shards at once: a policy must be quick, must not block, must hold no
+    state of its own and must give equal answers to equal questions (a shard's log is replayed through it).
     """
 
-    name: str
+    __slots__ = ()
 
+    name: ClassVar[str]
+
+    @abstractmethod
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         """Returns what is to be made of a gradient that is `staleness` updates old."""
-        ...
+
+    def update_scale(self, stalenesses: Sequence[int]) -> float:
+        """Returns what multiplies the step of an update made of gradients of these stalenesses."""
+        return 1.0
+
+    @property
+    def text(self) -> str:
+        """The text that names an equal policy."""
+        return spec.spell(self.name, self)
 
 
-class NoPenalty:
-    """Takes every gradient as if it were fresh."""
+@dataclass(frozen=True, slots=True)
+class NoPenalty(StalenessPolicy):
+    """Takes every gradient as if it were fresh: alpha0."""
 
-    name = "none"
+    name: ClassVar[str] = "none"
 
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         return Weighing()
 
 
-class Divide:
+@dataclass(frozen=True, slots=True)
+class Divide(StalenessPolicy):
     """Divides the step by the staleness: alpha0 / max(1, tau) (Zhang et al. 2016, staleness-aware ASGD)."""
 
-    name = "divide"
+    name: ClassVar[str] = "divide"
 
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         staleness_divisor = max(1, staleness)
         return Weighing(rate_scale=1.0 / staleness_divisor)
 
 
-POLICIES: dict[str, type[StalenessPolicy]] = {"none": NoPenalty, "divide": Divide}
+@dataclass(frozen=True, slots=True)
+class DividePlusOne(StalenessPolicy):
+    """Divides the step by one more than the staleness: alpha0 / (tau + 1).
+
+    A common reading of Zhang et al. 2016, half of `divide` at a staleness of 1.
+    """
+
+    name: ClassVar[str] = "divide_plus_one"
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(rate_scale=1.0 / (staleness + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantShare(StalenessPolicy):
+    """Divides every step by the protocol's split: alpha0 / n (Gupta et al. 2016, n-softsync's constant rate).
+
+    n is the staleness to be expected: L under async, L/c under softsync, 1 behind a barrier.
+    """
+
+    name: ClassVar[str] = "constant"
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(rate_scale=1.0 / max(1.0, context.split))
+
+
+@dataclass(frozen=True, slots=True)
+class PerUpdate(StalenessPolicy):
+    """Divides an update's step by the mean staleness of its gradients: alpha0 / max(1, <sigma>).
+
+    Gupta et al. 2016 divide by the mean staleness; here it is that of the very update.
+    """
+
+    name: ClassVar[str] = "per_update"
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing()
+
+    def update_scale(self, stalenesses: Sequence[int]) -> float:
+        return len(stalenesses) / max(len(stalenesses), sum(stalenesses)) if stalenesses else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential(StalenessPolicy):
+    """Lets the step decay with the staleness: alpha0 * exp(-beta * tau) (Chan and Lane 2014).
+
+    Their beta is not known; the rate all but vanishes once beta * tau is large.
+    """
+
+    name: ClassVar[str] = "exponential"
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self.name, "beta", self.beta)
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(rate_scale=math.exp(-self.beta * staleness))
+
+
+@dataclass(frozen=True, slots=True)
+class Polynomial(StalenessPolicy):
+    """Lets the step fall as a power of the staleness: alpha0 * (1 + tau)^-a (FedAsync, Xie et al. 2019)."""
+
+    name: ClassVar[str] = "polynomial"
+    a: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self.name, "a", self.a)
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(rate_scale=(1.0 + staleness) ** -self.a)
+
+
+@dataclass(frozen=True, slots=True)
+class Hinge(StalenessPolicy):
+    """Spares gradients up to a staleness of b: alpha0, then alpha0 / (a * (tau - b) + 1) (FedAsync)."""
+
+    name: ClassVar[str] = "hinge"
+    a: float = 10.0
+    b: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self.name, "a", self.a)
+        _check_not_negative(self.name, "b", self.b)
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(rate_scale=1.0 / (self.a * max(0.0, staleness - self.b) + 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(StalenessPolicy):
+    """Takes no gradient that is more than `spread` updates old (Rudra's `SendReceive`, spread 10)."""
+
+    name: ClassVar[str] = "drop"
+    spread: int = 10
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self.name, "spread", self.spread)
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(accept=staleness <= self.spread)
+
+
+POLICIES: dict[str, type[StalenessPolicy]] = {
+    kind.name: kind
+    for kind in (
+        NoPenalty,
+        Divide,
+        DividePlusOne,
+        ConstantShare,
+        PerUpdate,
+        Exponential,
+        Polynomial,
+        Hinge,
+        Drop,
+    )
+}
+
+# The papers' short names.
+ALIASES = {
+    "inv": "divide",
+    "inv1": "divide_plus_one",
+    "const_n": "constant",
+    "exp": "exponential",
+    "poly": "polynomial",
+}
 
 
 def parse(text: str) -> StalenessPolicy:
-    """Returns the policy that the text names."""
-    if text not in POLICIES:
-        raise BadRequest(f"staleness policy {text!r} is unknown; expected one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[text]()
+    """Returns the policy that the text names, as "divide" or "hinge:a=10,b=4".
+
+    Raises BadRequest for an unknown name, an unknown setting or a value out of range.
+    """
+    name, colon, settings = text.strip().partition(":")
+    return spec.make(f"{ALIASES.get(name, name)}{colon}{settings}", POLICIES, what="staleness policy")
+
+
+def _check_not_negative(policy: str, setting: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise BadRequest(
+            f"staleness policy {policy!r}: {setting} is {value:g}; expected a finite number that is not negative"
+        )

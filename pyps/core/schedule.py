@@ -1,0 +1,260 @@
+"""How the learning rate changes while training goes on.
+
+A schedule is evaluated where and when an update is made, from the shard's own counts: a worker's view of
+them is stale. To add a curve: a frozen dataclass with `at`, and its name in CURVES.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from pyps.core import spec
+from pyps_wire.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Gives the factor of the base learning rate: the product of its terms, 1 without any.
+
+    A pure function of a shard's counts, so a log is replayed through it.
+    """
+
+    terms: tuple[Term, ...] = ()
+
+    def factor(self, version: int, examples: int) -> float:
+        """Returns the factor for the update that comes after `version` updates made of `examples` examples."""
+        return math.prod((term.factor(version, examples) for term in self.terms), start=1.0)
+
+    @property
+    def text(self) -> str:
+        """The text that names an equal schedule."""
+        return "+".join(term.text for term in self.terms) or Constant.name
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A curve and what its time t counts."""
+
+    curve: Curve
+    # The examples of an epoch: t counts epochs and parts of them. 0: t counts updates.
+    epoch_examples: int = 0
+
+    def factor(self, version: int, examples: int) -> float:
+        """Returns the curve's factor after so many updates made of so many examples."""
+        return self.curve.at(examples / self.epoch_examples if self.epoch_examples else version)
+
+    @property
+    def text(self) -> str:
+        """The text that names an equal term."""
+        return self.curve.text + (f",unit=epochs,epoch_examples={self.epoch_examples}" if self.epoch_examples else "")
+
+
+class Curve(ABC):
+    """A factor over the time t."""
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def at(self, time: float) -> float:
+        """Returns the factor at time t, which is not negative."""
+
+    @property
+    def text(self) -> str:
+        """The text that names an equal curve."""
+        return spec.spell(self.name, self)
+
+    @classmethod
+    def read(cls, settings: str) -> Self:
+        """Returns the curve with the settings of "name=value,name=value"."""
+        return spec.build(cls, settings, what=f"schedule {cls.name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Curve):
+    """Leaves the rate alone: 1."""
+
+    name: ClassVar[str] = "constant"
+
+    def at(self, time: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Curve):
+    """Multiplies the rate by `factor` once every so often: factor^floor(t / every) (torch's StepLR)."""
+
+    name: ClassVar[str] = "step"
+    every: float = 0.0
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_length(self.name, "every", self.every)
+        _check_fraction(self.name, "factor", self.factor)
+
+    def at(self, time: float) -> float:
+        return self.factor ** math.floor(time / self.every)
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential(Curve):
+    """Multiplies the rate by `decay` over each `every`, smoothly: decay^(t / every) (torch's ExponentialLR)."""
+
+    name: ClassVar[str] = "exponential"
+    decay: float = 0.0
+    every: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(0 < self.decay <= 1, self.name, "decay", self.decay, expected="a number above 0 and at most 1")
+        _check_length(self.name, "every", self.every)
+
+    def at(self, time: float) -> float:
+        return math.pow(self.decay, time / self.every)
+
+
+@dataclass(frozen=True, slots=True)
+class Cosine(Curve):
+    """Falls along half a cosine to `minimum` and stays there (Loshchilov and Hutter 2017, without restarts).
+
+    minimum + (1 - minimum) * (1 + cos(pi * min(t, length) / length)) / 2 (torch's CosineAnnealingLR).
+    """
+
+    name: ClassVar[str] = "cosine"
+    length: float = 0.0
+    minimum: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_length(self.name, "length", self.length)
+        _check_fraction(self.name, "minimum", self.minimum)
+
+    def at(self, time: float) -> float:
+        progress = min(time, self.length) / self.length
+        return self.minimum + (1.0 - self.minimum) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp(Curve):
+    """Rises evenly from `start` to 1 and stays there (Goyal et al. 2017, gradual warm-up).
+
+    start + (1 - start) * min(t, length) / length (torch's LinearLR).
+    """
+
+    name: ClassVar[str] = "warmup"
+    length: float = 0.0
+    start: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_length(self.name, "length", self.length)
+        _check_fraction(self.name, "start", self.start)
+
+    def at(self, time: float) -> float:
+        return self.start + (1.0 - self.start) * (min(time, self.length) / self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Piecewise(Curve):
+    """Takes each factor from its time on, 1 before the first: "piecewise:1000=0.1;2000=0.01"."""
+
+    name: ClassVar[str] = "piecewise"
+    # (time, factor), times ascending.
+    points: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = [number for point in self.points for number in point]
+        times = [time for time, _ in self.points]
+        usable = all(0 <= number < math.inf for number in numbers) and times == sorted(set(times))
+        if not self.points or not usable:
+            raise BadRequest(
+                f"schedule 'piecewise' has the points {self._spelled()!r}; expected time=factor;time=factor, "
+                "finite, not negative, the times ascending"
+            )
+
+    def at(self, time: float) -> float:
+        reached = [factor for start, factor in self.points if start <= time]
+        return reached[-1] if reached else 1.0
+
+    @property
+    def text(self) -> str:
+        """The text that names an equal curve."""
+        return f"{self.name}:{self._spelled()}"
+
+    @classmethod
+    def read(cls, settings: str) -> Self:
+        """Returns the curve of "time=factor;time=factor"."""
+        pairs = [item.partition("=") for item in settings.split(";") if item.strip()]
+        try:
+            return cls(tuple((float(time), float(factor)) for time, _, factor in pairs))
+        except ValueError:
+            raise BadRequest(
+                f"schedule 'piecewise' has the points {settings!r}; expected time=factor;time=factor"
+            ) from None
+
+    def _spelled(self) -> str:
+        return ";".join(f"{spec.spell_value(time)}={spec.spell_value(factor)}" for time, factor in self.points)
+
+
+CURVES: dict[str, type[Curve]] = {
+    curve.name: curve for curve in (Constant, Step, Exponential, Cosine, WarmUp, Piecewise)
+}
+
+
+def parse(text: str, *, epoch_examples: int = 0) -> Schedule:
+    """Returns the schedule that the text names, as "warmup:length=100+step:every=30,factor=0.1,unit=epochs".
+
+    `epoch_examples` is the length of an epoch where the text counts epochs and does not give it.
+    Raises BadRequest for an unknown name, an unknown setting or a value out of range.
+    """
+    # A plus inside a number (1e+3) is followed by a digit.
+    terms = [_parse_term(part.strip(), epoch_examples) for part in re.split(r"\+(?!\d)", text)]
+    return Schedule(tuple(term for term in terms if not isinstance(term.curve, Constant)))
+
+
+def _parse_term(text: str, epoch_examples: int) -> Term:
+    name, _, rest = text.partition(":")
+    if name not in CURVES:
+        raise BadRequest(f"schedule {name!r} is unknown; expected one of {', '.join(sorted(CURVES))}")
+    items = rest.split(",")
+    timing = [item for item in items if item.partition("=")[0].strip() in ("unit", "epoch_examples")]
+    curve = CURVES[name].read(",".join(item for item in items if item not in timing))
+    unit = spec.build(_Unit, ",".join(timing), what=f"schedule {name!r}")
+    return Term(curve, unit.length(name, epoch_examples))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What a text says of a term's time."""
+
+    unit: str = "updates"
+    epoch_examples: int = 0
+
+    def length(self, name: str, epoch_examples: int) -> int:
+        """Returns how many examples an epoch has, 0 where the time counts updates."""
+        _check(self.unit in ("updates", "epochs"), name, "unit", self.unit, expected="updates or epochs")
+        _check(self.epoch_examples >= 0, name, "epoch_examples", self.epoch_examples, expected="a number above 0")
+        if self.unit == "updates":
+            if self.epoch_examples:
+                raise BadRequest(f"schedule {name!r} counts updates; epoch_examples needs unit=epochs")
+            return 0
+        if not (self.epoch_examples or epoch_examples):
+            raise BadRequest(
+                f"schedule {name!r} counts epochs, but how many examples an epoch has is not known; set epoch_examples"
+            )
+        return self.epoch_examples or epoch_examples
+
+
+def _check(holds: bool, schedule: str, setting: str, value: float | str, *, expected: str) -> None:
+    if not holds:
+        raise BadRequest(f"schedule {schedule!r}: {setting} is {value}; expected {expected}")
+
+
+def _check_length(schedule: str, setting: str, value: float) -> None:
+    _check(0 < value < math.inf, schedule, setting, value, expected="a finite number above 0")
+
+
+def _check_fraction(schedule: str, setting: str, value: float) -> None:
+    _check(0 <= value <= 1, schedule, setting, value, expected="a number from 0 to 1")
