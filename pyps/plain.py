@@ -1,9 +1,10 @@
-"""Gradients and receipts as plain JSON values, for files: checkpoints and records."""
+"""Gradients and receipts as plain JSON values, for files: checkpoints and update logs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from pyps.core.aggregation import Contribution
@@ -36,16 +37,24 @@ def gradient_from_plain(plain: Mapping[str, Any], payload: bytes) -> Gradient:
 
 
 def contribution_to_plain(contribution: Contribution) -> dict[str, Any]:
-    """A waiting gradient, payload included, in hexadecimal."""
+    """A waiting gradient without its payload, which is kept beside it in bytes; their number is told."""
     return {
         "gradient": gradient_to_plain(contribution.gradient),
-        "payload": bytes(contribution.gradient.payload).hex(),
+        "payload_bytes": memoryview(contribution.gradient.payload).nbytes,
         "staleness": contribution.staleness,
         "weighing": dataclasses.asdict(contribution.weighing),
     }
 
 
-def contribution_from_plain(plain: Mapping[str, Any]) -> Contribution:
-    """The waiting gradient that `contribution_to_plain` wrote."""
-    gradient = gradient_from_plain(plain["gradient"], bytes.fromhex(plain["payload"]))
+def contribution_from_plain(plain: Mapping[str, Any], payload: bytes) -> Contribution:
+    """The waiting gradient that `contribution_to_plain` wrote, with its payload."""
+    gradient = gradient_from_plain(plain["gradient"], payload)
     return Contribution(gradient, plain["staleness"], Weighing(**plain["weighing"]))
+
+
+def split_payloads(plains: Sequence[Mapping[str, Any]], payloads: bytes) -> list[bytes]:
+    """The payloads of waiting gradients that were laid end to end; ValueError where they are not all there."""
+    ends = list(accumulate(plain["payload_bytes"] for plain in plains))
+    if (ends[-1] if ends else 0) != len(payloads):
+        raise ValueError(f"{len(payloads)} bytes of waiting gradients, expected {ends[-1] if ends else 0}")
+    return [payloads[end - plain["payload_bytes"] : end] for plain, end in zip(plains, ends, strict=True)]

@@ -3,7 +3,8 @@
 checkpoint-00000007/
   parameters.safetensors   the shards' parameters, float32, by name "shard-000012"
   slots.safetensors        the optimizer's arrays beside them: "shard-000012.accumulator"; if the rule has any
-  ledger.jsonl             one line a shard: which pushes were answered and how, and which still wait
+  ledger.jsonl             one line a shard: which pushes were answered and how, and which gradients still wait
+  pending.bin              the payloads of the gradients that wait, end to end in the order of the lines
   manifest.json            written last: everything else, and the checksums of all this
 """
 
@@ -13,7 +14,7 @@ import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,19 +27,23 @@ from safetensors import safe_open
 from pyps import __version__
 from pyps.checkpoint.disk import Disk
 from pyps.checkpoint.tensor_file import TensorFile
+from pyps.checksum import checksum_of
+from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.ledger import LedgerState
 from pyps.core.shard import Shard, ShardState
 from pyps.core.update_rules import find
-from pyps.plain import contribution_from_plain, contribution_to_plain
+from pyps.plain import contribution_from_plain, contribution_to_plain, split_payloads
 from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
 from pyps_wire.partition import Model, Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PARAMETERS = "parameters.safetensors"
 SLOTS = "slots.safetensors"
 LEDGER = "ledger.jsonl"
+PENDING = "pending.bin"
 MANIFEST = "manifest.json"
 
 
@@ -64,8 +69,8 @@ class RunHeader:
     num_servers: int
     model: Model
     optimizer: RuleSettings
-    protocol: str
-    staleness: str
+    # As it is in force, which a run may change while it goes on.
+    behaviour: BehaviourTexts
 
     def with_epoch(self, epoch: int) -> RunHeader:
         """Returns the same header with another epoch."""
@@ -82,8 +87,7 @@ class RunHeader:
             "num_servers": self.num_servers,
             "model": {"shard_size": self.model.shard_size, "tensors": tensors},
             "optimizer": {"rule": self.optimizer.rule, "groups": groups},
-            "protocol": self.protocol,
-            "staleness": self.staleness,
+            "behaviour": dict(self.behaviour),
         }
 
     @classmethod
@@ -99,8 +103,7 @@ class RunHeader:
             num_servers=plain["num_servers"],
             model=Model(tensors, model["shard_size"]),
             optimizer=RuleSettings.make(optimizer["rule"], tuple(optimizer["groups"])),
-            protocol=plain["protocol"],
-            staleness=plain["staleness"],
+            behaviour=Behaviour.parse(**plain["behaviour"]).texts,
         )
 
 
@@ -110,8 +113,6 @@ class RestoredRun:
 
     header: RunHeader
     shards: Mapping[int, ShardState]
-    # Examples behind the gradients that each shard took.
-    examples: Mapping[int, int]
 
 
 class Checkpoint:
@@ -168,8 +169,7 @@ class Checkpoint:
             shard_id: self._state(shard, parameters[shard_id], slots[shard_id], line)
             for (shard_id, shard), line in zip(self._shards.items(), self._ledger_lines(), strict=True)
         }
-        examples = {shard_id: shard["examples"] for shard_id, shard in self._shards.items()}
-        return RestoredRun(self.header, states, examples)
+        return RestoredRun(self.header, states)
 
     def _state(self, shard: Mapping[str, Any], parameters: Floats, slots: dict[str, Floats], line: bytes) -> ShardState:
         if zlib.crc32(line) != int(shard["checksums"]["ledger"], 16):
@@ -177,8 +177,30 @@ class Checkpoint:
                 f"{self.path / LEDGER} holds other bytes for shard {shard['shard_id']} than were written"
             )
         plain = json.loads(line)
-        pending = tuple(contribution_from_plain(contribution) for contribution in plain["pending"])
-        return ShardState(shard["version"], parameters, slots, LedgerState.from_json(plain["ledger"]), pending)
+        return ShardState(
+            version=shard["version"],
+            parameters=parameters,
+            slots=slots,
+            ledger=LedgerState.from_json(plain["ledger"]),
+            pending=self._pending(shard, plain["pending"]),
+            examples=shard["examples"],
+            learning_rate=shard["learning_rate"],
+        )
+
+    def _pending(self, shard: Mapping[str, Any], plains: Sequence[Mapping[str, Any]]) -> tuple[Contribution, ...]:
+        place = shard["pending"]
+        try:
+            with (self.path / PENDING).open("rb") as file:
+                file.seek(place["offset"])
+                data = file.read(place["bytes"])
+        except OSError as error:
+            raise CheckpointDamaged(f"{self.path / PENDING} cannot be read: {error.strerror}") from None
+        if zlib.crc32(data) != int(shard["checksums"]["pending"], 16):
+            raise CheckpointDamaged(
+                f"{self.path / PENDING} holds other bytes for shard {shard['shard_id']} than were written"
+            )
+        payloads = split_payloads(plains, data)
+        return tuple(contribution_from_plain(plain, payload) for plain, payload in zip(plains, payloads, strict=True))
 
     def _slots(self) -> dict[int, dict[str, Floats]]:
         names = find(self.header.optimizer.rule).slot_names
@@ -215,66 +237,69 @@ class Checkpoint:
         return lines
 
 
-def write(
-    path: Path,
-    header: RunHeader,
-    shards: Mapping[int, Shard],
-    *,
-    examples: Mapping[int, int],
-    disk: Disk,
-) -> None:
+def write(path: Path, header: RunHeader, shards: Mapping[int, Shard], *, disk: Disk) -> None:
     """Writes a checkpoint's files into an empty folder, the manifest last; returns when they are on the disk.
 
     Shards are copied one at a time, each under its lock, and written before the next: they may be of
     different moments, which is what asynchronous workers see anyway, and memory grows by one shard.
     """
     slot_names = find(header.optimizer.rule).slot_names
-    entries = []
+    names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, PENDING]
     with contextlib.ExitStack() as stack:
-        names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER]
         files = {name: stack.enter_context(disk.create(path / name)) for name in names}
-        parameters = TensorFile(
-            _Appender(disk, files[PARAMETERS]),
-            {_name(shard_id): (shard.length,) for shard_id, shard in shards.items()},
-            metadata={"format": "pyps shards", "run_id": header.run_id},
-        )
-        slots = None
-        if slot_names:
-            shapes = {
-                f"{_name(shard_id)}.{name}": (shard.length,)
-                for shard_id, shard in shards.items()
-                for name in slot_names
-            }
-            slots = TensorFile(_Appender(disk, files[SLOTS]), shapes)
-        for shard_id, shard in shards.items():
-            state = shard.state()
-            parameters.write(_name(shard_id), state.parameters)
-            checksums = {"parameters": checksum_of(state.parameters)}
-            for name in slot_names:
-                assert slots is not None
-                slots.write(f"{_name(shard_id)}.{name}", state.slots[name])
-                checksums[name] = checksum_of(state.slots[name])
-            line = _ledger_line(state)
-            disk.write(files[LEDGER], line + b"\n")
-            checksums["ledger"] = f"{zlib.crc32(line):08x}"
-            entries.append(
-                {
-                    "shard_id": shard_id,
-                    "version": state.version,
-                    "num_parameters": shard.length,
-                    "examples": examples.get(shard_id, 0),
-                    "checksums": checksums,
-                }
-            )
+        writer = _Writer(header, shards, files, disk)
+        entries = [writer.add(shard_id, shard.state()) for shard_id, shard in shards.items()]
         for file in files.values():
             disk.sync(file)
         sizes = {name: file.tell() for name, file in files.items()}
     _write_manifest(path, {**header.to_json(), "shards": entries, "files": sizes}, disk)
 
 
-def checksum_of(values: Floats) -> str:
-    """CRC-32 of the values' bytes, in hexadecimal."""
-    return f"{zlib.crc32(np.ascontiguousarray(values).data):08x}"
+class _Writer:
+    """Appends shards to a checkpoint's files, in the order in which they were announced."""
+
+    def __init__(self, header: RunHeader, shards: Mapping[int, Shard], files: Mapping[str, BinaryIO], disk: Disk):
+        self._files = files
+        self._disk = disk
+        self._parameters = TensorFile(
+            _Appender(disk, files[PARAMETERS]),
+            {_name(shard_id): (shard.length,) for shard_id, shard in shards.items()},
+            metadata={"format": "pyps shards", "run_id": header.run_id},
+        )
+        slot_names = find(header.optimizer.rule).slot_names
+        shapes = {
+            f"{_name(shard_id)}.{name}": (shard.length,) for shard_id, shard in shards.items() for name in slot_names
+        }
+        self._slots = TensorFile(_Appender(disk, files[SLOTS]), shapes) if slot_names else None
+        self._pending_bytes = 0
+
+    def add(self, shard_id: int, state: ShardState) -> dict[str, Any]:
+        """Writes the next shard and returns its entry in the manifest."""
+        self._parameters.write(_name(shard_id), state.parameters)
+        checksums = {"parameters": checksum_of(state.parameters)}
+        for name, slot in state.slots.items():
+            assert self._slots is not None
+            self._slots.write(f"{_name(shard_id)}.{name}", slot)
+            checksums[name] = checksum_of(slot)
+        line = _ledger_line(state)
+        self._disk.write(self._files[LEDGER], line + b"\n")
+        checksums["ledger"] = f"{zlib.crc32(line):08x}"
+        offset, checksum = self._pending_bytes, 0
+        for contribution in state.pending:
+            payload = memoryview(contribution.gradient.payload)
+            self._disk.write(self._files[PENDING], payload)
+            self._pending_bytes += payload.nbytes
+            checksum = zlib.crc32(payload, checksum)
+        checksums["pending"] = f"{checksum:08x}"
+        return {
+            "shard_id": shard_id,
+            "version": state.version,
+            "num_parameters": state.parameters.size,
+            "examples": state.examples,
+            "learning_rate": state.learning_rate,
+            "pending": {"offset": offset, "bytes": self._pending_bytes - offset},
+            "checksums": checksums,
+        }
 
 
 class _Appender:

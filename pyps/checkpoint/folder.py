@@ -106,12 +106,12 @@ class CheckpointFolder:
         """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay."""
         # The run is looked at under the lock: one that is being forgotten is not written once more.
         with self._saving:
-            return self._write(run.header(), dict(run.shards), examples=run.statistics.examples_by_shard())
+            return self._write(run.header(), dict(run.shards))
 
-    def write(self, header: RunHeader, shards: Mapping[int, Shard], *, examples: Mapping[int, int]) -> Saved:
+    def write(self, header: RunHeader, shards: Mapping[int, Shard]) -> Saved:
         """Writes a checkpoint of these shards, then removes the oldest beyond what is kept."""
         with self._saving:
-            return self._write(header, shards, examples=examples)
+            return self._write(header, shards)
 
     def forget(self, run: Run, run_id: str) -> None:
         """Resets the run and sets its checkpoints aside, so that no later start resumes it; none is removed.
@@ -138,14 +138,14 @@ class CheckpointFolder:
         """Gives the folder back."""
         self._lock_file.close()
 
-    def _write(self, header: RunHeader, shards: Mapping[int, Shard], *, examples: Mapping[int, int]) -> Saved:
+    def _write(self, header: RunHeader, shards: Mapping[int, Shard]) -> Saved:
         started = time.monotonic()
         number = max(_numbers(self.path, _USED_NAME), default=0) + 1
         temporary = self.path / f".writing-{number:08d}"
         final = self.path / f"checkpoint-{number:08d}"
         try:
             self._disk.make_folder(temporary)
-            write(temporary, header, shards, examples=examples, disk=self._disk)
+            write(temporary, header, shards, disk=self._disk)
             self._disk.sync_folder(temporary)
             self._disk.rename(temporary, final)
             self._disk.sync_folder(self.path)
@@ -182,7 +182,7 @@ class CheckpointFolder:
             self._disk.sync_folder(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
-        return RestoredRun(restored.header.with_epoch(last), restored.shards, restored.examples)
+        return RestoredRun(restored.header.with_epoch(last), restored.shards)
 
     def _last_epoch(self) -> int:
         try:

@@ -12,7 +12,7 @@ import grpc
 
 from pyps import _kernels
 from pyps.checkpoint import CheckpointFolder
-from pyps.checkpoint.checkpoint import checksum_of
+from pyps.checksum import checksum_of
 from pyps.core.membership import Member
 from pyps.core.shard import Shard
 from pyps.process import resident_bytes
