@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from pyps_client.launch import Launch
 from pyps_client.session import Session
 from pyps_client.vectors import Vector
 from pyps_wire.codecs import codec_of, dtype_of, encode
-from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings, Receipt
+from pyps_wire.common_pb2 import REASON_EPOCH, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 
@@ -25,7 +26,9 @@ class Client:
     """One worker of a run, over named numpy arrays: all in one parameter group, in the order given.
 
     Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where
-    this worker is elected to send them. Use one thread, or one that pushes and one that pulls.
+    this worker is elected to send them. Then in turn: pull, compute, push. Whatever the servers' protocol makes
+    workers wait for (a round's end, a turn, the slowest), it is the pull that waits. Use one thread, or one that
+    pushes and one that pulls.
     """
 
     def __init__(
@@ -54,6 +57,9 @@ class Client:
             initial=lambda: [self._flat(tensors)],
             device="cpu",
         )
+        self._border = threading.Lock()
+        # Guarded by _border: whether a step has ended, and the next was not allowed yet.
+        self._between_steps = True
         try:
             self.session.connect()
             self.session.pull([self._parameters])
@@ -65,21 +71,55 @@ class Client:
         """Pushes gradients by tensor name, returns a receipt a shard; a tensor left out is left alone.
 
         All is checked before anything is sent. A gradient with NaN or infinity is skipped with a warning: no
-        receipts; ten in a row raise NotFinite.
+        receipts; ten in a row raise NotFinite. A receipt may say that the gradient was not taken and why; see
+        `refused`. After a server's restore from a checkpoint the client pulls by itself, so that the next
+        gradient is taken.
         """
         self._check(gradients)
         for name, gradient in gradients.items():
             self._write(name, gradient)
-        self.session.clock += 1
-        if not self._all_finite(gradients):
-            return []
-        present = [tensor.name in gradients for tensor in self._model.tensors]
-        return self.session.push([self._gradient], present=present, example_count=examples)
+        self._enter_step()
+        try:
+            self.session.clock += 1
+            if not self._all_finite(gradients):
+                return []
+            present = [tensor.name in gradients for tensor in self._model.tensors]
+            receipts = self.session.push([self._gradient], present=present, example_count=examples)
+            if any(receipt.reason == REASON_EPOCH for receipt in receipts):
+                self.session.pull([self._parameters])
+            return receipts
+        finally:
+            with self._border:
+                self._between_steps = True
 
     def pull(self) -> dict[str, npt.NDArray[np.float32]]:
-        """The newest parameters, by tensor name, in arrays of the caller's own."""
+        """The newest parameters, by tensor name, in arrays of the caller's own.
+
+        Waits for what the protocol in force wants before the next gradient; WaitTimedOut names those who were
+        waited for in vain.
+        """
+        self._enter_step()
         self.session.pull([self._parameters])
         return split_tensors(self._model, [self._parameters])
+
+    def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The parameters as they are now, by tensor name, each shard of one version: for evaluation.
+
+        Waits for nobody, and changes nothing about this worker's training.
+        """
+        vectors = [np.zeros(size, np.float32) for size in self._model.group_sizes]
+        self.session.snapshot(vectors)
+        return split_tensors(self._model, vectors)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        return self.session.batch_size
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Pushed shards that servers did not take, by reason: {"STALE": 3}."""
+        return self.session.refused
 
     @property
     def global_step(self) -> int:
@@ -106,6 +146,13 @@ class Client:
         if isinstance(error, RunFinished):
             error = None
         self.close(*departure.cause_of(error))
+
+    def _enter_step(self) -> None:
+        """Asks whether the next step may begin, once, where the protocol wants to be asked."""
+        with self._border:
+            if self._between_steps:
+                self.session.proceed()
+                self._between_steps = False
 
     def _check(self, gradients: Mapping[str, npt.NDArray[Any]]) -> None:
         """Refuses unknown names, shapes and types, before anything is touched."""

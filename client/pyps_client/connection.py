@@ -69,7 +69,7 @@ class Connection:
 
     def persist(
         self,
-        operation: Callable[[Channel], T],
+        operation: Callable[[Channel, threading.Event], T],
         *,
         rejoin: Callable[[Connection, Channel, float], object],
         stop: threading.Event,
@@ -77,7 +77,8 @@ class Connection:
     ) -> T:
         """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
 
-        An operation that is run again goes on where it was: it remembers what was answered.
+        An operation that is run again goes on where it was: it remembers what was answered. It gets `stop`, and
+        gives up a wait of its own when that is set.
         """
         wait: Wait | None = None
         known = True
@@ -87,7 +88,7 @@ class Connection:
                 if wait is not None and not known:
                     rejoin(self, channel, wait.call_seconds)
                     known = True
-                result = operation(channel)
+                result = operation(channel, stop)
             except Busy as busy:
                 problem, progress = str(busy), busy.answered > 0
             except LinkLost as lost:

@@ -17,8 +17,9 @@ from pyps_client.log import logger
 from pyps_client.retry import LinkLost, RetryPolicy
 from pyps_client.vectors import Vector
 from pyps_client.version import SOFTWARE
-from pyps_wire.codecs import CODECS
+from pyps_wire.codecs import CODECS, item_size
 from pyps_wire.common_pb2 import (
+    CODEC_FLOAT32,
     ROLE_OBSERVER,
     ROLE_WORKER,
     RUN_STATE_DRAINING,
@@ -28,9 +29,12 @@ from pyps_wire.common_pb2 import (
     Sender,
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
-from pyps_wire.errors import RunMismatch, StateLost, Superseded, WaitTimedOut
+from pyps_wire.errors import LimitExceeded, RunMismatch, StateLost, Superseded, WaitTimedOut
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 from pyps_wire.partition import Partition
+
+# A message's fields beside the payload take less.
+_HEADER_BYTES_MAX = 4096
 
 _WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
 
@@ -206,3 +210,14 @@ class Handshake:
             request.optimizer.CopyFrom(self._optimizer)
             request.fingerprint = self._partition.fingerprint
         return request
+
+
+def check_limits(connection: Connection, reply: HelloReply, partition: Partition, *, codec: int) -> None:
+    """Refuses a server that takes no message as long as the model's shards, pushed in that codec or pulled."""
+    longest = max((shard.length for shard in partition.of_server(connection.index)), default=0)
+    needed = longest * max(item_size(codec), item_size(CODEC_FLOAT32)) + _HEADER_BYTES_MAX
+    if 0 < reply.limits.message_bytes_max < needed:
+        raise LimitExceeded(
+            f"{connection.name} takes messages of {reply.limits.message_bytes_max} bytes, a shard of this model needs "
+            f"{needed}: raise its --max-message-bytes, or lower the model's shard_size ({partition.model.shard_size})."
+        )

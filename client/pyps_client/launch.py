@@ -45,6 +45,8 @@ class Launch:
     # How long to wait for a server that is not there at the start, and for one that was lost.
     start_wait_seconds: float = 300.0
     loss_wait_seconds: float = 600.0
+    # How long to wait for other workers: for a round's end, for a turn, for the slowest.
+    wait_seconds: float = 1800.0
     # True lets http_proxy and its kin apply to the connection.
     use_proxy: bool = False
     # How pushed gradients are written: "float32", "float16", "bfloat16".
@@ -56,7 +58,7 @@ class Launch:
         _check_place(self.worker_index, self.worker_count)
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
-        for name in ("start_wait_seconds", "loss_wait_seconds"):
+        for name in ("start_wait_seconds", "loss_wait_seconds", "wait_seconds"):
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
 
@@ -170,6 +172,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "worker_count": (int, "a whole number"),
     "start_wait_seconds": (float, "a number of seconds"),
     "loss_wait_seconds": (float, "a number of seconds"),
+    "wait_seconds": (float, "a number of seconds"),
     "use_proxy": (_flag, "yes or no"),
     "codec": (str, "a codec's name"),
 }

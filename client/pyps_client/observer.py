@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,11 @@ import numpy.typing as npt
 
 from pyps_client import uncaught
 from pyps_client.client import split_tensors
-from pyps_client.connection import Connection
-from pyps_client.crew import Crew
 from pyps_client.handshake import Handshake
 from pyps_client.launch import Launch
-from pyps_client.pulling import Held, IncomingPull
-from pyps_client.retry import RetryPolicy
+from pyps_client.parking import Parking
+from pyps_client.pulling import Held
+from pyps_client.servers import Servers
 from pyps_wire.common_pb2 import ROLE_OBSERVER, OptimizerSettings
 from pyps_wire.errors import ModelMismatch
 from pyps_wire.partition import Model, partition
@@ -34,12 +32,10 @@ class Observer:
         launch_options.setdefault("worker_id", f"observer-{socket.gethostname()}-{os.getpid()}")
         launch = Launch.from_environment(servers, **launch_options)
         self._handshake = Handshake(launch)
-        self._connections = [Connection(index, launch=launch) for index in range(len(launch.servers))]
-        self._crew = Crew()
+        self._servers = Servers(launch, rejoin=self._handshake.rejoin)
         self._closing = threading.Event()
-        self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
         try:
-            first = self._handshake.join(self._connections, None, self._closing)[0]
+            first = self._handshake.join(self._servers.connections, None, self._closing)[0]
             if first.num_servers != len(launch.servers):
                 raise ModelMismatch(
                     f"The run is spread over {first.num_servers} servers, {len(launch.servers)} were named: "
@@ -51,33 +47,18 @@ class Observer:
         self.model = Model.from_proto(first.model)
         self.optimizer: OptimizerSettings = first.optimizer
         self._partition = partition(self.model, num_servers=first.num_servers)
-        self._held = [Held(self._partition.of_server(connection.index)) for connection in self._connections]
+        self._held = [Held(self._partition.of_server(connection.index)) for connection in self._servers]
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
-        pulls = [
-            IncomingPull(
-                *(self._handshake.sender, ROLE_OBSERVER, self._vectors),
-                partition=self._partition,
-                connection=connection,
-                held=held,
-                min_versions={},
-                wait_seconds=0.0,
-            )
-            for connection, held in zip(self._connections, self._held, strict=True)
-        ]
-
-        def read(stop: threading.Event, *, server: int) -> set[int]:
-            return self._connections[server].persist(
-                pulls[server],
-                rejoin=self._handshake.rejoin,
-                stop=stop,
-                policy=self._loss,
-            )
-
-        self._crew.run([partial(read, server=server) for server in range(len(pulls))])
+        self._servers.read(
+            *(self._handshake.sender, ROLE_OBSERVER, self._vectors, self._held),
+            partition=self._partition,
+            parking=Parking(0.0),
+            min_versions={},
+        )
         return split_tensors(self.model, self._vectors)
 
     @property
@@ -93,9 +74,7 @@ class Observer:
     def close(self) -> None:
         """Frees the connections."""
         self._closing.set()
-        self._crew.close()
-        for connection in self._connections:
-            connection.close()
+        self._servers.close()
 
     def __enter__(self) -> Observer:
         return self

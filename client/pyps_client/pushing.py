@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,32 +13,59 @@ import numpy.typing as npt
 from pyps_client.channel import Channel
 from pyps_client.connection import call_seconds
 from pyps_client.retry import LinkLost
-from pyps_client.vectors import part_of
-from pyps_wire.codecs import item_size
-from pyps_wire.common_pb2 import Extent, Receipt
+from pyps_client.vectors import check_vectors, part_of
+from pyps_wire.codecs import decode, dtype_of, item_size
+from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt
+from pyps_wire.errors import BadRequest, WrongSize
 from pyps_wire.framing import join
 from pyps_wire.parameter_server_pb2 import PushRequest
-from pyps_wire.partition import Partition, ShardRange
+from pyps_wire.partition import Model, Partition, ShardRange
 
-# What of a shard is pushed: nothing of a list for all of it.
-Extents = tuple[tuple[int, int], ...]
+# What of a shard is pushed: an empty tuple for all of it, None for nothing.
+Extents = tuple[tuple[int, int], ...] | None
+Part = tuple[ShardRange, Extents]
 
 
-def present_shards(
-    partition: Partition, server_index: int, present: Sequence[bool] | None
-) -> tuple[tuple[ShardRange, Extents], ...]:
-    """A server's shards with something present, each with its stretches present (none: all of it)."""
+def pushed_parts(partition: Partition, server_index: int, present: Sequence[bool] | None) -> tuple[Part, ...]:
+    """A server's shards, each with its stretches present."""
     shards = partition.of_server(server_index)
     if present is None or all(present):
         return tuple((shard, ()) for shard in shards)
-    listed: list[tuple[ShardRange, Extents]] = []
-    for shard in shards:
-        extents = _extents(partition, shard.shard_id, present)
-        if extents == ((0, shard.length),):
-            listed.append((shard, ()))
-        elif extents:
-            listed.append((shard, extents))
-    return tuple(listed)
+    return tuple((shard, _extents(partition, shard, present)) for shard in shards)
+
+
+def norm_of(parts: Sequence[Part], vectors: Sequence[npt.NDArray[Any]], *, codec: int, kinds: Sequence[int]) -> float:
+    """The Euclidean norm of a push's gradients; deltas do not count. Summed in float64."""
+    total = 0.0
+    for shard, extents in parts:
+        if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
+            continue
+        values = decode(_present_values(vectors, shard, extents).view(np.uint8).data, codec).astype(np.float64)
+        total += float(values @ values)
+    return math.sqrt(total)
+
+
+def check_push(
+    model: Model,
+    vectors: Sequence[npt.NDArray[Any]],
+    *,
+    codec: int,
+    present: Sequence[bool] | None,
+    kinds: Sequence[int],
+) -> None:
+    """Refuses what does not fit the model, before anything is sent."""
+    check_vectors(vectors, model, dtype_of(codec), what="pushed gradient")
+    if present is not None and len(present) != len(model.tensors):
+        raise WrongSize(f"present has {len(present)} flags; expected one for each of {len(model.tensors)} tensors.")
+    if len(kinds) != model.num_groups:
+        raise WrongSize(f"kinds has {len(kinds)} entries; expected one for each of {model.num_groups} groups.")
+
+
+def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[int, int]) -> None:
+    """Refuses a gradient that was computed on nothing."""
+    for shard in partition.shards:
+        if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
+            raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held.")
 
 
 class OutgoingPush:
@@ -45,21 +74,28 @@ class OutgoingPush:
     def __init__(
         self,
         header: PushRequest,
-        shards: Sequence[tuple[ShardRange, Extents]],
+        parts: Sequence[Part],
         vectors: Sequence[npt.NDArray[Any]],
         *,
         base_versions: Mapping[int, int],
         newest_base_versions: Mapping[int, int],
+        kinds: Sequence[int],
+        learning_rates: Mapping[int, float],
     ) -> None:
+        """`kinds`: a PayloadKind a parameter group. `learning_rates`: new ones, by group."""
         # The fields that all shards share.
-        self._header = header
+        self._header = PushRequest()
+        self._header.CopyFrom(header)
+        self._header.num_shards = len(parts)
         self._vectors = vectors
         self._base_versions = base_versions
         self._newest_base_versions = newest_base_versions
-        self._waiting = {shard.shard_id: (shard, extents) for shard, extents in shards}
+        self._kinds = kinds
+        self._learning_rates = learning_rates
+        self._waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
         self._receipts: list[Receipt] = []
 
-    def __call__(self, channel: Channel) -> list[Receipt]:
+    def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
         if not self._waiting:
             return self._receipts
         num_bytes = item_size(self._header.codec) * sum(shard.length for shard, _ in self._waiting.values())
@@ -76,30 +112,50 @@ class OutgoingPush:
             raise LinkLost(f"{len(self._waiting)} shards were left without a receipt", answered=answered)
         return self._receipts
 
-    def _frames(self, shards: Sequence[tuple[ShardRange, Extents]]) -> Iterator[bytes]:
+    def _frames(self, parts: Sequence[Part]) -> Iterator[bytes]:
         """The messages, each made when gRPC is ready to send it: one is in memory at a time."""
+        for shard, extents in parts:
+            header = self._header_of(shard)
+            if extents is None:
+                # Said in so many words: where a round waits for every worker, silence would hold it up.
+                header.kind = PAYLOAD_KIND_NOTHING
+                yield header.SerializeToString()
+                continue
+            header.extents.extend(Extent(offset=start, length=length) for start, length in extents)
+            yield join(header, _present_values(self._vectors, shard, extents).data)
+
+    def _header_of(self, shard: ShardRange) -> PushRequest:
         header = PushRequest()
         header.CopyFrom(self._header)
-        for shard, extents in shards:
-            header.shard_id = shard.shard_id
-            header.base_version = self._base_versions[shard.shard_id]
-            header.newest_base_version = self._newest_base_versions[shard.shard_id]
-            values = part_of(self._vectors, shard)
-            del header.extents[:]
-            if extents:
-                header.extents.extend(Extent(offset=start, length=length) for start, length in extents)
-                values = np.concatenate([values[start : start + length] for start, length in extents])
-            yield join(header, values.data)
+        header.shard_id = shard.shard_id
+        header.base_version = self._base_versions[shard.shard_id]
+        header.newest_base_version = self._newest_base_versions[shard.shard_id]
+        header.kind = self._kinds[shard.group]  # type: ignore[assignment]
+        if shard.group in self._learning_rates:
+            header.learning_rate = self._learning_rates[shard.group]
+        return header
 
 
-def _extents(partition: Partition, shard_id: int, present: Sequence[bool]) -> Extents:
+def _present_values(
+    vectors: Sequence[npt.NDArray[Any]], shard: ShardRange, extents: tuple[tuple[int, int], ...]
+) -> npt.NDArray[Any]:
+    """The shard's numbers that are pushed, end to end; not copied where all of it is."""
+    values = part_of(vectors, shard)
+    if not extents:
+        return values
+    return np.concatenate([values[start : start + length] for start, length in extents])
+
+
+def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents:
     """The stretches of a shard whose tensors are present, neighbours joined."""
     extents: list[tuple[int, int]] = []
-    for piece in partition.pieces(shard_id):
+    for piece in partition.pieces(shard.shard_id):
         if not present[piece.tensor_index]:
             continue
         if extents and sum(extents[-1]) == piece.shard_offset:
             extents[-1] = (extents[-1][0], extents[-1][1] + piece.length)
         else:
             extents.append((piece.shard_offset, piece.length))
-    return tuple(extents)
+    if extents == [(0, shard.length)]:
+        return ()
+    return tuple(extents) or None

@@ -3,46 +3,48 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import numpy.typing as npt
 
 from pyps_client import departure, uncaught
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
-from pyps_client.crew import Crew
 from pyps_client.fork import ForkGuard
-from pyps_client.handshake import Handshake
+from pyps_client.handshake import Handshake, check_limits
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.launch import Launch
+from pyps_client.learning_rates import LearningRates
 from pyps_client.log import logger
-from pyps_client.pulling import Held, IncomingPull
-from pyps_client.pushing import OutgoingPush, present_shards
-from pyps_client.retry import RetryPolicy
+from pyps_client.parking import Parking
+from pyps_client.proceeding import Proceeding
+from pyps_client.pulling import Held
+from pyps_client.pushing import OutgoingPush, check_bases, check_push, norm_of, pushed_parts
+from pyps_client.refusals import OUTDATED, Refusals
+from pyps_client.servers import Servers
+from pyps_client.terms import Terms
 from pyps_client.vectors import Vector, check_vectors
 from pyps_client.versions import Versions
-from pyps_wire.codecs import codec_of, dtype_of, item_size
+from pyps_wire.codecs import codec_of, dtype_of
 from pyps_wire.common_pb2 import (
     CODEC_FLOAT32,
+    PAYLOAD_KIND_GRADIENT,
     REASON_FINISHED,
+    ROLE_OBSERVER,
     ROLE_WORKER,
     RUN_STATE_FINISHED,
     OptimizerSettings,
     Receipt,
+    Role,
 )
-from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished, WrongSize
+from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply, PushRequest
 from pyps_wire.partition import Model, partition
 
-T = TypeVar("T")
-
 # How long a Hello from the heartbeat's thread may take.
 HELLO_SECONDS = 10.0
-
-# A message's fields beside the payload take less.
-_HEADER_BYTES_MAX = 4096
 
 
 class Session:
@@ -78,11 +80,12 @@ class Session:
         self._codec = codec_of(codec or launch.codec)
         self._initial = initial
         self._handshake = Handshake(launch, partition=self.partition, optimizer=optimizer, device=device)
-        self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
         self._guard = ForkGuard()
-        self._connections = [Connection(index, launch=launch) for index in range(len(launch.servers))]
-        self._held = [Held(self.partition.of_server(connection.index)) for connection in self._connections]
-        self._crew = Crew()
+        self._servers = Servers(launch, rejoin=self._rejoin)
+        self._held = self._held_nothing()
+        self._terms = Terms()
+        self._rates = LearningRates(len(launch.servers), num_groups=model.num_groups)
+        self._refusals = Refusals()
         self._closing = threading.Event()
         self._hello: HelloReply | None = None
         self._heartbeat: Heartbeat | None = None
@@ -98,13 +101,13 @@ class Session:
         """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
         if self._hello is not None:
             return
-        replies = self._handshake.join(self._connections, self._initial, self._closing)
-        for connection, reply in zip(self._connections, replies, strict=True):
-            self._check_limits(connection, reply)
-            self._note_hello(reply)
+        replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
+        for connection, reply in zip(self._servers, replies, strict=True):
+            check_limits(connection, reply, self.partition, codec=self._codec)
+            self._note_hello(connection, reply)
         self._hello = first = replies[0]
         self._heartbeat = Heartbeat(
-            self._connections,
+            self._servers.connections,
             first.heartbeat_seconds or 5.0,
             launch=self.launch,
             request=self._heartbeat_request,
@@ -127,39 +130,51 @@ class Session:
         minibatch_count: int = 1,
         base_versions: Mapping[int, int] | None = None,
         newest_base_versions: Mapping[int, int] | None = None,
+        kinds: Sequence[int] | None = None,
+        learning_rates: Mapping[int, float] | None = None,
     ) -> list[Receipt]:
-        """Pushes a gradient to all servers at once and returns the receipts, by shard id.
+        """Pushes a gradient to all servers at once and returns the receipts, one for every shard, by shard id.
 
         `vectors`: one a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says.
-        `present`: one flag a tensor, in the model's order; absent tensors are not sent at all, and neither is
-        a shard with nothing present. `base_versions`: a `held_versions` taken when the parameters were pulled
-        that the gradient was computed on (the oldest, where several are summed; `newest_base_versions` then
-        the newest); None for those held now. A shard may be REJECTED: see the receipt's reason; after
-        REASON_EPOCH `pull_needed` is true. Raises RunFinished when the run had ended before.
+        `present`: one flag a tensor, in the model's order; numbers of absent tensors are not sent, and a shard
+        with nothing present only says so. `base_versions`: a `held_versions` taken when the parameters were
+        pulled that the gradient was computed on (the oldest, where several are summed; `newest_base_versions`
+        then the newest); None for those held now. `kinds`: a PayloadKind a group, gradients by default.
+        `learning_rates`: new ones by group, from the worker that owns the schedule.
+        A shard may be REJECTED: see the receipt's reason, and `pull_needed`. Raises RunFinished when the run
+        had ended before.
         """
         self._check_open()
         if self._finished:
             raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
-        check_vectors(vectors, self.model, dtype_of(self._codec), what="pushed gradient")
-        if present is not None and len(present) != len(self.model.tensors):
-            raise WrongSize(
-                f"present has {len(present)} flags; expected one for each of {len(self.model.tensors)} tensors."
-            )
+        kinds = kinds or [PAYLOAD_KIND_GRADIENT] * self.model.num_groups
+        check_push(self.model, vectors, codec=self._codec, present=present, kinds=kinds)
+        self._rates.change(learning_rates)
         base = self.held_versions if base_versions is None else base_versions
         newest = base if newest_base_versions is None else newest_base_versions
+        check_bases(self.partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self.held_versions.epochs
+        parts = [pushed_parts(self.partition, connection.index, present) for connection in self._servers]
         header = self._push_header(example_count, minibatch_count)
+        if self._terms.clip_norm > 0:
+            everything = [part for of_server in parts for part in of_server]
+            header.gradient_norm = norm_of(everything, vectors, codec=self._codec, kinds=kinds)
         pushes = []
-        for connection in self._connections:
-            shards = present_shards(self.partition, connection.index, present)
-            self._check_bases((shard.shard_id for shard, _ in shards), base, newest)
-            own = PushRequest()
-            own.CopyFrom(header)
-            own.epoch = epochs[connection.index]
-            pushes.append(OutgoingPush(own, shards, vectors, base_versions=base, newest_base_versions=newest))
-        receipts = [receipt for replies in self._on_all(pushes) for receipt in replies]
-        self._note_receipts(receipts)
-        return sorted(receipts, key=lambda receipt: receipt.shard_id)
+        for server, epoch in enumerate(epochs):
+            header.epoch = epoch
+            push = OutgoingPush(
+                *(header, parts[server], vectors),
+                base_versions=base,
+                newest_base_versions=newest,
+                kinds=kinds,
+                learning_rates=self._rates.owed(server, epoch=epoch),
+            )
+            pushes.append(push)
+        answers = self._servers.on_all(pushes)
+        for server, epoch in enumerate(epochs):
+            self._rates.answered(server, epoch=epoch, receipts=answers[server])
+            self._note_receipts(server, answers[server])
+        return sorted(chain.from_iterable(answers), key=lambda receipt: receipt.shard_id)
 
     def pull(
         self,
@@ -170,42 +185,61 @@ class Session:
     ) -> set[int]:
         """Writes what is newer than `held_versions` into `vectors` (one a group); returns changed shard ids.
 
-        `min_versions`: shard id to the version to wait for, `wait_seconds` at the longest; then WaitTimedOut.
+        Waits for the versions that the receipts of earlier pushes named (a round's end), or for
+        `min_versions` (shard id to version, {} for none) instead; at the longest `wait_seconds`, the launch's
+        by default. Then WaitTimedOut names those who were waited for.
         """
         self._check_open()
-        check_vectors(vectors, self.model, dtype_of(CODEC_FLOAT32), what="pulled parameters", writable=True)
-        pulls = [
-            IncomingPull(
-                *(self._handshake.sender, ROLE_WORKER, vectors),
-                partition=self.partition,
-                connection=connection,
-                held=held,
-                min_versions=min_versions or {},
-                wait_seconds=(wait_seconds or 0.0) if min_versions else 0.0,
-            )
-            for connection, held in zip(self._connections, self._held, strict=True)
-        ]
-        changed = set().union(*self._on_all(pulls))
+        parking = Parking(self.launch.wait_seconds if wait_seconds is None else wait_seconds)
+        changed = self._read(ROLE_WORKER, vectors, self._held, parking=parking, min_versions=min_versions)
         self._note_version(max(self.held_versions.values(), default=0))
         return changed
+
+    def snapshot(self, vectors: Sequence[Vector]) -> Versions:
+        """Writes the parameters as they are now into `vectors` (one a group), each shard of one version.
+
+        Waits for nothing, and leaves `held_versions` alone: for evaluation beside the training. Returns the
+        versions.
+        """
+        self._check_open()
+        held = self._held_nothing()
+        self._read(ROLE_OBSERVER, vectors, held, parking=Parking(0.0), min_versions={})
+        return _versions(held)
+
+    def proceed(self) -> None:
+        """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
+
+        To be called between two steps, before the pull, with `clock` counted up. Raises WaitTimedOut, naming
+        those who were waited for, after the launch's `wait_seconds`.
+        """
+        self._check_open()
+        if self._finished or not self._terms.ask_to_proceed:
+            return
+        parking = Parking(self.launch.wait_seconds)
+        question = Proceeding(self._handshake.sender, clock=self.clock, parking=parking)
+        reply = self._servers.on_first(question)
+        self._terms.ask_to_proceed = reply.ask_to_proceed
 
     @property
     def held_versions(self) -> Versions:
         """A copy of shard id -> version that was last pulled (-1: nothing), with the servers' epochs."""
-        pairs = (pair for held in self._held for pair in held.versions.copy().items())
-        return Versions(pairs, epochs=[held.epoch for held in self._held])
+        return _versions(self._held)
 
     @property
     def epoch(self) -> int:
         """Grows with every restore of any server."""
-        return sum(connection.epoch for connection in self._connections)
+        return sum(connection.epoch for connection in self._servers)
 
     @property
     def pull_needed(self) -> bool:
-        """True when a server was restored since the last pull: it would refuse gradients of what is held."""
-        pairs = zip(self._connections, self._held, strict=True)
+        """True when gradients of what is held would be refused: a pull has to come before the next is computed.
+
+        So it is when a round waits for others, when the last gradient came too late, and after a server's
+        restore.
+        """
+        pairs = zip(self._servers, self._held, strict=True)
         # A server without a shard sends nothing that could bring its epoch here.
-        return any(held.versions and connection.epoch != held.epoch for connection, held in pairs)
+        return any(held.versions and (connection.epoch != held.epoch or held.wanted) for connection, held in pairs)
 
     @property
     def global_step(self) -> int:
@@ -229,13 +263,33 @@ class Session:
 
     @property
     def protocol(self) -> str:
-        """The aggregation protocol in force ("async"), known after `connect`."""
-        return self._hello.protocol if self._hello else ""
+        """The protocol in force ("async"), known after `connect`. It may change while the run goes on."""
+        return self._terms.protocol
 
     @property
     def staleness(self) -> str:
-        """The staleness policy in force ("divide"), known after `connect`."""
-        return self._hello.staleness if self._hello else ""
+        """The staleness policy in force ("divide"), known after `connect`. It may change while the run goes on."""
+        return self._terms.staleness
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        return self._terms.batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Minibatches that the protocol wants summed in a push; 0 leaves it to the worker."""
+        return self._terms.accumulate
+
+    @property
+    def current_version_only(self) -> bool:
+        """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
+        return self._terms.current_version_only
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Pushed shards that servers did not take, by the reason's name: {"STALE": 3}."""
+        return self._refusals.counts
 
     def report(self, **scalars: float) -> None:
         """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
@@ -248,13 +302,12 @@ class Session:
             return
         self._closing.set()
         departure.forget(self)
-        self._crew.close()
+        self._servers.give_up()
         if self._heartbeat is not None:
             self._heartbeat.end()
         if self._hello is not None:
-            departure.leave(self._connections, self._handshake.sender, cause, message)
-        for connection in self._connections:
-            connection.close()
+            departure.leave(self._servers.connections, self._handshake.sender, cause, message)
+        self._servers.close()
 
     def __enter__(self) -> Session:
         self.connect()
@@ -263,17 +316,26 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*departure.cause_of(error))
 
-    def _on_all(self, operations: Sequence[Callable[[Channel], T]]) -> list[T]:
-        """Runs one operation a server, at the same time, each through losses of its connection."""
+    def _held_nothing(self) -> list[Held]:
+        return [Held(self.partition.of_server(connection.index)) for connection in self._servers]
 
-        def persist(connection: Connection, operation: Callable[[Channel], T], stop: threading.Event) -> T:
-            return connection.persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)
-
-        pairs = zip(self._connections, operations, strict=True)
-        return self._crew.run([partial(persist, connection, operation) for connection, operation in pairs])
+    def _read(
+        self,
+        role: Role,
+        vectors: Sequence[Vector],
+        held: Sequence[Held],
+        *,
+        parking: Parking,
+        min_versions: Mapping[int, int] | None,
+    ) -> set[int]:
+        check_vectors(vectors, self.model, dtype_of(CODEC_FLOAT32), what="pulled parameters", writable=True)
+        sender, plan = self._handshake.sender, self.partition
+        return self._servers.read(
+            *(sender, role, vectors, held), partition=plan, parking=parking, min_versions=min_versions
+        )
 
     def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
-        self._note_hello(self._handshake.rejoin(connection, channel, timeout_seconds))
+        self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))
 
     def _push_header(self, example_count: int, minibatch_count: int) -> PushRequest:
         with self._lock:
@@ -288,22 +350,6 @@ class Session:
             clock=self.clock,
         )
 
-    def _check_bases(self, shard_ids: Iterable[int], base: Mapping[int, int], newest: Mapping[int, int]) -> None:
-        for shard_id in shard_ids:
-            if min(base.get(shard_id, -1), newest.get(shard_id, -1)) < 0:
-                raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard_id} is held.")
-
-    def _check_limits(self, connection: Connection, reply: HelloReply) -> None:
-        longest = max((shard.length for shard in self.partition.of_server(connection.index)), default=0)
-        needed = longest * max(item_size(self._codec), item_size(CODEC_FLOAT32)) + _HEADER_BYTES_MAX
-        if 0 < reply.limits.message_bytes_max < needed:
-            raise LimitExceeded(
-                f"{connection.name} takes messages of {reply.limits.message_bytes_max} bytes, a shard of "
-                "this model needs "
-                f"{needed}: raise its --max-message-bytes, or lower the model's shard_size "
-                f"({self.model.shard_size})."
-            )
-
     def _check_open(self) -> None:
         self._guard.check()
         if self._closing.is_set():
@@ -311,18 +357,27 @@ class Session:
         if self._hello is None:
             raise BadRequest("The session is not connected: call connect() before pushing or pulling.")
 
-    def _note_hello(self, reply: HelloReply) -> None:
+    def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
         self._note_version(max((shard.version for shard in reply.shards), default=0))
         if reply.state == RUN_STATE_FINISHED:
             self._finished = True
+        if connection.index == 0:
+            self._terms.greeted(reply)
 
-    def _note_receipts(self, receipts: Sequence[Receipt]) -> None:
+    def _note_receipts(self, server: int, receipts: Sequence[Receipt]) -> None:
+        """Acts on a server's answers to a push, which are in the order in which they came."""
+        connection, held = self._servers.connections[server], self._held[server]
         for receipt in receipts:
-            connection = self._connections[self.partition.shard(receipt.shard_id).server_index]
             connection.epoch = max(connection.epoch, receipt.epoch)
             self._num_workers = receipt.num_workers or self._num_workers
             if receipt.reason == REASON_FINISHED:
                 self._finished = True
+            # What came too late asks for a pull of what is there already.
+            newer = receipt.version_before if receipt.reason in OUTDATED else 0
+            held.want(receipt.shard_id, max(receipt.min_version, newer), epoch=receipt.epoch)
+        self._refusals.note(receipts)
+        if server == 0 and receipts:
+            self._terms.answered(receipts[-1])
         self._note_version(max((receipt.version_after for receipt in receipts), default=0))
 
     def _note_version(self, version: int) -> None:
@@ -337,7 +392,14 @@ class Session:
         """Acts on a heartbeat's answer."""
         connection.epoch = max(connection.epoch, reply.epoch)
         self._note_version(reply.version)
+        if connection.index == 0:
+            self._terms.reminded(reply)
         if reply.state == RUN_STATE_FINISHED or reply.command == HeartbeatReply.COMMAND_STOP:
             self._finished = True
         if not reply.known:
             self._rejoin(connection, connection.channel, HELLO_SECONDS)
+
+
+def _versions(all_held: Sequence[Held]) -> Versions:
+    pairs = (pair for held in all_held for pair in held.versions.copy().items())
+    return Versions(pairs, epochs=[held.epoch for held in all_held])

@@ -20,6 +20,7 @@ def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
         "PYPS_WORKER_COUNT": "4",
         "PYPS_TOKEN_FILE": str(token_file),
         "PYPS_START_WAIT_SECONDS": "7.5",
+        "PYPS_WAIT_SECONDS": "90",
         "PYPS_USE_PROXY": "yes",
     }
 
@@ -33,6 +34,7 @@ def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
         worker_count=4,
         token="secret-token",
         start_wait_seconds=7.5,
+        wait_seconds=90.0,
         use_proxy=True,
     )
 
@@ -94,6 +96,7 @@ def test_a_malformed_address_is_refused_by_name(servers: str, complaint: str) ->
         ("PYPS_WORKER_INDEX", "-1", "is -1; expected 0 or more"),
         ("PYPS_START_WAIT_SECONDS", "-1", "start_wait_seconds is -1.0"),
         ("PYPS_LOSS_WAIT_SECONDS", "nan", "loss_wait_seconds is nan"),
+        ("PYPS_WAIT_SECONDS", "-5", "wait_seconds is -5.0; expected a number of seconds, 0 or more"),
         ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
         ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
         ("PYPS_CODEC", "float8", "codec"),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from pyps_client.pushing import OutgoingPush, present_shards
+from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
 from pyps_client.vectors import check_vectors
-from pyps_wire.common_pb2 import CODEC_FLOAT16, CODEC_FLOAT32
+from pyps_wire.codecs import dtype_of, encode
+from pyps_wire.common_pb2 import (
+    CODEC_BFLOAT16,
+    CODEC_FLOAT16,
+    CODEC_FLOAT32,
+    PAYLOAD_KIND_DELTA,
+    PAYLOAD_KIND_GRADIENT,
+    PAYLOAD_KIND_NOTHING,
+)
 from pyps_wire.errors import WrongSize
 from pyps_wire.framing import split
 from pyps_wire.parameter_server_pb2 import PushRequest
@@ -16,52 +26,105 @@ from pyps_wire.partition import Model, Tensor, partition
 MODEL = Model((Tensor("a", (10,)), Tensor("b", (2, 5)), Tensor("c", (30,)), Tensor("d", (14,))), shard_size=32)
 
 
+def frames_of(push: OutgoingPush, parts: object) -> list[tuple[PushRequest, memoryview]]:
+    """The messages of a push: headers and payloads."""
+    split_frames = [split(frame) for frame in push._frames(parts)]  # type: ignore[arg-type]
+    return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
+
+
 def test_all_present_means_whole_shards() -> None:
     plan = partition(MODEL, num_servers=1)
 
     for present in (None, [True] * 4):
-        shards = present_shards(plan, 0, present)
-        assert [shard for shard, _ in shards] == list(plan.of_server(0))
-        assert all(extents == () for _, extents in shards)
+        parts = pushed_parts(plan, 0, present)
+        assert [shard for shard, _ in parts] == list(plan.of_server(0))
+        assert all(extents == () for _, extents in parts)
 
 
-def test_neighbours_are_one_extent_and_absent_shards_are_left_out() -> None:
+def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apart_from_a_whole_one() -> None:
     plan = partition(MODEL, num_servers=1)
     assert [(s.offset, s.length) for s in plan.of_server(0)] == [(0, 32), (32, 32)]
 
-    shards = present_shards(plan, 0, [True, True, False, False])
-    assert [(shard.shard_id, extents) for shard, extents in shards] == [(0, ((0, 20),))]
+    def extents(*present: bool) -> list[tuple[tuple[int, int], ...] | None]:
+        return [extents for _, extents in pushed_parts(plan, 0, present)]
 
-    shards = present_shards(plan, 0, [True, False, True, False])
-    assert [(shard.shard_id, extents) for shard, extents in shards] == [
-        (0, ((0, 10), (20, 12))),
-        (1, ((0, 18),)),
-    ]
-
-    assert present_shards(plan, 0, [False] * 4) == ()
+    assert extents(True, True, False, False) == [((0, 20),), None]
+    assert extents(True, False, True, False) == [((0, 10), (20, 12)), ((0, 18),)]
+    assert extents(True, True, True, False) == [(), ((0, 18),)]
+    assert extents(False, False, False, False) == [None, None]
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [(CODEC_FLOAT32, np.float32), (CODEC_FLOAT16, np.float16)])
 def test_frames_hold_the_present_numbers_only(codec: int, dtype: type) -> None:
     plan = partition(MODEL, num_servers=1)
     vector = np.arange(64, dtype=dtype)
-    shards = present_shards(plan, 0, [True, False, True, False])
+    parts = pushed_parts(plan, 0, [True, False, True, False])
     versions = {0: 5, 1: 6}
     push = OutgoingPush(
         PushRequest(sequence=3, codec=codec),
-        shards,
+        parts,
         [vector],
         base_versions=versions,
         newest_base_versions=versions,
+        kinds=[PAYLOAD_KIND_DELTA],
+        learning_rates={},
     )
 
-    frames = [split(frame) for frame in push._frames(shards)]
+    frames = frames_of(push, parts)
 
-    headers = [PushRequest.FromString(header) for header, _ in frames]
+    headers = [header for header, _ in frames]
     assert [(h.shard_id, h.base_version, h.sequence) for h in headers] == [(0, 5, 3), (1, 6, 3)]
     assert [(e.offset, e.length) for e in headers[0].extents] == [(0, 10), (20, 12)]
+    assert {(h.kind, h.num_shards, h.HasField("learning_rate")) for h in headers} == {(PAYLOAD_KIND_DELTA, 2, False)}
     np.testing.assert_array_equal(np.frombuffer(frames[0][1], dtype), [*range(10), *range(20, 32)])
     np.testing.assert_array_equal(np.frombuffer(frames[1][1], dtype), range(32, 50))
+
+
+def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
+    model = Model((Tensor("a", (10,)), Tensor("b", (4,), group=1)))
+    plan = partition(model, num_servers=1)
+    parts = pushed_parts(plan, 0, [False, True])
+    vectors = [np.zeros(10, np.float32), np.ones(4, np.float32)]
+    push = OutgoingPush(
+        PushRequest(sequence=1, codec=CODEC_FLOAT32),
+        parts,
+        vectors,
+        base_versions={0: 0, 1: 0},
+        newest_base_versions={0: 0, 1: 0},
+        kinds=[PAYLOAD_KIND_GRADIENT] * 2,
+        learning_rates={0: 0.5},
+    )
+
+    (absent, nothing), (whole, numbers) = frames_of(push, parts)
+
+    assert (absent.kind, nothing.nbytes, absent.num_shards) == (PAYLOAD_KIND_NOTHING, 0, 2)
+    assert absent.learning_rate == 0.5
+    assert (whole.kind, numbers.nbytes, whole.HasField("learning_rate")) == (PAYLOAD_KIND_GRADIENT, 16, False)
+
+
+@pytest.mark.parametrize("codec", [CODEC_FLOAT32, CODEC_FLOAT16, CODEC_BFLOAT16])
+def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors(codec: int) -> None:
+    model = Model((Tensor("a", (3,)), Tensor("b", (2,)), Tensor("c", (2,), group=1)))
+    plan = partition(model, num_servers=2)
+    present = [True, False, True]
+    numbers = [np.array([1, 2, 4, 100, 100], np.float32), np.array([8, 8], np.float32)]
+    vectors = [np.frombuffer(encode(values, codec), dtype_of(codec)) for values in numbers]
+    parts = [part for server in range(2) for part in pushed_parts(plan, server, present)]
+
+    both = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT] * 2)
+    first = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA])
+
+    assert both == pytest.approx(math.sqrt(1 + 4 + 16 + 64 + 64))
+    assert first == pytest.approx(math.sqrt(21))
+
+
+def test_the_norm_of_large_numbers_does_not_overflow() -> None:
+    plan = partition(Model((Tensor("a", (2,)),)), num_servers=1)
+    vector = np.array([3e30, 4e30], np.float32)
+
+    norm = norm_of(pushed_parts(plan, 0, None), [vector], codec=CODEC_FLOAT32, kinds=[PAYLOAD_KIND_GRADIENT])
+
+    assert norm == pytest.approx(5e30)
 
 
 def test_vectors_are_never_converted_silently() -> None:

@@ -1,0 +1,86 @@
+"""All servers of a run, talked to at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from pyps_client.channel import Channel
+from pyps_client.connection import Connection
+from pyps_client.crew import Crew
+from pyps_client.launch import Launch
+from pyps_client.parking import Parking
+from pyps_client.pulling import Held, IncomingPull
+from pyps_client.retry import RetryPolicy
+from pyps_client.vectors import Vector
+from pyps_wire.common_pb2 import Role, Sender
+from pyps_wire.partition import Partition
+
+T = TypeVar("T")
+Operation = Callable[[Channel, threading.Event], T]
+
+
+class Servers:
+    """A connection a server. Operations on several run at once, each through losses of its connection."""
+
+    def __init__(self, launch: Launch, *, rejoin: Callable[[Connection, Channel, float], object]) -> None:
+        """`rejoin` introduces the caller again to a server that was lost."""
+        self.connections = [Connection(index, launch=launch) for index in range(len(launch.servers))]
+        self._rejoin = rejoin
+        self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
+        self._crew = Crew()
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self.connections)
+
+    def on_all(self, operations: Sequence[Operation[T]]) -> list[T]:
+        """Runs one operation a server and returns their results, in the servers' order; raises the first failure."""
+        pairs = zip(self.connections, operations, strict=True)
+        return self._crew.run([partial(self._persist, connection, operation) for connection, operation in pairs])
+
+    def on_first(self, operation: Operation[T]) -> T:
+        """Runs an operation on server 0."""
+        return self._crew.run([partial(self._persist, self.connections[0], operation)])[0]
+
+    def read(
+        self,
+        sender: Sender,
+        role: Role,
+        vectors: Sequence[Vector],
+        held: Sequence[Held],
+        *,
+        partition: Partition,
+        parking: Parking,
+        min_versions: Mapping[int, int] | None,
+    ) -> set[int]:
+        """Writes what is newer than `held`, one a server, into `vectors`, one a group; returns changed shard ids.
+
+        Waits for `min_versions` while `parking` lasts; None for those that `held` wants.
+        """
+        pulls = [
+            IncomingPull(
+                *(sender, role, vectors),
+                partition=partition,
+                connection=connection,
+                held=own,
+                min_versions=own.wanted if min_versions is None else min_versions,
+                parking=parking,
+            )
+            for connection, own in zip(self.connections, held, strict=True)
+        ]
+        return set().union(*self.on_all(pulls))
+
+    def give_up(self) -> None:
+        """Ends waits under way and lets nothing new begin; the connections stay."""
+        self._crew.close()
+
+    def close(self) -> None:
+        """Ends the connections for good."""
+        self._crew.close()
+        for connection in self.connections:
+            connection.close()
+
+    def _persist(self, connection: Connection, operation: Operation[T], stop: threading.Event) -> T:
+        return connection.persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)

@@ -1,0 +1,46 @@
+"""What the protocol in force asks of a worker, which may change while the run goes on."""
+
+from __future__ import annotations
+
+from pyps_wire.common_pb2 import Receipt
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
+
+
+class Terms:
+    """The terms as server 0 last told them. Each field is replaced whole: any thread may read and write."""
+
+    def __init__(self) -> None:
+        # In words, as given to --protocol and --staleness.
+        self.protocol = ""
+        self.staleness = ""
+        # Whether to call Proceed before the next step.
+        self.ask_to_proceed = False
+        # Examples in a minibatch, and minibatches in a push; 0 leaves it to the worker.
+        self.batch_size = 0
+        self.accumulate = 0
+        # Whether gradients of older versions are refused.
+        self.current_version_only = False
+        # The servers clip to this norm and want to know each push's; 0 where they do not.
+        self.clip_norm = 0.0
+
+    def greeted(self, reply: HelloReply) -> None:
+        """Takes over what the handshake tells."""
+        self.protocol, self.staleness = reply.protocol, reply.staleness
+        self.ask_to_proceed = reply.ask_to_proceed
+        self.batch_size, self.accumulate = reply.batch_size, reply.accumulate
+        self.current_version_only = reply.current_version_only
+        self.clip_norm = reply.clip_norm
+
+    def answered(self, receipt: Receipt) -> None:
+        """Takes over what a push's receipt tells."""
+        self.ask_to_proceed = receipt.ask_to_proceed
+        self.batch_size = receipt.batch_size
+
+    def reminded(self, reply: HeartbeatReply) -> None:
+        """Takes over what a heartbeat's answer tells."""
+        if not reply.protocol:
+            # A server that does not know the worker, or holds no run.
+            return
+        self.protocol, self.staleness = reply.protocol, reply.staleness
+        self.accumulate = reply.accumulate
+        self.current_version_only = reply.current_version_only
