@@ -1,8 +1,9 @@
 // Compiled once per instruction set; see kernels.h for what each loop computes.
 //
 // The build defines PYPS_ISA_NAME ("avx2") and PYPS_KERNELS (kernels_avx2). Everything but the
-// table is local to the file and no standard-library template is used: a weak symbol compiled with
-// wider instructions could otherwise be the one that the linker picks for everybody.
+// table is local to this file and the kernel_*.h that it includes, and no standard-library template
+// is used: a weak symbol compiled with wider instructions could otherwise be the one that the linker
+// picks for everybody.
 //
 // `scripts/check_vectorised.py` requires that the compiler vectorised every loop marked
 // "Vectorised".
@@ -11,196 +12,12 @@
 
 #include <cstdint>
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire is little-endian, as is memory");
+#include "kernel_codecs.h"
+#include "kernel_memory.h"
+#include "kernel_update.h"
 
 namespace pyps {
 namespace {
-
-using Byte = unsigned char;
-
-std::uint32_t bits_of(float value) {
-  std::uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-float float_of(std::uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// Each codec has a Word as it lies in memory and the two conversions. `exponent_mask` covers the
-// exponent, all ones in NaN and infinity; adding `exponent_one` then carries into the top bit.
-
-struct Float32 {
-  using Word = std::uint32_t;
-  static constexpr Word exponent_mask = 0x7f800000;
-  static constexpr Word exponent_one = 0x00800000;
-
-  static float decode(Word word) { return float_of(word); }
-  static Word encode(float value) { return bits_of(value); }
-};
-
-struct Float16 {
-  using Word = std::uint16_t;
-  static constexpr Word exponent_mask = 0x7c00;
-  static constexpr Word exponent_one = 0x0400;
-
-  static float decode(Word word) {
-    const std::uint32_t sign = (std::uint32_t{word} & 0x8000u) << 16;
-    // Exponent and mantissa at their place in a float32; the bias is then 112 too low.
-    const std::uint32_t magnitude = (std::uint32_t{word} & 0x7fffu) << 13;
-    const std::uint32_t exponent = magnitude & 0x0f800000u;
-    const std::uint32_t normal = magnitude + (112u << 23);
-    const std::uint32_t not_finite = magnitude + (224u << 23);
-    // Give the mantissa the leading one it lacks, then take it away: no operand is ever a subnormal
-    // float32, on which processors are slow and which some modes flush to zero.
-    const std::uint32_t subnormal = bits_of(float_of(magnitude + (113u << 23)) - 0x1p-14f);
-    std::uint32_t bits = normal;
-    bits = exponent == 0x0f800000u ? not_finite : bits;
-    bits = exponent == 0 ? subnormal : bits;
-    return float_of(bits | sign);
-  }
-
-  static Word encode(float value) {
-    const std::uint32_t all = bits_of(value);
-    const std::uint32_t sign = (all & 0x80000000u) >> 16;
-    const std::uint32_t magnitude = all & 0x7fffffffu;
-    // The added 0xfff and the last kept bit round to nearest even; a carry moves the exponent on.
-    const std::uint32_t normal =
-        (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Adding a half lets the adder do the rounding of what will be a subnormal.
-    const std::uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
-    std::uint32_t bits = normal;
-    bits = magnitude < (113u << 23) ? subnormal : bits;
-    bits = magnitude >= (143u << 23) ? 0x7c00u : bits;
-    bits = magnitude > 0x7f800000u ? 0x7e00u : bits;
-    return static_cast<Word>(bits | sign);
-  }
-};
-
-struct Bfloat16 {
-  using Word = std::uint16_t;
-  static constexpr Word exponent_mask = 0x7f80;
-  static constexpr Word exponent_one = 0x0080;
-
-  static float decode(Word word) { return float_of(std::uint32_t{word} << 16); }
-
-  static Word encode(float value) {
-    const std::uint32_t all = bits_of(value);
-    const std::uint32_t rounded = (all + 0x7fffu + ((all >> 16) & 1u)) >> 16;
-    const std::uint32_t quiet_nan = (all >> 16) | 0x40u;
-    return static_cast<Word>((all & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
-  }
-};
-
-// Copying bytes is how a word at any address is read; it compiles to one unaligned load.
-template <class C>
-typename C::Word load(const Byte* encoded, std::size_t index) {
-  typename C::Word word;
-  __builtin_memcpy(&word, encoded + index * sizeof word, sizeof word);
-  return word;
-}
-
-template <class C>
-void store(Byte* encoded, std::size_t index, typename C::Word word) {
-  __builtin_memcpy(encoded + index * sizeof word, &word, sizeof word);
-}
-
-// Calls `loop` with the codec as a type, so that the loop decodes without asking again.
-template <class Loop>
-auto with_codec(Codec codec, Loop loop) {
-  switch (codec) {
-    case Codec::float16:
-      return loop(Float16{});
-    case Codec::bfloat16:
-      return loop(Bfloat16{});
-    case Codec::float32:
-      break;
-  }
-  return loop(Float32{});
-}
-
-// The loops over memory that is not in a cache ask for it ahead of its use, which the processor's
-// own prefetching does not do across the pages of several arrays. Distances are in bytes and
-// measured; they cost little where they are wrong.
-constexpr std::size_t update_distance = 2048;
-constexpr std::size_t scan_distance = 16384;
-constexpr std::size_t cache_line_size = 64;
-
-// The memory of the `size` bytes that lie `distance` beyond `address`; there may be none.
-inline void prefetch(const void* address, std::size_t distance, std::size_t size) {
-  const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(address) + distance;
-  for (std::size_t offset = 0; offset < size; offset += cache_line_size) {
-    __builtin_prefetch(reinterpret_cast<const void*>(start + offset));
-  }
-}
-
-// Calls `body(start, size)` for pieces of a known size, which the compiler unrolls, then for the
-// rest.
-template <std::size_t piece, class Body>
-inline void for_each_piece(std::size_t count, Body body) {
-  const std::size_t whole = count - count % piece;
-  for (std::size_t start = 0; start < whole; start += piece) body(start, piece);
-  body(whole, count - whole);
-}
-
-// Elements of an update between two prefetches: more than compilers unroll before they vectorise.
-constexpr std::size_t update_piece = 2 * cache_line_size / sizeof(float);
-
-template <class C>
-inline void sgd_loop(float* __restrict parameters, const Byte* __restrict gradient,
-                     std::size_t count, float rate) {
-  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
-    const float g = C::decode(load<C>(gradient, i));
-    parameters[i] = parameters[i] - rate * g;
-  }
-}
-
-void sgd(float* parameters, const void* gradient, Codec codec, std::size_t count,
-         SgdOptions options) {
-  with_codec(codec, [=](auto c) {
-    using C = decltype(c);
-    const Byte* words = static_cast<const Byte*>(gradient);
-    for_each_piece<update_piece>(count, [=](std::size_t start, std::size_t size) {
-      const Byte* piece = words + start * sizeof(typename C::Word);
-      prefetch(parameters + start, update_distance, size * sizeof(float));
-      prefetch(piece, update_distance, size * sizeof(typename C::Word));
-      sgd_loop<C>(parameters + start, piece, size, options.rate);
-    });
-  });
-}
-
-template <class C>
-inline void adagrad_loop(float* __restrict parameters, float* __restrict accumulator,
-                         const Byte* __restrict gradient, std::size_t count, float rate,
-                         float eps) {
-  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
-    const float g = C::decode(load<C>(gradient, i));
-    const float a = accumulator[i] + g * g;
-    const float denominator = __builtin_sqrtf(a) + eps;
-    const float step = rate * g / denominator;
-    accumulator[i] = a;
-    parameters[i] = parameters[i] - (denominator == 0.0f ? 0.0f : step);
-  }
-}
-
-void adagrad(float* parameters, float* accumulator, const void* gradient, Codec codec,
-             std::size_t count, AdagradOptions options) {
-  with_codec(codec, [=](auto c) {
-    using C = decltype(c);
-    const Byte* words = static_cast<const Byte*>(gradient);
-    for_each_piece<update_piece>(count, [=](std::size_t start, std::size_t size) {
-      const Byte* piece = words + start * sizeof(typename C::Word);
-      prefetch(parameters + start, update_distance, size * sizeof(float));
-      prefetch(accumulator + start, update_distance, size * sizeof(float));
-      prefetch(piece, update_distance, size * sizeof(typename C::Word));
-      adagrad_loop<C>(parameters + start, accumulator + start, piece, size, options.rate,
-                      options.eps);
-    });
-  });
-}
 
 // The carries out of the exponents: the top bit is set if any word is NaN or infinite.
 template <class C>
@@ -318,24 +135,67 @@ Summary summary(const float* values, std::size_t count) {
   return result;
 }
 
-void bandwidth_loop(float* __restrict parameters, float* __restrict accumulator,
-                    const Byte* __restrict gradient, std::size_t count) {
+template <class C>
+double sum_of_squares_loop(const Byte* encoded, std::size_t count) {
+  double sums[num_lanes] = {};
+  const std::size_t whole = count - count % num_lanes;
+  for (std::size_t start = 0; start < whole; start += num_lanes) {
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+      const double value{C::decode(load<C>(encoded, start + lane))};
+      sums[lane] += value * value;
+    }
+  }
+  for (std::size_t i = whole; i < count; ++i) {
+    const double value{C::decode(load<C>(encoded, i))};
+    sums[i - whole] += value * value;
+  }
+  double total = 0.0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+double sum_of_squares(const void* gradient, Codec codec, std::size_t count) {
+  return with_codec(codec, [=](auto c) {
+    return sum_of_squares_loop<decltype(c)>(static_cast<const Byte*>(gradient), count);
+  });
+}
+
+template <class... Float>
+void bandwidth_loop(const Byte* __restrict gradient, std::size_t count,
+                    Float* __restrict... arrays) {
   for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
     const float g = Float32::decode(load<Float32>(gradient, i));
-    accumulator[i] = accumulator[i] + g;
-    parameters[i] = parameters[i] + g;
+    ((arrays[i] = arrays[i] + g), ...);
   }
 }
 
-void bandwidth(float* parameters, float* accumulator, const void* gradient, std::size_t count) {
-  bandwidth_loop(parameters, accumulator, static_cast<const Byte*>(gradient), count);
+void bandwidth(float* const* arrays, std::size_t num_arrays, const void* gradient,
+               std::size_t count) {
+  const Byte* words = static_cast<const Byte*>(gradient);
+  if (num_arrays == 1) bandwidth_loop(words, count, arrays[0]);
+  if (num_arrays == 2) bandwidth_loop(words, count, arrays[0], arrays[1]);
+  if (num_arrays == 3) bandwidth_loop(words, count, arrays[0], arrays[1], arrays[2]);
 }
 
 }  // namespace
 
 extern const Kernels PYPS_KERNELS;
 const Kernels PYPS_KERNELS = {
-    PYPS_ISA_NAME, sgd, adagrad, first_non_finite, decode, encode, summary, bandwidth,
+    .isa = PYPS_ISA_NAME,
+    .sgd = update<SgdOptions>,
+    .momentum = update<MomentumOptions, float>,
+    .heavy_ball = update<HeavyBallOptions, float>,
+    .nesterov = update<NesterovOptions, float>,
+    .adagrad = update<AdagradOptions, float>,
+    .rmsprop = update<RmspropOptions, float>,
+    .adam = update<AdamOptions, float, float>,
+    .adamw = update<AdamwOptions, float, float>,
+    .first_non_finite = first_non_finite,
+    .sum_of_squares = sum_of_squares,
+    .decode = decode,
+    .encode = encode,
+    .summary = summary,
+    .bandwidth = bandwidth,
 };
 
 }  // namespace pyps

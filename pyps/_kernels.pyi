@@ -6,6 +6,8 @@ float32; those written to must be writable and share no memory with the others. 
 copied: TypeError and ValueError name what does not fit, before anything is written.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
@@ -29,14 +31,111 @@ def available() -> list[str]:
 def select(name: str) -> None:
     """Switches the instruction set for every caller. For tests."""
 
-def sgd(parameters: Floats, gradient: Buffer, codec: int, *, rate: float) -> None:
-    """p = p - rate * g, in place."""
+# g = f0 * g0 + f1 * g1 + ... in float32, summed in this order: (payload, codec, factor) each.
+Gradients = Sequence[tuple[Buffer, int, float]]
 
-def adagrad(parameters: Floats, accumulator: Floats, gradient: Buffer, codec: int, *, rate: float, eps: float) -> None:
-    """a = a + g * g; p = p - rate * g / (sqrt(a) + eps), in place; a zero denominator makes no step."""
+# In each rule, where weight_decay is not zero, g = g + weight_decay * p before all else. Where a rule divides,
+# a zero denominator makes no step. Everything is in place.
+
+def sgd(parameters: Floats, gradients: Gradients, *, rate: float, weight_decay: float = 0.0) -> None:
+    """p = p - rate * g"""
+
+def momentum(
+    parameters: Floats,
+    velocity: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    momentum: float,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+) -> None:
+    """v = momentum * v + (1 - dampening) * g; p = p - rate * v"""
+
+def heavy_ball(
+    parameters: Floats,
+    velocity: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    momentum: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """v = momentum * v + rate * g; p = p - v"""
+
+def nesterov(
+    parameters: Floats,
+    velocity: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    momentum: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """v = momentum * v + g; p = p - rate * (g + momentum * v)"""
+
+def adagrad(
+    parameters: Floats,
+    accumulator: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    eps: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """a = a + g * g; p = p - rate * g / (sqrt(a) + eps)"""
+
+def rmsprop(
+    parameters: Floats,
+    square_average: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    decay: float,
+    eps: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """s = decay * s + (1 - decay) * g * g; p = p - rate * g / (sqrt(s) + eps)"""
+
+def adam(
+    parameters: Floats,
+    first_moment: Floats,
+    second_moment: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    root_scale: float,
+    eps: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g;
+    p = p - rate * m / (sqrt(v) * root_scale + eps)
+
+    The bias corrections are the caller's: rate is divided by 1 - beta1^t, root_scale is 1 / sqrt(1 - beta2^t).
+    """
+
+def adamw(
+    parameters: Floats,
+    first_moment: Floats,
+    second_moment: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    root_scale: float,
+    eps: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """p = p - weight_decay * p, then as `adam` without decay: weight_decay is multiplied by the rate already."""
 
 def first_non_finite(gradient: Buffer, codec: int) -> int:
     """Returns the index of the first NaN or infinity, -1 when there is none."""
+
+def norm(gradient: Buffer, codec: int) -> float:
+    """Returns the root of the sum of squares, computed in float64 in one order on every instruction set."""
 
 def decode(gradient: Buffer, codec: int, out: Floats) -> None:
     """Writes the encoded values as float32 into `out`."""
@@ -50,8 +149,11 @@ def summary(values: Floats) -> tuple[float, float, float]:
     Min and max pass over NaN, the sum does not; of no values they are (0.0, inf, -inf).
     """
 
-def bandwidth(parameters: Floats, accumulator: Floats, gradient: Buffer) -> None:
-    """Moves the memory that `adagrad` moves, with one addition each. For benchmarks."""
+def bandwidth(arrays: list[Floats], gradient: Buffer) -> None:
+    """Moves the memory that a rule over these one to three arrays moves, with one addition each.
+
+    For benchmarks.
+    """
 
 def split_frame(message: Buffer, field_number: int) -> tuple[bytes, int, int]:
     """Returns (the message without its payload field, the payload's offset, its size in bytes).

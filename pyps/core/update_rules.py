@@ -1,81 +1,36 @@
-"""The arithmetic of an update: what a gradient does to the parameters and to the slots beside them."""
+"""The arithmetic of an update: what its gradients do to the parameters and to the slots beside them.
+
+In every rule g is the weighted sum of the update's gradients, alpha the rate, and, where weight decay is not
+zero, g += weight_decay * theta before all else: once per update, on the parameters as they are then.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar
 
 import numpy as np
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.update_rule import Hyperparameter, Slots, UpdateRule, WeightedGradient
 from pyps_wire.errors import UnsupportedOptimizer
 
-Slots = dict[str, Floats]
+__all__ = ["RULES", "Slots", "UpdateRule", "WeightedGradient", "find", "validate"]
+
+_WEIGHT_DECAY = Hyperparameter(default=0.0)
+_MOMENTUM = Hyperparameter(default=0.9)
 
 
-class WeightedGradient(NamedTuple):
-    """One gradient of an update's sum: encoded numbers, their codec, and what they are multiplied by."""
-
-    payload: bytes | memoryview
-    codec: int
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hyperparameter:
-    """A setting of a rule: any finite float32 from `minimum` up."""
-
-    default: float
-    minimum: float = 0.0
-
-
-class UpdateRule(Protocol):
-    """Turns a gradient into an update.
-
-    `apply` is called under a shard's lock, from many shards at once, once for every stretch of an update: a
-    rule holds no state but what is in the slots, and reads nothing outside the given stretch.
-    """
-
-    name: str
-    # True where the step does not grow with the gradient, so that only the rate can scale it.
-    adaptive: bool
-    slot_names: tuple[str, ...]
-    settings: Mapping[str, Hyperparameter]
-
-    def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
-        """Returns the slots of a shard that has had no update."""
-        ...
-
-    def apply(
-        self,
-        parameters: Floats,
-        slots: Slots,
-        gradients: Sequence[WeightedGradient],
-        *,
-        rate: float,
-        version: int,
-        hyperparameters: Mapping[str, float],
-    ) -> None:
-        """Updates parameters and slots in place by g = f0 * g0 + f1 * g1 + ..., in float32, in this order.
-
-        `version` counts the shard's updates before this one. `rate` is the step size, in which schedules and
-        staleness are accounted for; the learning rate among the hyperparameters is not read.
-        """
-        ...
-
-
-class Sgd:
+class Sgd(UpdateRule):
     """theta -= alpha * g."""
 
     name = "sgd"
-    adaptive = False
-    slot_names: tuple[str, ...] = ()
-    settings: Mapping[str, Hyperparameter] = {"learning_rate": Hyperparameter(default=0.001)}
-
-    def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
-        return {}
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.001),
+        "weight_decay": _WEIGHT_DECAY,
+    }
 
     def apply(
         self,
@@ -87,22 +42,132 @@ class Sgd:
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        _kernels.sgd(parameters, *_summed(gradients, parameters.size), rate=rate)
+        _kernels.sgd(parameters, gradients, rate=rate, weight_decay=hyperparameters["weight_decay"])
 
 
-class Adagrad:
-    """s += g * g; theta -= gamma * g / (sqrt(s) + eps) (Dean et al. 2012, section 4.1).
+class Momentum(UpdateRule):
+    """v = m * v + (1 - dampening) * g; theta -= alpha * v: heavy-ball momentum in torch's form.
 
-    The sum holds the current gradient; the root is the paper's (a public note lost it).
+    The first update takes v = g without dampening, as torch does. A new rate moves along the old velocity too.
+    """
+
+    name = "momentum"
+    slot_names = ("velocity",)
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.001),
+        "momentum": _MOMENTUM,
+        "dampening": Hyperparameter(default=0.0),
+        "weight_decay": _WEIGHT_DECAY,
+    }
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        _kernels.momentum(
+            parameters,
+            slots["velocity"],
+            gradients,
+            rate=rate,
+            momentum=hyperparameters["momentum"],
+            dampening=hyperparameters["dampening"] if version > 0 else 0.0,
+            weight_decay=hyperparameters["weight_decay"],
+        )
+
+
+class HeavyBall(UpdateRule):
+    """v = m * v + alpha * g; theta -= v: heavy-ball momentum with the rate inside the velocity.
+
+    The form for updates whose gradients carry rates of their own, as in Zhang et al. 2016 (staleness-aware
+    ASGD): what a gradient was worth when it came stays so, whatever the rate is later.
+    """
+
+    name = "heavy_ball"
+    slot_names = ("velocity",)
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.001),
+        "momentum": _MOMENTUM,
+        "weight_decay": _WEIGHT_DECAY,
+    }
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        _kernels.heavy_ball(
+            parameters,
+            slots["velocity"],
+            gradients,
+            rate=rate,
+            momentum=hyperparameters["momentum"],
+            weight_decay=hyperparameters["weight_decay"],
+        )
+
+
+class Nesterov(UpdateRule):
+    """v = m * v + g; theta -= alpha * (g + m * v): Nesterov's momentum in torch's form.
+
+    The parameters held and served are the look-ahead point of Sutskever et al. 2013, at which the next
+    gradient is wanted: with u = -alpha * v and a constant alpha they are phi + m * u, where
+    u' = m * u - alpha * grad(phi + m * u) and phi' = phi + u'.
+    """
+
+    name = "nesterov"
+    slot_names = ("velocity",)
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.001),
+        "momentum": _MOMENTUM,
+        "weight_decay": _WEIGHT_DECAY,
+    }
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        _kernels.nesterov(
+            parameters,
+            slots["velocity"],
+            gradients,
+            rate=rate,
+            momentum=hyperparameters["momentum"],
+            weight_decay=hyperparameters["weight_decay"],
+        )
+
+
+class Adagrad(UpdateRule):
+    """s += g * g; theta -= alpha * g / (sqrt(s) + eps) (Dean et al. 2012, section 4.1).
+
+    The sum holds the current gradient; the root is the paper's (a public note lost it). With lr_decay, alpha
+    is divided by 1 + lr_decay * version.
     """
 
     name = "adagrad"
     adaptive = True
-    slot_names: tuple[str, ...] = ("accumulator",)
-    settings: Mapping[str, Hyperparameter] = {
+    slot_names = ("accumulator",)
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.01),
         "eps": Hyperparameter(default=1e-10),
         "initial_accumulator_value": Hyperparameter(default=0.0),
+        "lr_decay": Hyperparameter(default=0.0),
+        "weight_decay": _WEIGHT_DECAY,
     }
 
     def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
@@ -120,24 +185,28 @@ class Adagrad:
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        gradient, codec = _summed(gradients, parameters.size)
-        _kernels.adagrad(parameters, slots["accumulator"], gradient, codec, rate=rate, eps=hyperparameters["eps"])
+        _kernels.adagrad(
+            parameters,
+            slots["accumulator"],
+            gradients,
+            rate=rate / (1.0 + version * hyperparameters["lr_decay"]),
+            eps=hyperparameters["eps"],
+            weight_decay=hyperparameters["weight_decay"],
+        )
 
 
-class AddDelta:
-    """theta += scale * delta: how locally trained parameters' delta is applied, whatever the run's rule.
+class Rmsprop(UpdateRule):
+    """s = decay * s + (1 - decay) * g * g; theta -= alpha * g / (sqrt(s) + eps)."""
 
-    The worker's own optimizer has set the size of the step already, so no learning rate enters and no slot
-    changes.
-    """
-
-    name = "add_delta"
-    adaptive = False
-    slot_names: tuple[str, ...] = ()
-    settings: Mapping[str, Hyperparameter] = {}
-
-    def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
-        return {}
+    name = "rmsprop"
+    adaptive = True
+    slot_names = ("square_average",)
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.01),
+        "decay": Hyperparameter(default=0.99, below=1.0),
+        "eps": Hyperparameter(default=1e-8),
+        "weight_decay": _WEIGHT_DECAY,
+    }
 
     def apply(
         self,
@@ -149,11 +218,141 @@ class AddDelta:
         version: int,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        _kernels.sgd(parameters, *_summed(gradients, parameters.size), rate=-rate)
+        _kernels.rmsprop(
+            parameters,
+            slots["square_average"],
+            gradients,
+            rate=rate,
+            decay=hyperparameters["decay"],
+            eps=hyperparameters["eps"],
+            weight_decay=hyperparameters["weight_decay"],
+        )
+
+
+class Adam(UpdateRule):
+    """m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g; theta -= alpha * m' / (sqrt(v') + eps).
+
+    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), where t counts the shard's updates with this one; eps
+    stands after the correction, where torch has it (Kingma and Ba 2015, algorithm 1).
+    """
+
+    name = "adam"
+    adaptive = True
+    slot_names = (
+        "first_moment",
+        "second_moment",
+    )
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.001),
+        "beta1": Hyperparameter(default=0.9, below=1.0),
+        "beta2": Hyperparameter(default=0.999, below=1.0),
+        "eps": Hyperparameter(default=1e-8),
+        "weight_decay": _WEIGHT_DECAY,
+    }
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        first_correction, second_correction = _bias_corrections(version, hyperparameters)
+        _kernels.adam(
+            parameters,
+            slots["first_moment"],
+            slots["second_moment"],
+            gradients,
+            rate=rate / first_correction,
+            beta1=hyperparameters["beta1"],
+            beta2=hyperparameters["beta2"],
+            root_scale=1.0 / math.sqrt(second_correction),
+            eps=hyperparameters["eps"],
+            weight_decay=hyperparameters["weight_decay"],
+        )
+
+
+class Adamw(UpdateRule):
+    """theta -= alpha * weight_decay * theta, then as Adam without decay (Loshchilov and Hutter 2019).
+
+    The decay meets neither moments nor their root, so it is the same for parameters of every gradient.
+    """
+
+    name = "adamw"
+    adaptive = True
+    slot_names = (
+        "first_moment",
+        "second_moment",
+    )
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {
+        "learning_rate": Hyperparameter(default=0.001),
+        "beta1": Hyperparameter(default=0.9, below=1.0),
+        "beta2": Hyperparameter(default=0.999, below=1.0),
+        "eps": Hyperparameter(default=1e-8),
+        "weight_decay": Hyperparameter(default=0.01),
+    }
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        first_correction, second_correction = _bias_corrections(version, hyperparameters)
+        _kernels.adamw(
+            parameters,
+            slots["first_moment"],
+            slots["second_moment"],
+            gradients,
+            rate=rate / first_correction,
+            beta1=hyperparameters["beta1"],
+            beta2=hyperparameters["beta2"],
+            root_scale=1.0 / math.sqrt(second_correction),
+            eps=hyperparameters["eps"],
+            weight_decay=rate * hyperparameters["weight_decay"],
+        )
+
+
+class AddDelta(UpdateRule):
+    """theta += g: how deltas of locally trained parameters are applied, whatever the run's rule.
+
+    The worker's own optimizer has set the size of the step already, so no learning rate enters and no slot
+    changes.
+    """
+
+    name = "add_delta"
+    settings: ClassVar[Mapping[str, Hyperparameter]] = {}
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        _kernels.sgd(parameters, gradients, rate=-rate)
+
+
+def _bias_corrections(version: int, hyperparameters: Mapping[str, float]) -> tuple[float, float]:
+    """Returns what Adam's moments are divided by: they started at zero."""
+    updates = version + 1
+    return 1.0 - hyperparameters["beta1"] ** updates, 1.0 - hyperparameters["beta2"] ** updates
 
 
 # The rules that a run may be given.
-RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (Sgd(), Adagrad())}
+RULES: dict[str, UpdateRule] = {
+    rule.name: rule for rule in (Sgd(), Momentum(), HeavyBall(), Nesterov(), Adagrad(), Rmsprop(), Adam(), Adamw())
+}
 
 
 def find(name: str) -> UpdateRule:
@@ -178,19 +377,11 @@ def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> di
         name: float(value) for name, value in hyperparameters.items()
     }
     for name, value in settled.items():
-        minimum = rule.settings[name].minimum
+        setting = rule.settings[name]
         # Written so that NaN fails; the kernels compute in float32.
-        if not minimum <= value <= float(np.finfo(np.float32).max):
+        if not (setting.minimum <= value <= float(np.finfo(np.float32).max) and value < setting.below):
+            bound = f" and less than {setting.below:g}" if setting.below < math.inf else ""
             raise UnsupportedOptimizer(
-                f"{rule.name}'s {name} is {value}; expected a finite float32 of at least {minimum:g}"
+                f"{rule.name}'s {name} is {value}; expected a finite float32 of at least {setting.minimum:g}{bound}"
             )
     return settled
-
-
-def _summed(gradients: Sequence[WeightedGradient], length: int) -> tuple[bytes | memoryview, int]:
-    if len(gradients) == 1 and gradients[0].factor == 1.0:
-        return gradients[0].payload, gradients[0].codec
-    total = aligned_zeros(length)
-    for payload, codec, factor in gradients:
-        _kernels.sgd(total, payload, codec, rate=-factor)
-    return total.tobytes(), _kernels.FLOAT32

@@ -13,7 +13,13 @@ from shards import make_shard, push
 
 def test_missing_settings_get_their_defaults() -> None:
     settled = validate("adagrad", {"learning_rate": 0.05})
-    assert settled == {"learning_rate": 0.05, "eps": 1e-10, "initial_accumulator_value": 0.0}
+    assert settled == {
+        "learning_rate": 0.05,
+        "eps": 1e-10,
+        "initial_accumulator_value": 0.0,
+        "lr_decay": 0.0,
+        "weight_decay": 0.0,
+    }
 
 
 def test_a_rule_may_be_named_or_given() -> None:
@@ -21,12 +27,12 @@ def test_a_rule_may_be_named_or_given() -> None:
 
 
 def test_an_unknown_rule_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="'lamb' is unknown; this server has adagrad, sgd"):
+    with pytest.raises(UnsupportedOptimizer, match="'lamb' is unknown; this server has adagrad, adam, .*, sgd"):
         find("lamb")
 
 
 def test_an_unknown_setting_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="sgd has no setting 'momentum'; it has learning_rate"):
+    with pytest.raises(UnsupportedOptimizer, match="sgd has no setting 'momentum'; it has learning_rate, weight_decay"):
         validate("sgd", {"learning_rate": 0.1, "momentum": 0.9})
 
 

@@ -1,0 +1,177 @@
+// What the bindings take from Python, checked; nothing is converted or copied.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "kernels.h"
+
+namespace pyps {
+
+namespace py = pybind11;
+
+inline Codec to_codec(int number) {
+  switch (number) {
+    case 1:
+      return Codec::float32;
+    case 2:
+      return Codec::float16;
+    case 3:
+      return Codec::bfloat16;
+    default:
+      throw py::value_error("codec is " + std::to_string(number) +
+                            "; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)");
+  }
+}
+
+inline const char* name_of(Codec codec) {
+  switch (codec) {
+    case Codec::float16:
+      return "float16";
+    case Codec::bfloat16:
+      return "bfloat16";
+    case Codec::float32:
+      break;
+  }
+  return "float32";
+}
+
+inline float to_float32(double value, const char* name) {
+  const float rounded = static_cast<float>(value);
+  if (!std::isfinite(rounded)) {
+    throw py::value_error(std::string(name) + " is " + std::to_string(value) +
+                          "; expected a number that is finite in float32");
+  }
+  return rounded;
+}
+
+inline std::string type_name(py::handle object) {
+  return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
+}
+
+// A contiguous run of bytes that some Python object owns, read-only, held until destruction. It is
+// created and destroyed with the GIL, and may be read without.
+class Bytes {
+ public:
+  Bytes(py::handle object, std::string name) : name_(std::move(name)) {
+    if (!PyObject_CheckBuffer(object.ptr())) {
+      throw py::type_error(name_ + " is of type " + type_name(object) +
+                           "; expected a buffer such as bytes, memoryview or numpy.ndarray");
+    }
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+      PyErr_Clear();
+      throw py::value_error(name_ + " is not C-contiguous");
+    }
+  }
+  ~Bytes() { PyBuffer_Release(&view_); }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  const unsigned char* data() const { return static_cast<const unsigned char*>(view_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+  const std::string& name() const { return name_; }
+
+  // Raw bytes may hold any codec; an array of numbers must hold the codec's own.
+  void require_format(Codec codec) const {
+    const char* format = view_.format == nullptr ? "B" : view_.format;
+    if (*format == '@' || *format == '=' || *format == '<') ++format;
+    const char wanted = codec == Codec::float32 ? 'f' : codec == Codec::float16 ? 'e' : 'H';
+    const bool raw = view_.itemsize == 1 && std::strchr("Bbc", *format) != nullptr;
+    const bool matching =
+        static_cast<std::size_t>(view_.itemsize) == size_of(codec) && *format == wanted;
+    if (*format == '\0' || format[1] != '\0' || !(raw || matching)) {
+      throw py::type_error(name_ + " has the buffer format '" +
+                           (view_.format == nullptr ? "" : view_.format) + "'; " + name_of(codec) +
+                           " takes raw bytes ('B', 'b', 'c') or '" + wanted + "'");
+    }
+  }
+
+  void require_count(Codec codec, std::size_t count) const {
+    require_format(codec);
+    if (size() != count * size_of(codec)) {
+      throw py::value_error(name_ + " holds " + std::to_string(size()) + " bytes; " +
+                            std::to_string(count) + " values of " + name_of(codec) + " take " +
+                            std::to_string(count * size_of(codec)));
+    }
+  }
+
+  std::size_t count_of(Codec codec) const {
+    require_format(codec);
+    if (size() % size_of(codec) != 0) {
+      throw py::value_error(name_ + " holds " + std::to_string(size()) +
+                            " bytes, which is no whole number of " + name_of(codec) + " values");
+    }
+    return size() / size_of(codec);
+  }
+
+ private:
+  std::string name_;
+  Py_buffer view_ = {};
+};
+
+enum class Access { read, write };
+
+// A one-dimensional float32 numpy array, as it lies in memory.
+class Floats {
+ public:
+  Floats(py::handle object, const char* name, Access access) : name_(name) {
+    if (!py::isinstance<py::array>(object)) {
+      throw py::type_error(std::string(name) + " is of type " + type_name(object) +
+                           "; expected a numpy.ndarray of float32");
+    }
+    array_ = py::reinterpret_borrow<py::array>(object);
+    if (!array_.dtype().equal(py::dtype::of<float>())) {
+      throw py::type_error(std::string(name) + " has dtype " +
+                           py::str(array_.dtype()).cast<std::string>() + "; expected float32");
+    }
+    if (array_.ndim() != 1) refuse(std::to_string(array_.ndim()) + "-dimensional; expected 1-D");
+    if ((array_.flags() & py::array::c_style) == 0) refuse("not C-contiguous");
+    if (access == Access::write && !array_.writeable()) refuse("not writable");
+    if (reinterpret_cast<std::uintptr_t>(array_.data()) % alignof(float) != 0) {
+      refuse("not aligned to 4 bytes");
+    }
+  }
+
+  const float* data() const { return static_cast<const float*>(array_.data()); }
+  float* mutable_data() const { return static_cast<float*>(const_cast<void*>(array_.data())); }
+  std::size_t count() const { return static_cast<std::size_t>(array_.size()); }
+  const char* name() const { return name_; }
+
+  void require_count(const Floats& other) const {
+    if (count() == other.count()) return;
+    refuse(std::to_string(count()) + " long; " + other.name() + " is " +
+           std::to_string(other.count()) + " long");
+  }
+
+  void require_apart(const Floats& other) const {
+    require_apart(other.data(), other.count() * sizeof(float), other.name());
+  }
+  void require_apart(const Bytes& other) const {
+    require_apart(other.data(), other.size(), other.name());
+  }
+
+ private:
+  // The loops assume that what they write is nowhere else read.
+  void require_apart(const void* other, std::size_t size, const std::string& other_name) const {
+    const auto mine = reinterpret_cast<std::uintptr_t>(data());
+    const auto theirs = reinterpret_cast<std::uintptr_t>(other);
+    if (mine < theirs + size && theirs < mine + count() * sizeof(float)) {
+      throw py::value_error(std::string(name_) + " and " + other_name + " overlap in memory");
+    }
+  }
+
+  [[noreturn]] void refuse(const std::string& complaint) const {
+    throw py::value_error(std::string(name_) + " is " + complaint);
+  }
+
+  const char* name_;
+  py::array array_;
+};
+
+}  // namespace pyps
