@@ -1,0 +1,293 @@
+"""Who may begin a step.
+
+Some protocols bind not only what a push does but when a worker may compute: one at a time, or no more than s
+clocks ahead of the slowest. Servers know nothing of each other, so the pacer of server 0 alone grants steps; a
+worker that asks there before each step keeps the rule on all servers.
+
+A pacer is a state machine without lock, time or thread: its owner calls one method at a time and wakes the
+workers that it returns. A worker is present from its first question until it departs; it is granted a step from
+the answer until it asks for the next.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Walker:
+    """A worker as a pacer sees it."""
+
+    worker_id: str
+    # Steps that it says it has finished.
+    count: int
+    # The count that is clock 0.
+    offset: int
+    # Drawn when it joins and with each step it is granted: the lowest has waited for its turn the longest.
+    ticket: int
+    # Whether it may compute now; otherwise it waits.
+    granted: bool = False
+
+    @property
+    def clock(self) -> int:
+        """Steps finished, as the bound on clocks counts them."""
+        return self.count - self.offset
+
+
+@dataclass(slots=True)
+class Floor:
+    """Who is there, and what a pacer's owner has told it."""
+
+    # In order of joining.
+    present: dict[str, Walker] = field(default_factory=dict)
+    # All that ever asked.
+    seen: set[str] = field(default_factory=set)
+    version: int = 0
+    tickets: int = 0
+
+    def join(self, worker_id: str, count: int) -> None:
+        """Lets a worker in at the clock of the slowest, whatever its own count says."""
+        self.present[worker_id] = Walker(worker_id, count, count - self.slowest(), self.draw())
+        self.seen.add(worker_id)
+
+    def draw(self) -> int:
+        """Returns the next ticket."""
+        self.tickets += 1
+        return self.tickets
+
+    def slowest(self) -> int:
+        """Returns the lowest clock, 0 when nobody is there."""
+        return min((walker.clock for walker in self.present.values()), default=0)
+
+    def restart_clocks(self) -> None:
+        """Begins to count everybody's clock anew."""
+        for walker in self.present.values():
+            walker.offset = walker.count
+
+
+class Pacer(ABC):
+    """Grants steps to the workers that ask for them. Guarded by its owner's lock."""
+
+    def __init__(self, *, quorum: int = 0) -> None:
+        # Nobody is granted a step until so many workers have asked once.
+        self.quorum = quorum
+        self._floor = Floor()
+
+    def arrive(self, worker_id: str, clock: int) -> list[str]:
+        """Takes a worker's question for the step after `clock` finished ones, which ends the step it had before.
+
+        Returns the workers that may proceed now and could not before; the asker is among them when it may, also
+        when it asks once more because the answer was lost.
+        """
+        walker = self._floor.present.get(worker_id)
+        if walker and walker.granted and walker.count == clock:
+            return [worker_id]
+        if walker and clock >= walker.count:
+            walker.count, walker.granted = clock, False
+        else:
+            # A lower count is that of a worker that began anew while nobody saw it go.
+            self._floor.present.pop(worker_id, None)
+            self._floor.join(worker_id, clock)
+        return self._grant()
+
+    def depart(self, worker_id: str) -> list[str]:
+        """Forgets a worker that left, died or stalled; returns those that may proceed now and could not before.
+
+        One that departs while it waits is granted nothing until it asks again, and then joins last.
+        """
+        self._floor.present.pop(worker_id, None)
+        return self._grant()
+
+    def advanced(self, version: int) -> list[str]:
+        """Takes note of a shard's version, of which the highest counts; returns those that may proceed now."""
+        self._floor.version = max(self._floor.version, version)
+        return self._grant()
+
+    def take_over(self, other: Pacer) -> list[str]:
+        """Goes on where another pacer stops, with those that wait and those that compute; the other is used no more.
+
+        Returns those that wait no longer. Clocks are counted from here on.
+        """
+        self._floor = other._floor
+        self._floor.restart_clocks()
+        return self._grant()
+
+    def asks(self, version: int) -> bool:
+        """Tells whether workers have to ask before a step at that version."""
+        return True
+
+    def waiting_for(self, worker_id: str) -> tuple[str, ...]:
+        """Returns whom a worker waits for, in order of name; () where it does not wait, or waits for the quorum."""
+        walker = self._floor.present.get(worker_id)
+        if walker is None or walker.granted or self.missing:
+            return ()
+        return tuple(sorted(self._ahead_of(walker)))
+
+    @property
+    def missing(self) -> int:
+        """How many workers have yet to ask before anybody is granted a step."""
+        return max(0, self.quorum - len(self._floor.seen))
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """The workers that have asked and may not proceed, in order of joining."""
+        return tuple(walker.worker_id for walker in self._floor.present.values() if not walker.granted)
+
+    # What a pacer's rule is made of.
+
+    @abstractmethod
+    def _may_proceed(self, walker: Walker) -> bool:
+        """Tells whether a waiting worker may proceed now, the quorum aside."""
+
+    @abstractmethod
+    def _ahead_of(self, walker: Walker) -> Iterable[str]:
+        """Returns whom a waiting worker waits for."""
+
+    def _order(self, waiting: list[Walker]) -> list[Walker]:
+        """Returns the waiting workers in the order in which they are let through."""
+        return waiting
+
+    def _grant(self) -> list[str]:
+        granted: list[str] = []
+        if self.missing:
+            return granted
+        for walker in self._order([walker for walker in self._floor.present.values() if not walker.granted]):
+            if self._may_proceed(walker):
+                walker.granted, walker.ticket = True, self._floor.draw()
+                granted.append(walker.worker_id)
+        return granted
+
+
+class TurnTaking(Pacer):
+    """Lets one worker compute at a time, in turn (the STT chapter's "synchronous").
+
+    Turns go round in order of joining. A worker that does not ask when its turn comes is passed over and goes
+    first when it does: nobody waits for one that does not want to compute.
+    """
+
+    def _may_proceed(self, walker: Walker) -> bool:
+        return not any(other.granted for other in self._floor.present.values())
+
+    def _ahead_of(self, walker: Walker) -> list[str]:
+        return [other.worker_id for other in self._floor.present.values() if other.granted]
+
+    def _order(self, waiting: list[Walker]) -> list[Walker]:
+        return sorted(waiting, key=lambda walker: walker.ticket)
+
+
+class ClockBound(Pacer):
+    """Lets a worker at clock c proceed while c - min_q c_q <= s (stale synchronous parallel, Ho et al. 2013).
+
+    One that joins late begins at the present minimum, whatever its own count says: it neither holds the others
+    back nor is it behind them.
+    """
+
+    def __init__(self, clock_bound: int, *, quorum: int = 0) -> None:
+        super().__init__(quorum=quorum)
+        self._clock_bound = clock_bound
+
+    def _may_proceed(self, walker: Walker) -> bool:
+        return walker.clock - self._floor.slowest() <= self._clock_bound
+
+    def _ahead_of(self, walker: Walker) -> list[str]:
+        enough = walker.clock - self._clock_bound
+        return [other.worker_id for other in self._floor.present.values() if other.clock < enough]
+
+
+class Release(Pacer):
+    """Lets the workers in one after the other, in order of joining (Dean et al. 2012, section 4.1, warm start).
+
+    At version t as many as 1 + floor((t - start) / every) may compute, and always the first: somebody moves the
+    version on, whoever departs.
+    """
+
+    def __init__(self, start: int, every: int, *, quorum: int = 0) -> None:
+        super().__init__(quorum=quorum)
+        self._start, self._every = start, every
+
+    def asks(self, version: int) -> bool:
+        # Until one more than those present would be free at once.
+        return version < self._start + self._every * len(self._floor.present)
+
+    @property
+    def all_free(self) -> bool:
+        """Whether the last worker of those present may compute."""
+        last_rank = len(self._floor.present) - 1
+        return last_rank >= 0 and self._floor.version >= self._start + self._every * last_rank
+
+    def _may_proceed(self, walker: Walker) -> bool:
+        rank = self._rank(walker)
+        return rank == 0 or self._floor.version >= self._start + self._every * rank
+
+    def _ahead_of(self, walker: Walker) -> list[str]:
+        return list(self._floor.present)[: self._rank(walker)]
+
+    def _rank(self, walker: Walker) -> int:
+        return list(self._floor.present).index(walker.worker_id)
+
+
+class Free(Pacer):
+    """Lets everybody compute."""
+
+    def asks(self, version: int) -> bool:
+        return False
+
+    def _may_proceed(self, walker: Walker) -> bool:
+        return True
+
+    def _ahead_of(self, walker: Walker) -> tuple[str, ...]:
+        return ()
+
+
+class StagedPacer(Pacer):
+    """One pacer for the first `updates` versions, then another; None for a stage in which everybody may compute.
+
+    With `release_every`, the workers are let into the second stage one after the other, each so many updates
+    after the one before it. The second pacer's rule holds once all are in.
+    """
+
+    def __init__(
+        self,
+        warm_up: Pacer | None,
+        main: Pacer | None,
+        *,
+        updates: int,
+        release_every: int = 0,
+        quorum: int = 0,
+    ) -> None:
+        super().__init__(quorum=quorum)
+        self._updates = updates
+        self._release = Release(updates, release_every) if release_every else None
+        self._stage: Pacer = warm_up or Free()
+        # The stages still to come.
+        self._later: deque[Pacer] = deque([self._release] if self._release else [])
+        self._later.append(main or Free())
+
+    def asks(self, version: int) -> bool:
+        # Also during a free warm-up: a later stage must know who is there, and in which order they came.
+        return any(stage.asks(version) for stage in (self._stage, *self._later))
+
+    def _grant(self) -> list[str]:
+        for stage in (self._stage, *self._later):
+            stage._floor = self._floor
+        while self._later and self._over():
+            self._stage = self._later.popleft()
+            self._floor.restart_clocks()
+        return super()._grant()
+
+    def _over(self) -> bool:
+        if self._stage is self._release:
+            return self._release.all_free
+        return self._floor.version >= self._updates
+
+    def _may_proceed(self, walker: Walker) -> bool:
+        return self._stage._may_proceed(walker)
+
+    def _ahead_of(self, walker: Walker) -> Iterable[str]:
+        return self._stage._ahead_of(walker)
+
+    def _order(self, waiting: list[Walker]) -> list[Walker]:
+        return self._stage._order(waiting)
