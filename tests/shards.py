@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps.core import aggregation, staleness
+from pyps.core import aggregation, schedule, staleness
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Codec, Gradient
+from pyps.core.batch_growth import BatchGrowth
+from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import Codec, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome, Receipt
+from pyps.core.roster import Roster
 from pyps.core.shard import Shard, ShardState
 from pyps.core.update_rules import RULES
 
@@ -26,22 +29,51 @@ def floats(*values: float) -> Floats:
     return np.array(values, dtype=np.float32)
 
 
+def roster(*workers: str, missing: int = 0) -> Roster:
+    """Returns a roster of these workers; one worker "a" unless told otherwise."""
+    return Roster(tuple(sorted(workers or ("a",))), missing)
+
+
+def crew(num_workers: int) -> Roster:
+    """Returns a roster of w00, w01, ..."""
+    return Roster(tuple(f"w{index:02d}" for index in range(num_workers)))
+
+
+def make_behaviour(
+    protocol: str | aggregation.Aggregation = "async",
+    policy: str | staleness.StalenessPolicy = "none",
+    *,
+    rate_schedule: str | schedule.Schedule = "constant",
+    clip_norm: float = 0.0,
+    batch_growth: BatchGrowth | None = None,
+) -> Behaviour:
+    """Returns a behaviour of texts or of objects."""
+    return Behaviour(
+        aggregation=aggregation.parse(protocol) if isinstance(protocol, str) else protocol,
+        staleness=staleness.parse(policy) if isinstance(policy, str) else policy,
+        schedule=schedule.parse(rate_schedule) if isinstance(rate_schedule, str) else rate_schedule,
+        clip_norm=clip_norm,
+        batch_growth=batch_growth,
+    )
+
+
 def make_shard(
     parameters: npt.ArrayLike = (0.0, 0.0, 0.0, 0.0),
     *,
     rule: str = "sgd",
     settings: Mapping[str, float] | None = None,
+    protocol: str | aggregation.Aggregation = "async",
     policy: str | staleness.StalenessPolicy = "none",
+    behaviour: Behaviour | None = None,
     **others: Any,
 ) -> Shard:
-    """Returns an asynchronous shard; SGD with learning rate 1 unless told otherwise."""
+    """Returns a shard; asynchronous, SGD with learning rate 1 unless told otherwise."""
     return Shard(
         others.pop("shard_id", 0),
         np.asarray(parameters, dtype=np.float32),
         rule=RULES[rule],
         hyperparameters={"learning_rate": 1.0} if settings is None else settings,
-        aggregation=others.pop("aggregation", None) or aggregation.parse("async"),
-        staleness=staleness.parse(policy) if isinstance(policy, str) else policy,
+        behaviour=behaviour or make_behaviour(protocol, policy),
         **others,
     )
 
@@ -52,10 +84,13 @@ def restored(shard: Shard, state: ShardState, **others: Any) -> Shard:
         state.parameters,
         rule=shard.rule.name,
         settings=shard.hyperparameters,
+        behaviour=others.pop("behaviour", shard.behaviour),
         version=state.version,
         slots=state.slots,
         ledger=Ledger(state.ledger),
         pending=state.pending,
+        examples=state.examples,
+        learning_rate=state.learning_rate,
         **others,
     )
 
@@ -67,9 +102,14 @@ def gradient(values: npt.ArrayLike, **fields: Any) -> Gradient:
     return Gradient(**{**identity, "codec": Codec.FLOAT32, "payload": payload, **fields})
 
 
-def push(shard: Shard, values: npt.ArrayLike, **fields: Any) -> Receipt:
+def nothing(**fields: Any) -> Gradient:
+    """Returns a push of a worker that had no gradient for the shard."""
+    return gradient([], **{"kind": PayloadKind.NOTHING, **fields})
+
+
+def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, **fields: Any) -> Receipt:
     """Pushes a gradient computed on the shard's present version, unless the fields say otherwise."""
-    return shard.push(gradient(values, **{"base_version": shard.version, **fields}), num_workers=1)
+    return shard.push(gradient(values, **{"base_version": shard.version, **fields}), roster=workers or roster())
 
 
 def pull(shard: Shard, worker_id: str | None = None) -> tuple[int, Floats]:
@@ -85,6 +125,21 @@ def digest(parameters: Floats) -> str:
 class Pushed:
     gradient: Gradient
     receipt: Receipt
+    roster: Roster
+
+
+@dataclass(frozen=True)
+class Completed:
+    roster: Roster
+    version: int
+
+
+@dataclass(frozen=True)
+class Configured:
+    behaviour: Behaviour | None
+    learning_rate: float | None
+    roster: Roster
+    version: int
 
 
 @dataclass(frozen=True)
@@ -93,17 +148,41 @@ class Pulled:
     version: int
 
 
+Event = Pushed | Completed | Configured | Pulled
+
+
 @dataclass
 class Log:
     """A recorder that keeps everything, by shard, in the order in which it happened."""
 
-    events: dict[int, list[Pushed | Pulled]] = field(default_factory=dict)
+    events: dict[int, list[Event]] = field(default_factory=dict)
+    # What each update made of the parameters.
+    digests: dict[int, list[str]] = field(default_factory=dict)
 
-    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt) -> None:
-        self.events.setdefault(shard_id, []).append(Pushed(gradient, receipt))
+    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
+        self._keep(shard_id, Pushed(gradient, receipt, roster))
+
+    def completed(self, shard_id: int, roster: Roster, version: int) -> None:
+        self._keep(shard_id, Completed(roster, version))
+
+    def configured(
+        self,
+        shard_id: int,
+        behaviour: Behaviour | None,
+        learning_rate: float | None,
+        roster: Roster,
+        version: int,
+    ) -> None:
+        self._keep(shard_id, Configured(behaviour, learning_rate, roster, version))
+
+    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
+        self.digests.setdefault(shard_id, []).append(digest(parameters))
 
     def pulled(self, shard_id: int, worker_id: str, version: int) -> None:
-        self.events.setdefault(shard_id, []).append(Pulled(worker_id, version))
+        self._keep(shard_id, Pulled(worker_id, version))
+
+    def _keep(self, shard_id: int, event: Event) -> None:
+        self.events.setdefault(shard_id, []).append(event)
 
     def pushes(self, shard_id: int) -> list[Pushed]:
         return [event for event in self.events[shard_id] if isinstance(event, Pushed)]
@@ -113,12 +192,19 @@ class Log:
 
 
 def replay(log: Log, shard: Shard) -> list[str]:
-    """Pushes the shard's log into it, in order, and returns the digest of each version from the first."""
+    """Does with the shard what its log says, in order; returns the digest of each version from the first."""
     digests = [digest(pull(shard)[1])]
-    for event in log.pushes(shard.shard_id):
-        receipt = shard.push(event.gradient, num_workers=event.receipt.num_workers)
-        assert receipt == event.receipt
-        if receipt.outcome == Outcome.APPLIED:
+    for event in log.events[shard.shard_id]:
+        version = shard.version
+        if isinstance(event, Pushed):
+            assert shard.push(event.gradient, roster=event.roster) == event.receipt
+        elif isinstance(event, Completed):
+            assert version == event.version
+            shard.complete(event.roster)
+        elif isinstance(event, Configured):
+            assert version == event.version
+            shard.configure(behaviour=event.behaviour, learning_rate=event.learning_rate, roster=event.roster)
+        if shard.version > version:
             digests.append(digest(pull(shard)[1]))
     return digests
 

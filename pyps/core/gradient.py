@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -22,6 +23,8 @@ class PayloadKind(IntEnum):
 
     GRADIENT = 1
     DELTA = 2
+    # The worker had no gradient for the shard in this step. It counts where a protocol waits for every worker.
+    NOTHING = 3
 
 
 class Extent(NamedTuple):
@@ -37,7 +40,8 @@ class Gradient:
 
     The payload must never change: it is scanned before the shard's lock is taken and applied under it.
     (worker_id, incarnation, sequence) is the push's identity. Without extents the payload covers the whole
-    shard; parameters outside the extents had no gradient, which is not a gradient of zero.
+    shard; parameters outside the extents had no gradient, which is not a gradient of zero. A push of NOTHING has
+    no payload and no extents.
     """
 
     worker_id: str
@@ -54,6 +58,10 @@ class Gradient:
     newest_base_version: int | None = None
     # The worker's own count of steps, for protocols that compare workers' clocks.
     clock: int = 0
+    # The shard's base rate from this push on, by the worker that owns the schedule; None leaves it.
+    learning_rate: float | None = None
+    # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
+    norm: float = 0.0
 
     def stretches(self, shard_length: int) -> tuple[Extent, ...]:
         """Returns the extents, or the whole shard as one."""
@@ -74,6 +82,8 @@ EXTENTS_MAX = 65_536
 # Larger counts are nonsense, and their sums would not fit the messages that tell them.
 EXAMPLES_MAX = 2**32
 
+FLOAT32_MAX = 3.4028234663852886e38
+
 _ITEM_BYTES = {Codec.FLOAT32: 4, Codec.FLOAT16: 2, Codec.BFLOAT16: 2}
 
 
@@ -85,12 +95,19 @@ def item_bytes(codec: int) -> int:
 def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> None:
     """Raises BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
     where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
+    if gradient.learning_rate is not None:
+        require_rate(gradient.learning_rate, where=where)
+    if not 0.0 <= gradient.norm < math.inf:
+        raise BadRequest(f"{where}: gradient_norm is {gradient.norm}; expected a finite number of at least 0")
+    if gradient.example_count > EXAMPLES_MAX:
+        raise BadRequest(f"{where}: example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
+    if gradient.kind == PayloadKind.NOTHING:
+        _require_nothing(gradient, where=where)
+        return
     if gradient.codec not in _ITEM_BYTES:
         raise BadRequest(f"{where}: codec is {gradient.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
     if gradient.kind not in (0, PayloadKind.GRADIENT, PayloadKind.DELTA):
-        raise BadRequest(f"{where}: payload kind is {gradient.kind}; expected GRADIENT (1) or DELTA (2)")
-    if gradient.example_count > EXAMPLES_MAX:
-        raise BadRequest(f"{where}: example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
+        raise BadRequest(f"{where}: payload kind is {gradient.kind}; expected GRADIENT (1), DELTA (2) or NOTHING (3)")
     _require_extents(gradient.extents, where=where, shard_length=shard_length)
     count = sum(length for _, length in gradient.stretches(shard_length))
     expected = count * item_bytes(gradient.codec)
@@ -107,6 +124,29 @@ def require_few_extents(count: int) -> None:
     """Raises BadRequest for too many extents; asked before they are read, which takes long for a million."""
     if count > EXTENTS_MAX:
         raise BadRequest(f"{count} extents; expected at most {EXTENTS_MAX}, adjacent ones as one")
+
+
+def require_possible_version(gradient: Gradient, *, shard_id: int, version: int) -> None:
+    """Raises BadRequest for a gradient computed at a version that a shard of its epoch never had."""
+    newest = max(gradient.base_version, gradient.newest_base_version or 0)
+    if gradient.base_version < 0 or newest > version:
+        wrong = gradient.base_version if gradient.base_version < 0 else newest
+        raise BadRequest(
+            f"worker {gradient.worker_id!r} pushed a gradient computed at version {wrong} of shard {shard_id},"
+            f" which is at version {version} of the same epoch; base_version is the version that came with the"
+            " pulled parameters"
+        )
+
+
+def require_rate(learning_rate: float, *, where: str) -> None:
+    """Raises BadRequest unless the learning rate is one that the kernels can take."""
+    if not 0.0 <= learning_rate <= FLOAT32_MAX:
+        raise BadRequest(f"{where}: learning_rate is {learning_rate}; expected a finite float32 of at least 0")
+
+
+def _require_nothing(gradient: Gradient, *, where: str) -> None:
+    if gradient.extents or memoryview(gradient.payload).nbytes:
+        raise BadRequest(f"{where}: a push of NOTHING came with a payload or extents; expected none")
 
 
 def _require_extents(extents: tuple[Extent, ...], *, where: str, shard_length: int) -> None:

@@ -63,7 +63,7 @@ class Ledger:
     """The latest receipts of each life of each worker, for one shard. Guarded by its shard's lock.
 
     It holds receipts of pushes that changed something or were decided for good: applied, pending, dropped,
-    stale. Pushes that left no trace (not finite, other epoch, finished) are judged anew when they come
+    stale, repeated. Pushes that left no trace (not finite, other epoch, finished) are judged anew when they come
     again: the verdict is the same, or the push was never applied and may be.
 
     Memory is bounded, and what is let go is never mistaken for new: sequences and incarnations grow, so
@@ -147,4 +147,5 @@ class _Life:
 
 
 def _receipt(fields: Mapping[str, Any]) -> Receipt:
-    return Receipt(**{**fields, "outcome": Outcome(fields["outcome"]), "reason": Reason(fields["reason"])})
+    kinds = {"outcome": Outcome(fields["outcome"]), "reason": Reason(fields["reason"])}
+    return Receipt(**{**fields, **kinds, "waiting_for": tuple(fields.get("waiting_for", ()))})

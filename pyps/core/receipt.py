@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+WAITING_FOR_MAX = 8
+
 
 class Outcome(IntEnum):
     """What became of a push; the wire contract's numbers."""
@@ -24,6 +26,7 @@ class Reason(IntEnum):
     FINISHED = 4
     FORGOTTEN = 5
     DROPPED = 6
+    REPEATED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,3 +50,7 @@ class Receipt:
     weight: float = 0.0
     num_workers: int = 0
     epoch: int = 0
+    # The version to wait for before the next gradient is computed; 0 for none.
+    min_version: int = 0
+    # Workers that the shard's present round waits for, WAITING_FOR_MAX at most; empty unless PENDING.
+    waiting_for: tuple[str, ...] = ()

@@ -1,26 +1,57 @@
-"""Who is told of every push and pull of a shard."""
+"""Who is told of all that happens to a shard."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Receipt
+from pyps.core.roster import Roster
 
 
 class Recorder(Protocol):
     """Hears what happens to a shard, in the order in which it happens.
 
-    Both methods are called under the shard's lock, and from several shards at once: they must be quick,
-    must not call the shard, and hold the payload no longer than the call unless they keep the gradient. An
-    exception from `pushed` refuses the push, which then has changed nothing.
+    Whoever starts from an equal shard and does again what was told, in the same order and with the same
+    arguments (`push(gradient, roster=)`, `complete(roster)`, `configure(...)`), gets the same receipts and the
+    same bits.
+
+    All methods are called under the shard's lock, and from several shards at once: they must be quick, must not
+    call the shard, and hold the payload no longer than the call unless they keep the gradient. All but `updated` and
+    `pulled` hear of what is about to happen: an exception prevents it, and nothing has changed.
     """
 
-    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt) -> None:
-        """Hears of a push that is about to be applied, parked, dropped or found too stale.
+    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
+        """Hears of a push that is about to be applied, parked, dropped or refused by the protocol or the policy.
 
-        Replaying these in order through an equal shard gives the same bits. Duplicates and the pushes that
-        left no trace (not finite, other epoch, finished, forgotten) are not told.
+        Duplicates and the pushes that left no trace (not finite, other epoch, finished, forgotten) are not told.
+        """
+        ...
+
+    def completed(self, shard_id: int, roster: Roster, version: int) -> None:
+        """Hears that at that version waiting gradients are about to become updates, as other workers count now."""
+        ...
+
+    def configured(
+        self,
+        shard_id: int,
+        behaviour: Behaviour | None,
+        learning_rate: float | None,
+        roster: Roster,
+        version: int,
+    ) -> None:
+        """Hears that at that version behaviour and base rate are about to change; None for what stays.
+
+        Gradients that wait for a protocol that goes are settled first.
+        """
+        ...
+
+    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
+        """Hears of the update that made that version, told of before, and may look at the parameters, not keep them.
+
+        The update stands: this must not raise.
         """
         ...
 

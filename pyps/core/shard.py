@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
 from pyps import _kernels
-from pyps.core.aggregation import Aggregation, Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
+from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Drop, Park, Part, Refuse
 from pyps.core.arrays import Floats, aligned_copy, read_only
-from pyps.core.gradient import Gradient, require_fitting
-from pyps.core.ledger import FORGOTTEN, Ledger, LedgerState
-from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.core.behaviour import Behaviour
+from pyps.core.clipping import clipped, norm_of
+from pyps.core.gradient import Gradient, PayloadKind, require_fitting, require_possible_version, require_rate
+from pyps.core.ledger import FORGOTTEN, Ledger
+from pyps.core.receipt import WAITING_FOR_MAX, Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
-from pyps.core.staleness import StalenessPolicy, WeighingContext
+from pyps.core.roster import Roster
+from pyps.core.shard_state import ShardState, first_slots
+from pyps.core.staleness import WeighingContext
 from pyps.core.update import Target, apply_update, rate_of
-from pyps.core.update_rules import Slots, UpdateRule, validate
-from pyps_wire.errors import BadRequest, WrongSize
+from pyps.core.update_rules import UpdateRule, validate
+from pyps.core.waiters import Waiter, Waiters
+
+__all__ = ["Shard", "ShardState"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardState:
-    """A copy of all that a shard is, taken at one version."""
-
-    version: int
-    parameters: Floats
-    slots: Slots
-    ledger: LedgerState
-    # Gradients with a PENDING receipt, in order of arrival.
-    pending: tuple[Contribution, ...] = ()
 
 
 class Shard:
@@ -40,7 +34,7 @@ class Shard:
 
     A push is judged in a fixed order: whether it fits (else an error is raised), whether it was answered
     before, finished, epoch, base version, finite numbers, protocol, staleness policy. Until the last has
-    agreed nothing changes.
+    agreed no parameter and no slot changes.
     """
 
     def __init__(
@@ -50,54 +44,104 @@ class Shard:
         *,
         rule: UpdateRule,
         hyperparameters: Mapping[str, float],
-        aggregation: Aggregation,
-        staleness: StalenessPolicy,
+        behaviour: Behaviour,
         epoch: int = 0,
         version: int = 0,
         slots: Mapping[str, Floats] | None = None,
         ledger: Ledger | None = None,
         pending: tuple[Contribution, ...] = (),
+        examples: int = 0,
+        learning_rate: float | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Copies the parameters, and the slots where a restored shard brings them."""
+        """Copies the parameters, and the slots where a restored shard brings them.
+
+        `learning_rate` is the base rate where it is no longer that of the hyperparameters.
+        """
         self.shard_id = shard_id
         self.epoch = epoch
         self.length = parameters.size
         self.rule = rule
         self.hyperparameters: Mapping[str, float] = MappingProxyType(validate(rule, hyperparameters))
-        self._aggregation = aggregation
-        self._staleness = staleness
         self._recorder = recorder
         self._lock = threading.Lock()
         # Guarded by _lock.
+        self._behaviour = behaviour
+        self._learning_rate = self.hyperparameters["learning_rate"] if learning_rate is None else learning_rate
         self._version = version
+        self._examples = examples
         self._finished = False
         self._parameters = aligned_copy(parameters)
         self._readable = read_only(self._parameters)
-        self._slots = self._first_slots(slots)
+        self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length)
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = pending
-        self._waiters: list[_Waiter] = []
+        self._waiters = Waiters()
 
-    def push(self, gradient: Gradient, *, num_workers: int) -> Receipt:
+    def push(self, gradient: Gradient, *, roster: Roster) -> Receipt:
         """Handles a gradient and returns its receipt; a push that was answered before gets the first answer.
 
         Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied here. A push
-        that is refused, either way, changes nothing.
+        that is refused, either way, changes no parameter and no slot.
         """
         require_fitting(gradient, shard_id=self.shard_id, shard_length=self.length)
-        # The scan takes as long as an update; the payload cannot change, so it needs no lock.
-        non_finite_index = _kernels.first_non_finite(gradient.payload, gradient.codec)
+        # The scans take as long as an update; the payload cannot change, so they need no lock.
+        non_finite_index = _first_non_finite(gradient)
+        norm = norm_of(gradient) if self._behaviour.clip_norm else None
         with self._lock:
-            receipt = self._answered(gradient, num_workers)
+            receipt = self._answered(gradient, roster)
             if receipt is None:
-                receipt = self._refusal(gradient, num_workers, non_finite_index)
+                receipt = self._refusal(gradient, roster, non_finite_index)
             if receipt is None:
-                receipt = self._decide(gradient, num_workers)
-            reached = self._take_reached()
-        for waiter in reached:
-            waiter.callback()
+                receipt = self._decide(gradient, roster, norm)
+            reached = self._waiters.take_reached(self._version)
+        _call(reached)
         return receipt
+
+    def complete(self, roster: Roster) -> int:
+        """Makes the updates that are due now that other workers count, and returns how many.
+
+        To be called when a worker stops counting: it may have been the one that the others waited for.
+        """
+        updates = 0
+        with self._lock:
+            while (decision := self._completed(roster)) is not None:
+                if updates == 0 and self._recorder is not None:
+                    self._recorder.completed(self.shard_id, roster, self._version)
+                self._apply(decision.parts)
+                updates += 1
+            reached = self._waiters.take_reached(self._version)
+        _call(reached)
+        return updates
+
+    def configure(
+        self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
+    ) -> int:
+        """Replaces the behaviour or the base rate from the next push on; returns the updates made.
+
+        Gradients that wait for a protocol that goes become one last update under the old behaviour (its
+        `settle`); else they go on waiting, weighed as they were. Raises BadRequest, and changes nothing, for a
+        rate that cannot be or a protocol that cannot work with the roster.
+        """
+        if learning_rate is not None:
+            require_rate(learning_rate, where=f"shard {self.shard_id}")
+        if behaviour is not None:
+            behaviour.aggregation.check(roster.num_expected)
+        updates = 0
+        with self._lock:
+            if self._recorder is not None:
+                self._recorder.configured(self.shard_id, behaviour, learning_rate, roster, self._version)
+            if behaviour is not None:
+                decision = self._settled(behaviour)
+                if decision is not None:
+                    self._apply(decision.parts)
+                    updates = 1
+                self._behaviour = behaviour
+            if learning_rate is not None:
+                self._learning_rate = learning_rate
+            reached = self._waiters.take_reached(self._version)
+        _call(reached)
+        return updates
 
     def read(self, reader: Callable[[int, Floats], T], *, worker_id: str | None = None) -> T:
         """Returns what `reader(version, parameters)` makes of the parameters, all of one version.
@@ -117,9 +161,29 @@ class Shard:
         return self._version
 
     @property
+    def examples(self) -> int:
+        """The number of examples behind the applied gradients."""
+        return self._examples
+
+    @property
+    def learning_rate(self) -> float:
+        """The base rate: before schedule, batch growth and staleness."""
+        return self._learning_rate
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """What is in force now."""
+        return self._behaviour
+
+    @property
     def finished(self) -> bool:
         """Whether pushes are refused because the run has ended."""
         return self._finished
+
+    @property
+    def pending_bytes(self) -> int:
+        """The size of the gradients that wait."""
+        return sum(memoryview(waiting.gradient.payload).nbytes for waiting in self._pending)
 
     @property
     def slots_bytes(self) -> int:
@@ -132,37 +196,41 @@ class Shard:
         with self._lock:
             return len(self._ledger)
 
+    def waiting_for(self, roster: Roster) -> tuple[str, ...]:
+        """Returns the workers for whose gradients the present round waits, ascending."""
+        with self._lock:
+            return self._behaviour.aggregation.at(self._version).waiting_for(self._pending, roster)
+
     def when_version(self, min_version: int, callback: Callable[[], None]) -> Callable[[], bool]:
         """Calls back once, as soon as the shard has that version, or is finished and never will.
 
-        The call comes outside the lock: from the thread whose push (or `finish`) brought it about, or at
-        once from this one where it holds already. It must be quick and must not raise. Returns a function
-        that cancels the wait; its result is False when the call was made already or is on its way.
+        The call comes outside the lock: from the thread whose call brought it about, or at once from this one
+        where it holds already. It must be quick and must not raise. Returns a function that cancels the wait;
+        its result is False when the call was made already or is on its way.
         """
-        waiter = _Waiter(min_version, callback)
+        waiter = Waiter(min_version, callback)
         with self._lock:
             waits = self._version < min_version and not self._finished
             if waits:
-                self._waiters.append(waiter)
+                self._waiters.add(waiter)
         if not waits:
             callback()
 
         def cancel() -> bool:
             with self._lock:
-                still_waiting = waiter in self._waiters
-                if still_waiting:
-                    self._waiters.remove(waiter)
-                return still_waiting
+                return self._waiters.remove(waiter)
 
         return cancel
 
     def finish(self) -> None:
-        """Refuses pushes from now on; answers to earlier pushes are still given. Reading goes on."""
+        """Refuses pushes from now on; answers to earlier pushes are still given. Reading goes on.
+
+        Gradients that wait go on waiting: the run is over without them.
+        """
         with self._lock:
             self._finished = True
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.callback()
+            waiters = self._waiters.take_all()
+        _call(waiters)
 
     def state(self) -> ShardState:
         """Returns a copy of everything that a restored shard needs."""
@@ -173,146 +241,167 @@ class Shard:
                 slots={name: aligned_copy(slot) for name, slot in self._slots.items()},
                 ledger=self._ledger.entries(),
                 pending=self._pending,
+                examples=self._examples,
+                learning_rate=self._learning_rate,
             )
 
     # What follows is called under the lock.
 
-    def _answered(self, gradient: Gradient, num_workers: int) -> Receipt | None:
+    def _answered(self, gradient: Gradient, roster: Roster) -> Receipt | None:
         answer = self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)
         if answer is FORGOTTEN:
             message = (
                 f"shard {self.shard_id} no longer remembers push {gradient.sequence} of worker"
                 f" {gradient.worker_id!r}, so it may have been applied; go on with a new push"
             )
-            return self._rejected(gradient, num_workers, Reason.FORGOTTEN, message)
+            return self._rejected(gradient, roster, Refuse(Reason.FORGOTTEN, message))
         return None if answer is None else replace(answer, duplicate=True)
 
-    def _refusal(self, gradient: Gradient, num_workers: int, non_finite_index: int) -> Receipt | None:
+    def _refusal(self, gradient: Gradient, roster: Roster, non_finite_index: int) -> Receipt | None:
         """Returns the receipt of a push that cannot be used and leaves no trace, not even in the ledger."""
         if self._finished:
             message = f"the run is finished; shard {self.shard_id} stays at version {self._version}"
-            return self._rejected(gradient, num_workers, Reason.FINISHED, message)
+            return self._rejected(gradient, roster, Refuse(Reason.FINISHED, message))
         if gradient.epoch != self.epoch:
             message = (
                 f"the gradient is of epoch {gradient.epoch}, shard {self.shard_id} of epoch {self.epoch}"
                 " since the server was restored; pull again, then go on"
             )
-            return self._rejected(gradient, num_workers, Reason.EPOCH, message)
-        self._require_possible_version(gradient)
+            return self._rejected(gradient, roster, Refuse(Reason.EPOCH, message))
+        require_possible_version(gradient, shard_id=self.shard_id, version=self._version)
         if non_finite_index >= 0:
             message = (
                 f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter"
                 f" {gradient.parameter_index(non_finite_index)} of shard {self.shard_id}; nothing of this"
                 " gradient was applied to the shard"
             )
-            return self._rejected(gradient, num_workers, Reason.NOT_FINITE, message)
+            return self._rejected(gradient, roster, Refuse(Reason.NOT_FINITE, message))
         return None
 
-    def _require_possible_version(self, gradient: Gradient) -> None:
-        newest = max(gradient.base_version, gradient.newest_base_version or 0)
-        if gradient.base_version < 0 or newest > self._version:
-            wrong = gradient.base_version if gradient.base_version < 0 else newest
-            raise BadRequest(
-                f"worker {gradient.worker_id!r} pushed a gradient computed at version {wrong} of shard"
-                f" {self.shard_id}, which is at version {self._version} of the same epoch; base_version is"
-                " the version that came with the pulled parameters"
-            )
-
-    def _decide(self, gradient: Gradient, num_workers: int) -> Receipt:
-        staleness = self._version - gradient.base_version
-        context = WeighingContext(gradient.worker_id, num_workers, self._version)
-        contribution = Contribution(gradient, staleness, self._staleness.weigh(staleness, context))
-        decision = self._aggregation.decide(Arrival(contribution, self._pending, self._version, num_workers))
-        if isinstance(decision, Apply | Park) and not contribution.weighing.accept:
-            message = f"the policy {self._staleness.name!r} takes no gradient that is {staleness} updates old"
-            decision = Refuse(Reason.STALE, message)
-        receipt = self._receipt_of(decision, contribution, num_workers)
+    def _decide(self, gradient: Gradient, roster: Roster, norm: float | None) -> Receipt:
+        aggregation = self._behaviour.aggregation.at(self._version)
+        contribution = self._weigh(gradient, roster, aggregation.split(roster), norm)
+        arrival = Arrival(contribution, self._pending, self._version, roster)
+        decision = aggregation.decide(arrival)
+        if not contribution.weighing.accept and isinstance(decision, Apply | Park):
+            decision = self._too_stale(contribution)
+        learning_rate = self._learning_rate if gradient.learning_rate is None else gradient.learning_rate
+        receipt = self._receipt_of(decision, arrival, learning_rate)
         if self._recorder is not None:
-            self._recorder.pushed(self.shard_id, gradient, receipt)
+            self._recorder.pushed(self.shard_id, gradient, receipt, roster)
+        # The rate is the run's, not the gradient's: it holds even where the gradient is not needed.
+        self._learning_rate = learning_rate
         if isinstance(decision, Apply):
-            self._apply(decision)
+            self._apply(decision.parts)
         elif isinstance(decision, Park):
             self._pending = (*self._pending, contribution)
+        elif isinstance(decision, Acknowledge):
+            self._examples += gradient.example_count
         self._ledger.record(gradient.worker_id, gradient.incarnation, receipt)
         return receipt
 
-    def _receipt_of(self, decision: Decision, contribution: Contribution, num_workers: int) -> Receipt:
-        gradient, staleness = contribution.gradient, contribution.staleness
-        if isinstance(decision, Refuse):
-            return self._rejected(gradient, num_workers, decision.reason, decision.message, staleness)
-        if isinstance(decision, Drop):
-            return self._rejected(gradient, num_workers, Reason.DROPPED, decision.message, staleness)
-        applied = isinstance(decision, Apply)
-        share = decision.share_of(contribution) if isinstance(decision, Apply) else 1.0
+    def _weigh(self, gradient: Gradient, roster: Roster, split: float, norm: float | None) -> Contribution:
+        behaviour = self._behaviour
+        staleness = self._version - gradient.base_version
+        context = WeighingContext(gradient.worker_id, roster.num_workers, self._version, split)
+        weighing = behaviour.staleness.weigh(staleness, context)
+        if behaviour.clip_norm:
+            # None: clipping has just been switched on.
+            norm = norm_of(gradient) if norm is None else norm
+            weighing = clipped(weighing, norm=norm, clip_norm=behaviour.clip_norm)
+        return Contribution(gradient, staleness, weighing)
+
+    def _too_stale(self, contribution: Contribution) -> Refuse:
+        policy, staleness = self._behaviour.staleness.name, contribution.staleness
+        message = f"the policy {policy!r} takes no gradient that is {staleness} updates old"
+        return Refuse(Reason.STALE, message, min_version=self._version)
+
+    def _receipt_of(self, decision: Decision, arrival: Arrival, learning_rate: float) -> Receipt:
+        contribution, roster = arrival.contribution, arrival.roster
+        gradient, weighing = contribution.gradient, contribution.weighing
+        if isinstance(decision, Refuse | Drop):
+            return self._rejected(gradient, roster, decision, contribution.staleness)
+        rate = learning_rate * self._behaviour.rate_factor(self._version, self._examples)
+        weight, version_after, update_scale = weighing.weight, self._version, 1.0
+        min_version = 0
+        waiting_for: tuple[str, ...] = ()
+        if isinstance(decision, Apply):
+            weight *= decision.share_of(contribution)
+            version_after += 1
+            update_scale = self._update_scale(decision.parts)
+        elif isinstance(decision, Park):
+            min_version = decision.min_version
+            waiting_for = self._waited_for((*arrival.pending, contribution), roster)
         return Receipt(
             shard_id=self.shard_id,
             sequence=gradient.sequence,
-            outcome=Outcome.APPLIED if applied else Outcome.PENDING,
+            outcome=Outcome.PENDING if isinstance(decision, Park) else Outcome.APPLIED,
             version_before=self._version,
-            version_after=self._version + applied,
-            staleness=staleness,
-            rate=rate_of(contribution, rate=self.hyperparameters["learning_rate"]),
-            rate_scale=contribution.weighing.rate_scale,
-            weight=share * contribution.weighing.weight,
-            num_workers=num_workers,
+            version_after=version_after,
+            staleness=contribution.staleness,
+            rate=rate_of(contribution, rate=rate, update_scale=update_scale),
+            rate_scale=weighing.rate_scale * update_scale,
+            weight=weight,
+            num_workers=roster.num_workers,
             epoch=self.epoch,
+            min_version=min_version,
+            waiting_for=waiting_for,
         )
 
-    def _apply(self, decision: Apply) -> None:
-        target = Target(
-            self._parameters,
-            self._slots,
-            self.rule,
-            self.hyperparameters,
-            rate=self.hyperparameters["learning_rate"],
-            version=self._version,
-        )
-        apply_update(target, decision.parts)
-        self._version += 1
-        applied = {id(part.contribution) for part in decision.parts}
-        self._pending = tuple(waiting for waiting in self._pending if id(waiting) not in applied)
-
-    def _rejected(
-        self, gradient: Gradient, num_workers: int, reason: Reason, message: str, staleness: int = 0
-    ) -> Receipt:
+    def _rejected(self, gradient: Gradient, roster: Roster, decision: Refuse | Drop, staleness: int = 0) -> Receipt:
         return Receipt(
             shard_id=self.shard_id,
             sequence=gradient.sequence,
             outcome=Outcome.REJECTED,
-            reason=reason,
-            message=message,
+            reason=decision.reason if isinstance(decision, Refuse) else Reason.DROPPED,
+            message=decision.message,
             version_before=self._version,
             version_after=self._version,
             staleness=staleness,
-            num_workers=num_workers,
+            num_workers=roster.num_workers,
             epoch=self.epoch,
+            min_version=decision.min_version,
         )
 
-    def _take_reached(self) -> list[_Waiter]:
-        if not self._waiters:
-            return []
-        reached = [waiter for waiter in self._waiters if waiter.min_version <= self._version]
-        self._waiters = [waiter for waiter in self._waiters if waiter.min_version > self._version]
-        return reached
+    def _completed(self, roster: Roster) -> Apply | None:
+        if self._finished or not self._pending:
+            return None
+        return self._behaviour.aggregation.at(self._version).complete(self._pending, self._version, roster)
 
-    def _first_slots(self, restored: Mapping[str, Floats] | None) -> Slots:
-        if restored is None:
-            return self.rule.make_slots(self.length, self.hyperparameters)
-        if set(restored) != set(self.rule.slot_names):
-            raise BadRequest(
-                f"shard {self.shard_id} was given the slots {sorted(restored)}; {self.rule.name} has"
-                f" {sorted(self.rule.slot_names)}"
-            )
-        for name, slot in restored.items():
-            if slot.size != self.length:
-                raise WrongSize(
-                    f"shard {self.shard_id}: the slot {name!r} has {slot.size} values for {self.length} parameters"
-                )
-        return {name: aligned_copy(slot) for name, slot in restored.items()}
+    def _settled(self, behaviour: Behaviour) -> Apply | None:
+        aggregation = self._behaviour.aggregation
+        if self._finished or not self._pending or behaviour.aggregation == aggregation:
+            return None
+        return aggregation.at(self._version).settle(self._pending)
+
+    def _apply(self, parts: Sequence[Part]) -> None:
+        rate = self._learning_rate * self._behaviour.rate_factor(self._version, self._examples)
+        target = Target(self._parameters, self._slots, self.rule, self.hyperparameters, rate, self._version)
+        apply_update(target, parts, update_scale=self._update_scale(parts))
+        self._version += 1
+        for part in parts:
+            self._examples += part.contribution.gradient.example_count
+        if self._pending:
+            applied = {id(part.contribution) for part in parts}
+            self._pending = tuple(waiting for waiting in self._pending if id(waiting) not in applied)
+        if self._recorder is not None:
+            self._recorder.updated(self.shard_id, self._version, self._readable)
+
+    def _update_scale(self, parts: Sequence[Part]) -> float:
+        return self._behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
+
+    def _waited_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+        aggregation = self._behaviour.aggregation.at(self._version)
+        return aggregation.waiting_for(pending, roster)[:WAITING_FOR_MAX]
 
 
-# Compared by identity: two waits for one version are two waits.
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiter:
-    min_version: int
-    callback: Callable[[], None]
+def _first_non_finite(gradient: Gradient) -> int:
+    """Returns the place of the payload's first NaN or infinity, -1 where there is none."""
+    if gradient.kind == PayloadKind.NOTHING:
+        return -1
+    return _kernels.first_non_finite(gradient.payload, gradient.codec)
+
+
+def _call(waiters: Sequence[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.callback()

@@ -27,7 +27,7 @@ def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
 def build(kind: type[T], text: str, *, what: str) -> T:
     """Returns a `kind` with the settings of "name=value,name=value"."""
     types = typing.get_type_hints(kind)
-    fields = {field.name: types[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    fields = {field.name: types[field.name] for field in _settings(kind)}
     settings: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, separator, value = (part.strip() for part in item.partition("="))
@@ -42,10 +42,19 @@ def build(kind: type[T], text: str, *, what: str) -> T:
 
 def spell(name: str, thing: object) -> str:
     """Returns the text that makes an equal object; settings at their defaults are left out."""
-    fields = dataclasses.fields(thing)  # type: ignore[arg-type]
-    values = [(field, getattr(thing, field.name)) for field in fields]
-    settings = [f"{field.name}={spell_value(value)}" for field, value in values if value != field.default]
-    return f"{name}:{','.join(settings)}" if settings else name
+    settings = spell_settings(thing)
+    return f"{name}:{settings}" if settings else name
+
+
+def spell_settings(thing: object) -> str:
+    """Returns the "name=value,name=value" of which `build` makes an equal object."""
+    values = [(field, getattr(thing, field.name)) for field in _settings(thing)]
+    return ",".join(f"{field.name}={spell_value(value)}" for field, value in values if value != field.default)
+
+
+def _settings(thing: object) -> list[dataclasses.Field[Any]]:
+    """Returns the fields that can be set; others are worked out from them."""
+    return [field for field in dataclasses.fields(thing) if field.init]  # type: ignore[arg-type]
 
 
 def _parse(text: str, kind: type, *, what: str) -> Any:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
 from pyps.core.update_rules import Sgd, Slots, WeightedGradient
-from shards import Log, gradient, make_shard, run_together
+from shards import Log, crew, gradient, make_behaviour, make_shard, run_together
 
 # Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
 LENGTH = 200_000
@@ -60,8 +59,7 @@ def test_no_update_meets_another_update_or_a_read() -> None:
         np.zeros(LENGTH, np.float32),
         rule=WatchedSgd(owners),
         hyperparameters={"learning_rate": 1.0},
-        aggregation=aggregation.parse("async"),
-        staleness=staleness.parse("none"),
+        behaviour=make_behaviour(),
     )
     values = np.ones(LENGTH, np.float32)
 
@@ -71,7 +69,7 @@ def test_no_update_meets_another_update_or_a_read() -> None:
 
     def pusher(worker_id: str) -> None:
         for sequence in range(rounds):
-            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), num_workers=2)
+            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), roster=crew(2))
 
     def reader() -> None:
         for _ in range(rounds):
@@ -93,7 +91,7 @@ def test_every_pull_returns_a_model_that_was() -> None:
 
     def pusher(worker_id: str) -> None:
         for sequence in range(60):
-            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), num_workers=2)
+            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), roster=crew(2))
 
     def reader() -> None:
         while shard.version < 120:

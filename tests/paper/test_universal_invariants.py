@@ -24,6 +24,7 @@ from shards import (
     Log,
     Pulled,
     Pushed,
+    crew,
     digest,
     gradient,
     make_shard,
@@ -82,7 +83,7 @@ class Training:
                     values[-1] = np.nan
                 sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=version)
                 for _ in range(2 if sequence % 5 == 0 else 1):
-                    shard.push(sent, num_workers=WORKERS)
+                    shard.push(sent, roster=crew(WORKERS))
 
 
 @pytest.fixture(scope="module", params=["sgd", "adagrad"])

@@ -56,8 +56,8 @@ def test_an_unknown_codec_is_refused(codec: int) -> None:
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(BadRequest, match="payload kind is 3"):
-        check([0.0] * 8, kind=3)
+    with pytest.raises(BadRequest, match="payload kind is 4"):
+        check([0.0] * 8, kind=4)
 
 
 def test_a_payload_of_another_codec_is_refused_by_its_size() -> None:

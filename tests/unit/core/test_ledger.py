@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pyps.core.ledger import FORGOTTEN, Ledger, LedgerState
 from pyps.core.receipt import Outcome, Reason, Receipt
-from shards import Log, gradient, make_shard, pull, restored
+from shards import Log, gradient, make_shard, pull, restored, roster
 
 
 def receipt(sequence: int) -> Receipt:
@@ -141,7 +141,7 @@ def one_hot(life: int, sequence: int) -> np.ndarray:
 def deliver(shard, life: int, sequence: int) -> Receipt:
     worker_id, incarnation = LIVES[life]
     sent = gradient(one_hot(life, sequence), worker_id=worker_id, incarnation=incarnation, sequence=sequence)
-    return shard.push(sent, num_workers=1)
+    return shard.push(sent, roster=roster())
 
 
 @given(deliveries, st.integers(0, 120))
@@ -181,5 +181,5 @@ def test_no_push_is_refused_that_was_overtaken_by_fewer_than_eight(blocks: list[
     shard = make_shard([0.0], recorder=log)
     order = [8 * block + place for block, places in enumerate(blocks) for place in places]
     for sequence in order:
-        shard.push(gradient([1.0], sequence=sequence), num_workers=1)
+        shard.push(gradient([1.0], sequence=sequence), roster=roster())
     assert len(log.applied(0)) == len(order)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyps.core.gradient import Codec, Extent, PayloadKind
+from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps_wire.errors import BadRequest, WrongSize
-from shards import Log, floats, gradient, make_shard, pull, push, restored
+from shards import Log, crew, floats, gradient, make_shard, pull, push, restored, roster
 
 
 def everything(shard: Shard) -> tuple[object, ...]:
@@ -27,7 +28,7 @@ def test_a_push_subtracts_the_learning_rate_times_the_gradient() -> None:
 
 def test_a_receipt_tells_all_of_an_applied_push() -> None:
     shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
-    receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), num_workers=2)
+    receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=crew(2))
     assert receipt == Receipt(
         shard_id=7,
         sequence=5,
@@ -119,7 +120,7 @@ def test_a_version_that_never_was_is_an_error_that_names_both(fields: dict[str, 
     shard = make_shard([0.0], version=2)
     before = everything(shard)
     with pytest.raises(BadRequest, match=words):
-        shard.push(gradient([1.0], **fields), num_workers=1)
+        shard.push(gradient([1.0], **fields), roster=roster())
     assert everything(shard) == before
 
 
@@ -255,7 +256,7 @@ def test_the_recorder_hears_what_was_decided_and_nothing_else() -> None:
 
 
 class FullDisk(Log):
-    def pushed(self, shard_id: int, gradient: object, receipt: object) -> None:
+    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
         raise OSError("no space left on device")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from shards import JOIN_SECONDS, gradient, make_shard, pull, push, run_together
+from shards import JOIN_SECONDS, crew, gradient, make_shard, pull, push, run_together
 
 
 def test_a_waiter_is_called_once_when_the_version_is_reached() -> None:
@@ -75,7 +75,7 @@ def test_each_of_many_waiters_is_called_once_while_many_push() -> None:
     def worker(index: int) -> None:
         for sequence in range(pushes):
             shard.when_version(index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v))
-            shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), num_workers=workers)
+            shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), roster=crew(workers))
 
     run_together([lambda index=index: worker(index) for index in range(workers)])
     assert calls == [1] * (workers * pushes)

@@ -1,0 +1,94 @@
+"""All that decides how a shard treats gradients, beside the update rule: picked at start, replaced as a whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypedDict
+
+from pyps.core import aggregation as protocols
+from pyps.core import schedule as schedules
+from pyps.core import staleness as policies
+from pyps.core.aggregation import Aggregation
+from pyps.core.batch_growth import BatchGrowth
+from pyps.core.schedule import Schedule
+from pyps.core.staleness import StalenessPolicy
+from pyps.core.warmup import Staged, WarmUp
+from pyps_wire.errors import BadRequest
+
+
+CONSTANT = Schedule()
+
+
+class BehaviourTexts(TypedDict):
+    """A behaviour in words, as configurations, checkpoints and logs hold it."""
+
+    protocol: str
+    warmup: str
+    staleness: str
+    schedule: str
+    clip_norm: float
+    batch_growth: str
+    # Examples of an epoch, for a schedule or a growth that counts epochs; 0 for not known.
+    epoch_examples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """How a shard treats gradients; one object serves all shards."""
+
+    aggregation: Aggregation
+    staleness: StalenessPolicy
+    schedule: Schedule = CONSTANT
+    # The norm that pushes are clipped to; 0 for not at all.
+    clip_norm: float = 0.0
+    batch_growth: BatchGrowth | None = None
+    epoch_examples: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.clip_norm < math.inf:
+            raise BadRequest(
+                f"clip_norm is {self.clip_norm}; expected the norm that pushes are clipped to, or 0 to clip none"
+            )
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        protocol: str = "async",
+        warmup: str = "",
+        staleness: str = "none",
+        schedule: str = "constant",
+        clip_norm: float = 0.0,
+        batch_growth: str = "",
+        epoch_examples: int = 0,
+    ) -> Behaviour:
+        """Returns the behaviour that the texts name; BadRequest says which of them is wrong and why."""
+        aggregation = protocols.parse(protocol)
+        return cls(
+            aggregation=Staged(WarmUp.parse(warmup), aggregation) if warmup else aggregation,
+            staleness=policies.parse(staleness),
+            schedule=schedules.parse(schedule, epoch_examples=epoch_examples),
+            clip_norm=clip_norm,
+            batch_growth=BatchGrowth.parse(batch_growth, epoch_examples=epoch_examples) if batch_growth else None,
+            epoch_examples=epoch_examples,
+        )
+
+    @property
+    def texts(self) -> BehaviourTexts:
+        """What `parse` makes an equal behaviour of."""
+        staged = self.aggregation if isinstance(self.aggregation, Staged) else None
+        return {
+            "protocol": staged.main.text if staged else self.aggregation.text,
+            "warmup": staged.warm_up.text if staged else "",
+            "staleness": self.staleness.text,
+            "schedule": self.schedule.text,
+            "clip_norm": self.clip_norm,
+            "batch_growth": self.batch_growth.text if self.batch_growth else "",
+            "epoch_examples": self.epoch_examples,
+        }
+
+    def rate_factor(self, version: int, examples: int) -> float:
+        """Returns what multiplies the base rate of the update that follows so many updates and examples."""
+        factor = self.schedule.factor(version, examples)
+        return factor if self.batch_growth is None else factor * self.batch_growth.rate_factor(examples)

@@ -1,0 +1,43 @@
+"""The clipping of pushes by their norm, on the server."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.staleness import Weighing
+
+
+def norm_of(gradient: Gradient) -> float:
+    """Returns the Euclidean norm of the whole push, or of this shard's part where the worker said less.
+
+    A delta is no gradient, and its norm is 0.
+    """
+    if gradient.kind in (PayloadKind.DELTA, PayloadKind.NOTHING):
+        return 0.0
+    numbers = _numbers(gradient.payload, gradient.codec)
+    # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
+    own = math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
+    return max(gradient.norm, own)
+
+
+def clipped(weighing: Weighing, *, norm: float, clip_norm: float) -> Weighing:
+    """Returns the weighing that brings a push of that norm down to `clip_norm`.
+
+    The gradient itself is scaled, slots included, as torch.nn.utils.clip_grad_norm_ does on a worker.
+    """
+    if norm <= clip_norm:
+        return weighing
+    return replace(weighing, weight=weighing.weight * (clip_norm / norm))
+
+
+def _numbers(payload: bytes | memoryview, codec: int) -> npt.NDArray[np.floating]:
+    if codec == Codec.FLOAT16:
+        return np.frombuffer(payload, np.float16)
+    if codec == Codec.BFLOAT16:
+        return (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(payload, np.float32)

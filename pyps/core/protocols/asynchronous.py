@@ -1,0 +1,59 @@
+"""Protocols that make every gradient an update of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pyps.core.gradient import PayloadKind
+from pyps.core.protocols.base import Aggregation
+from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Decision, Part
+from pyps.core.roster import Roster
+from pyps_wire.errors import BadRequest
+
+_ACKNOWLEDGE = Acknowledge()
+
+
+@dataclass(frozen=True, slots=True)
+class Async(Aggregation):
+    """Applies every gradient on arrival (Dean et al. 2012, section 4.1; softsync with n = L)."""
+
+    name: ClassVar[str] = "async"
+
+    def decide(self, arrival: Arrival) -> Decision:
+        contribution = arrival.contribution
+        if contribution.gradient.kind == PayloadKind.NOTHING:
+            return _ACKNOWLEDGE
+        return Apply((Part(contribution),))
+
+    def split(self, roster: Roster) -> float:
+        return float(max(1, roster.num_expected))
+
+
+MUTEXES = ("whole", "shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Asgd(Async):
+    """Async with one mutex around handing out and updating the model (Zhang et al. 2013).
+
+    `mutex=whole` is the paper's and needs one server; `shard` locks each shard by itself. `accumulate` is the
+    paper's number of minibatches whose gradients a worker sums in a push, 0 for the worker's own choice.
+    """
+
+    name: ClassVar[str] = "asgd"
+    mutex: str = "whole"
+    accumulate: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mutex not in MUTEXES:
+            raise BadRequest(f"asgd's mutex is {self.mutex!r}; expected one of {', '.join(MUTEXES)}")
+        if self.accumulate < 0:
+            raise BadRequest(
+                f"asgd's accumulate is {self.accumulate}; expected the minibatches summed in a push,"
+                " or 0 to leave it to the workers"
+            )
+
+    @property
+    def whole_model(self) -> bool:
+        return self.mutex == "whole"

@@ -1,0 +1,156 @@
+"""Protocols whose updates are made of gradients of one version: nobody's is stale, and workers wait."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pyps.core.protocols.base import Aggregation, mean
+from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Drop, Park, Part, Refuse
+from pyps.core.receipt import Reason
+from pyps.core.roster import Roster
+from pyps_wire.errors import BadRequest
+
+
+class Barrier(Aggregation):
+    """One gradient from each worker makes a round; the round is one update, summed in worker order."""
+
+    __slots__ = ()
+
+    @property
+    def barrier(self) -> bool:
+        return True
+
+    def decide(self, arrival: Arrival) -> Decision:
+        gradient, version = arrival.contribution.gradient, arrival.version
+        if gradient.base_version != version:
+            return self.late(gradient.base_version, version)
+        worker_id = gradient.worker_id
+        if any(waiting.gradient.worker_id == worker_id for waiting in arrival.pending):
+            message = (
+                f"worker {worker_id!r} has given its gradient to the round that makes version {version + 1};"
+                " wait for that version"
+            )
+            return Refuse(Reason.REPEATED, message, min_version=version + 1)
+        gathered = (*arrival.pending, arrival.contribution)
+        if self.is_complete(gathered, arrival.roster):
+            return Apply(self.parts(_in_worker_order(gathered)))
+        return Park(min_version=version + 1)
+
+    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
+        if pending and self.is_complete(pending, roster):
+            return Apply(self.parts(_in_worker_order(pending)))
+        return None
+
+    def settle(self, pending: tuple[Contribution, ...]) -> Apply | None:
+        return Apply(self.parts(_in_worker_order(pending))) if pending else None
+
+    def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+        gathered = {contribution.gradient.worker_id for contribution in pending}
+        return tuple(worker_id for worker_id in roster.workers if worker_id not in gathered)
+
+    def late(self, base_version: int, version: int) -> Decision:
+        """Returns what becomes of a gradient of an earlier version."""
+        message = (
+            f"{self.name} takes gradients of the present version {version} only, and this one was computed at"
+            f" version {base_version}; pull, then compute again"
+        )
+        return Refuse(Reason.STALE, message, min_version=version)
+
+    @abstractmethod
+    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+        """Returns whether these gradients, each of another worker, make the round's update."""
+
+    @abstractmethod
+    def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
+        """Returns the round's update."""
+
+
+def _in_worker_order(gathered: Sequence[Contribution]) -> list[Contribution]:
+    """Float sums depend on the order: this one depends on no timing (algorithm notes 2.1, H1; 2.7, S2)."""
+    return sorted(gathered, key=lambda contribution: contribution.gradient.worker_id)
+
+
+def _all_have_come(gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+    if roster.missing or len(gathered) < roster.num_workers:
+        return False
+    # Gradients of workers that have died since are in it too.
+    have_come = {contribution.gradient.worker_id for contribution in gathered}
+    return have_come.issuperset(roster.workers)
+
+
+WEIGHTINGS = ("by_count", "equal")
+
+
+@dataclass(frozen=True, slots=True)
+class Hardsync(Barrier):
+    """Applies the mean of one gradient from each live worker (Zhang et al. 2016; the STT chapter's "hybrid"; BSP).
+
+    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples.
+    """
+
+    name: ClassVar[str] = "hardsync"
+    weighting: str = "by_count"
+
+    def __post_init__(self) -> None:
+        if self.weighting not in WEIGHTINGS:
+            raise BadRequest(f"hardsync's weighting is {self.weighting!r}; expected one of {', '.join(WEIGHTINGS)}")
+
+    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+        return _all_have_come(gathered, roster)
+
+    def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
+        counts = [contribution.gradient.example_count for contribution in gathered]
+        total = sum(counts)
+        if self.weighting == "equal" or total == 0:
+            return mean(gathered)
+        return tuple(Part(contribution, count / total) for contribution, count in zip(gathered, counts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StrictBsp(Barrier):
+    """Applies the sum of one gradient from each live worker: SSP with s = 0, read from the barrier (Ho et al. 2013)."""
+
+    name: ClassVar[str] = "ssp:s=0,strict_bsp=true"
+
+    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+        return _all_have_come(gathered, roster)
+
+    def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
+        return tuple(Part(contribution) for contribution in gathered)
+
+
+@dataclass(frozen=True, slots=True)
+class Backup(Barrier):
+    """Applies the mean of the first L - b gradients of a version and drops the late ones (Chen et al. 2016).
+
+    Each shard chooses for itself.
+    """
+
+    name: ClassVar[str] = "backup"
+    b: int = -1
+
+    def __post_init__(self) -> None:
+        if self.b < 0:
+            raise BadRequest(f"backup's b is {self.b}; expected the workers that no update waits for, as in backup:b=2")
+
+    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+        return len(gathered) >= max(1, roster.num_expected - self.b)
+
+    def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
+        return mean(gathered)
+
+    def late(self, base_version: int, version: int) -> Decision:
+        message = (
+            f"the round of version {base_version} was made of other workers' gradients, and the shard is at"
+            f" version {version}; pull, then go on"
+        )
+        return Drop(message, min_version=version)
+
+    def check(self, num_workers: int) -> None:
+        if 0 < num_workers <= self.b:
+            raise BadRequest(
+                f"backup:b={self.b} leaves nobody of {num_workers} workers to wait for; expected b below {num_workers}"
+            )

@@ -1,0 +1,48 @@
+"""Who is called back when a shard reaches a version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Callback = Callable[[], None]
+
+
+# Compared by identity: two waits for one version are two waits.
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """One wait, called once at most, and never under the shard's lock."""
+
+    min_version: int
+    callback: Callback
+
+
+class Waiters:
+    """The waits for a shard's versions. Guarded by its shard's lock."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Waiter] = []
+
+    def add(self, waiter: Waiter) -> None:
+        """Keeps the wait until it is taken or removed."""
+        self._waiting.append(waiter)
+
+    def remove(self, waiter: Waiter) -> bool:
+        """Forgets the wait; False where it was taken already."""
+        still_waiting = waiter in self._waiting
+        if still_waiting:
+            self._waiting.remove(waiter)
+        return still_waiting
+
+    def take_reached(self, version: int) -> list[Waiter]:
+        """Returns the waits that end at that version, and keeps the others."""
+        if not self._waiting:
+            return []
+        reached = [waiter for waiter in self._waiting if waiter.min_version <= version]
+        self._waiting = [waiter for waiter in self._waiting if waiter.min_version > version]
+        return reached
+
+    def take_all(self) -> list[Waiter]:
+        """Returns all waits."""
+        waiting, self._waiting = self._waiting, []
+        return waiting

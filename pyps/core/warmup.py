@@ -1,0 +1,115 @@
+"""Warm start: a gentle protocol for a shard's first updates, then the one that was asked for.
+
+Training begins with one worker, or in step, and the others come in when parameters and slots have settled
+(Dean et al. 2012, section 4.1; algorithm notes 2.3). The slots are the shard's, and stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pyps.core import aggregation, spec
+from pyps.core.aggregation import Aggregation, Apply, Arrival, Contribution, Decision, Hardsync, Serial
+from pyps.core.pacing import Pacer, StagedPacer
+from pyps.core.roster import Roster
+from pyps_wire.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The protocol of the first `updates` versions, and how the workers come in afterwards.
+
+    With `release_every` the worker of rank r, in the order of joining, begins its first step of the main
+    protocol no sooner than r * release_every updates after the warm-up; 0 lets all in at once.
+    """
+
+    updates: int = 0
+    protocol: str = "serial"
+    release_every: int = 0
+    # The protocol that was named.
+    stage: Aggregation = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.updates < 1:
+            raise BadRequest(f"warmup's updates is {self.updates}; expected at least 1, as in updates=200")
+        if self.release_every < 0:
+            raise BadRequest(f"warmup's release_every is {self.release_every}; expected updates, or 0 for none")
+        object.__setattr__(self, "stage", aggregation.parse(self.protocol))
+        if not isinstance(self.stage, Serial | Hardsync):
+            raise BadRequest(f"warmup's protocol is {self.protocol!r}; expected serial or hardsync")
+
+    @classmethod
+    def parse(cls, text: str) -> WarmUp:
+        """Returns the warm-up of "updates=200,protocol=hardsync,release_every=50"."""
+        return spec.build(cls, text, what="warmup")
+
+    @property
+    def text(self) -> str:
+        """The text that makes an equal warm-up."""
+        return spec.spell_settings(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Aggregation):
+    """One protocol for a shard's first versions, another from then on; each shard changes at its own version.
+
+    Both warm-up protocols leave no gradient waiting when they make their last update, so none changes hands.
+    """
+
+    name: ClassVar[str] = "staged"
+    warm_up: WarmUp
+    main: Aggregation
+
+    def at(self, version: int) -> Aggregation:
+        stage = self.warm_up.stage if version < self.warm_up.updates else self.main
+        return stage.at(version)
+
+    def decide(self, arrival: Arrival) -> Decision:
+        return self.at(arrival.version).decide(arrival)
+
+    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
+        return self.at(version).complete(pending, version, roster)
+
+    def settle(self, pending: tuple[Contribution, ...]) -> Apply | None:
+        return self._stage_of(pending).settle(pending)
+
+    def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+        return self._stage_of(pending).waiting_for(pending, roster)
+
+    def split(self, roster: Roster) -> float:
+        return self.main.split(roster)
+
+    def pacer(self) -> Pacer | None:
+        warm_up, main = self.warm_up.stage.pacer(), self.main.pacer()
+        if warm_up is None and main is None and not self.warm_up.release_every:
+            return None
+        return StagedPacer(warm_up, main, updates=self.warm_up.updates, release_every=self.warm_up.release_every)
+
+    def check(self, num_workers: int) -> None:
+        self.warm_up.stage.check(num_workers)
+        self.main.check(num_workers)
+
+    def warnings(self, num_workers: int) -> tuple[str, ...]:
+        return self.main.warnings(num_workers)
+
+    @property
+    def text(self) -> str:
+        """What people are told; `WarmUp.parse` and `aggregation.parse` take the two halves."""
+        return f"{self.main.text} after {self.warm_up.text}"
+
+    @property
+    def barrier(self) -> bool:
+        return self.warm_up.stage.barrier or self.main.barrier
+
+    @property
+    def whole_model(self) -> bool:
+        return self.main.whole_model
+
+    @property
+    def accumulate(self) -> int:
+        return self.main.accumulate
+
+    def _stage_of(self, pending: tuple[Contribution, ...]) -> Aggregation:
+        # Waiting gradients came at the present version, which is theirs and their staleness.
+        return self.at(pending[0].gradient.base_version + pending[0].staleness) if pending else self.main
