@@ -12,28 +12,48 @@ from pyps.core.gradient import Extent, Gradient
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 
-
-def receipt_to_plain(receipt: Receipt) -> dict[str, Any]:
-    """The receipt's fields; the enumerations as their numbers."""
-    fields = {field.name: getattr(receipt, field.name) for field in dataclasses.fields(receipt)}
-    return {**fields, "outcome": int(receipt.outcome), "reason": int(receipt.reason)}
+# Told even where they have their default: they are what a log is read for.
+_ALWAYS_TOLD = ("staleness", "weight", "rate")
 
 
-def receipt_from_plain(plain: Mapping[str, Any]) -> Receipt:
-    """The receipt that `receipt_to_plain` wrote."""
-    return Receipt(**{**plain, "outcome": Outcome(plain["outcome"]), "reason": Reason(plain["reason"])})
+def push_to_plain(gradient: Gradient, receipt: Receipt) -> dict[str, Any]:
+    """A gradient and its receipt in one, flat: fields at their defaults are left out, and so is the payload."""
+    return {
+        **gradient_to_plain(gradient),
+        **_fields(receipt),
+        "outcome": receipt.outcome.name.lower(),
+        **({"reason": receipt.reason.name.lower()} if receipt.reason else {}),
+    }
+
+
+def push_from_plain(plain: Mapping[str, Any], payload: bytes) -> tuple[Gradient, Receipt]:
+    """The gradient and the receipt that `push_to_plain` wrote, with the gradient's payload."""
+    names = {field.name for field in dataclasses.fields(Receipt)}
+    fields = {name: value for name, value in plain.items() if name in names}
+    fields["outcome"] = Outcome[plain["outcome"].upper()]
+    fields["reason"] = Reason[plain.get("reason", "unspecified").upper()]
+    fields["waiting_for"] = tuple(plain.get("waiting_for", ()))
+    return gradient_from_plain(plain, payload), Receipt(**fields)
 
 
 def gradient_to_plain(gradient: Gradient) -> dict[str, Any]:
-    """The gradient's fields without its payload, which is kept beside them in bytes."""
-    names = (field.name for field in dataclasses.fields(gradient) if field.name != "payload")
-    return {name: getattr(gradient, name) for name in names}
+    """The gradient's fields but for those at their defaults and the payload, which is kept beside them in bytes."""
+    return {name: value for name, value in _fields(gradient).items() if name != "payload"}
 
 
 def gradient_from_plain(plain: Mapping[str, Any], payload: bytes) -> Gradient:
     """The gradient that `gradient_to_plain` wrote, with its payload."""
-    extents = tuple(Extent(*extent) for extent in plain["extents"])
-    return Gradient(**{**plain, "extents": extents, "payload": payload})
+    names = {field.name for field in dataclasses.fields(Gradient)}
+    fields = {name: value for name, value in plain.items() if name in names}
+    extents = tuple(Extent(*extent) for extent in plain.get("extents", ()))
+    return Gradient(**{**fields, "extents": extents, "payload": payload})
+
+
+def _fields(thing: Gradient | Receipt) -> dict[str, Any]:
+    values = {field: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    return {
+        field.name: value for field, value in values.items() if value != field.default or field.name in _ALWAYS_TOLD
+    }
 
 
 def contribution_to_plain(contribution: Contribution) -> dict[str, Any]:

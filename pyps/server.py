@@ -23,17 +23,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pyps import _kernels, logs
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder
 from pyps.config import ConfigError, ServerConfig
-from pyps.record import Recorder
 from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
 from pyps.service import hosting
-from pyps.service.inspector import Addresses, Inspector
+from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
 from pyps.service.metrics import MetricsServer
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
+from pyps.service.report import Addresses
 from pyps.service.security import load_token
 from pyps.units import in_bytes
+from pyps.update_log import UpdateLog
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
@@ -77,8 +78,8 @@ class Server:
         self._clock = clock
         folder = config.checkpoint_dir
         self._checkpoints = CheckpointFolder(folder, keep=config.checkpoint_keep) if folder else None
-        self._recorder = Recorder(config.record_dir) if config.record_dir else None
-        self._run = Run(config, clock=clock, recorder=self._recorder)
+        self._update_log = _update_log_of(config)
+        self._run = Run(config, clock=clock, recorder=self._update_log)
         self._run.on_ready = self._log_ready
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._threads = config.threads or len(os.sched_getaffinity(0))
@@ -272,8 +273,8 @@ class Server:
         self._executor.shutdown(wait=True)
         left = self._config.drain_seconds - (self._clock() - began)
         saved = await self._save_within(left)
-        if self._recorder is not None:
-            self._recorder.end()
+        if self._update_log is not None:
+            self._update_log.end()
         metrics.stop()
         control.stop(0.1).wait(1.0)
         log.info("server ended", seconds=round(self._clock() - began, 2))
@@ -299,6 +300,14 @@ class Server:
         # The control plane's health is that of the whole server: probes need to know one port only.
         for service in ("", PARAMETER_SERVER, INSPECTOR):
             self._control_health.set(service, status)
+
+
+def _update_log_of(config: ServerConfig) -> UpdateLog | None:
+    if config.update_log is None:
+        return None
+    return UpdateLog(
+        config.update_log, log_gradients=config.log_gradients, payload_bytes_max=config.log_gradients_max_bytes
+    )
 
 
 def _versions(run: Run) -> dict[int, int]:

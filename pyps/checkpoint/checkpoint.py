@@ -20,7 +20,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import safetensors
 from safetensors import safe_open
 

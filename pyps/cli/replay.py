@@ -1,4 +1,4 @@
-"""`pyps replay`: applies recorded pushes again and compares the bits."""
+"""`pyps replay`: makes logged updates again and compares the bits."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pyps.cli.control import fail
-from pyps.record import Replayed, record_paths
-from pyps.record import replay as replay_record
+from pyps.update_log import Replayed, log_paths
+from pyps.update_log import replay as replay_log
 from pyps_wire.errors import PypsError
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(help="A server's --record-dir, or a folder in it.")],
+    folder: Annotated[Path, typer.Argument(help="A server's --update-log, or a folder in it.")],
 ) -> None:
-    """Replay recorded pushes, shard by shard, and tell whether they give the recorded bits.
+    """Make logged updates again, shard by shard, and tell whether they give the logged bits.
 
-    Exits with 1 when a shard comes out otherwise.
+    Needs the gradients (--log-gradients). Exits with 1 when a shard comes out otherwise, and names the first
+    update that differs.
     """
-    paths = record_paths(folder)
+    paths = log_paths(folder)
     if not paths:
-        fail(f"there is no record in {folder}: start a server with --record-dir to make one")
-    table = Table("run", "epoch", "shard", "version", "updates", "pulls", "CRC-32", "as recorded")
-    unfaithful = []
+        fail(f"there is no update log in {folder}: start a server with --update-log and --log-gradients to make one")
+    console = Console()
+    table = Table("run", "epoch", "shard", "version", "updates", "pulls", "CRC-32", "as logged")
+    different = []
     for path in paths:
         try:
-            replayed = replay_record(path)
+            replayed = replay_log(path)
         except PypsError as error:
             fail(str(error))
-        table.add_row(*_row(replayed))
-        if not replayed.faithful:
-            unfaithful.append(replayed)
-    console = Console()
+        table.add_row(*map(Text, _row(replayed)))
+        if replayed.difference:
+            different.append(replayed)
     console.print(table)
-    for replayed in unfaithful:
-        reason = replayed.difference or f"the recorded CRC-32 is {replayed.recorded_checksum}"
-        console.print(f"{replayed.path}: {reason}", markup=False)
-    if unfaithful:
-        fail(f"{len(unfaithful)} of {len(paths)} records do not replay to what was recorded")
+    for replayed in different:
+        typer.echo(f"{replayed.path}: {replayed.difference}")
+    if different:
+        fail(f"{len(different)} of {len(paths)} logs do not replay to what was logged")
 
 
 def _row(replayed: Replayed) -> tuple[str, ...]:
-    if not replayed.faithful:
+    if replayed.difference:
         verdict = "NO"
-    elif replayed.recorded_checksum is None:
-        verdict = "receipts yes; no end was recorded"
+    elif replayed.cut_short:
+        verdict = "yes, up to here: later gradients were not kept (--log-gradients-max-bytes)"
+    elif not replayed.ended:
+        verdict = "yes; the log has no end"
     else:
         verdict = "yes"
     numbers = (replayed.epoch, replayed.shard_id, replayed.version, replayed.updates, replayed.pulls)

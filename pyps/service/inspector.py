@@ -5,44 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 
-from pyps import _kernels
 from pyps.checkpoint import CheckpointFolder
-from pyps.checksum import checksum_of
-from pyps.core.membership import Member
-from pyps.core.shard import Shard
 from pyps.process import resident_bytes
 from pyps.run import Run
-from pyps.run.run import SOFTWARE
-from pyps.service.convert import receipt_to, settings_to
+from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
+from pyps.service.report import Addresses, histogram_of, learning_rates_of, shard_info, status_of, worker_info
 from pyps.service.security import require_loopback, text_of
-from pyps.statistics import Tally
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import METADATA_KEY, BadRequest, NotAllowed, NotInitialized, PypsError
 from pyps_wire.inspector_pb2_grpc import InspectorServicer
-from pyps_wire.partition import ShardRange
 
+EVENTS_DEFAULT = 100
+EVENTS_MAX = 1000
 RECEIPTS_DEFAULT = 20
 RECEIPTS_MAX = 1000
 TENSORS_DEFAULT = 100
 TENSORS_MAX = 1000
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where a server listens, host:port each."""
-
-    data: str
-    control: str
-    metrics: str
 
 
 def _answering(method: Method) -> Method:
@@ -78,47 +64,8 @@ class Inspector(InspectorServicer):
     @_answering
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.Status:
         """The server at a glance."""
-        run, total = self._run, self._run.statistics.total()
-        shards = run.shards
-        versions = [shard.version for shard in shards.values()]
-        now, last = run.clock(), run.statistics.last_update
         newest = self._checkpoints.newest if self._checkpoints else None
-        return pb.Status(
-            software=SOFTWARE,
-            instruction_set=_kernels.isa(),
-            state=int(run.state),  # type: ignore[arg-type]
-            run_id=run.run_id,
-            epoch=run.epoch,
-            server_index=run.server_index,
-            num_servers=run.num_servers,
-            protocol=run.aggregation.name,
-            staleness=run.staleness.name,
-            optimizer=settings_to(run.optimizer) if run.optimizer else None,
-            num_shards=len(shards),
-            num_parameters=sum(shard.length for shard in shards.values()),
-            model_parameters=run.model.num_parameters if run.model else 0,
-            version_min=min(versions, default=0),
-            version_max=max(versions, default=0),
-            workers_alive=run.membership.num_alive,
-            updates=total.updates,
-            pushes_applied=total.applied,
-            pushes_pending=total.pending,
-            pushes_rejected=total.rejected,
-            pushes_duplicate=total.duplicate,
-            examples=run.statistics.examples,
-            staleness_mean=total.staleness_mean,
-            staleness_max=total.staleness_max,
-            rate_scale_mean=total.rate_scale_mean,
-            uptime_seconds=now - run.started_at,
-            last_update_seconds=-1.0 if last is None else now - last,
-            bytes_in=total.bytes_in,
-            bytes_out=total.bytes_out,
-            data_address=self._addresses.data,
-            control_address=self._addresses.control,
-            metrics_address=self._addresses.metrics,
-            checkpoint=str(newest or ""),
-            waiting_for=run.waits.descriptions(),
-        )
+        return status_of(self._run, self._addresses, checkpoint=str(newest or ""))
 
     @_answering
     def ListShards(self, request: pb.ListShardsRequest, context: grpc.ServicerContext) -> pb.ListShardsReply:
@@ -127,13 +74,19 @@ class Inspector(InspectorServicer):
         if partition is None:
             return pb.ListShardsReply()
         return pb.ListShardsReply(
-            shards=[self._shard_info(shard, partition.shard(shard_id)) for shard_id, shard in shards.items()]
+            shards=[shard_info(self._run, shard, partition.shard(shard_id)) for shard_id, shard in shards.items()]
         )
 
     @_answering
     def ListWorkers(self, request: pb.ListWorkersRequest, context: grpc.ServicerContext) -> pb.ListWorkersReply:
         """The workers that the server knows, the gone ones too."""
-        return pb.ListWorkersReply(workers=[self._worker_info(m) for m in self._run.membership.all()])
+        waits_for = self._run.waits.waits_for()
+        return pb.ListWorkersReply(
+            workers=[
+                worker_info(self._run, member, waits_for.get(member.worker_id, ()))
+                for member in self._run.membership.all()
+            ]
+        )
 
     @_answering
     def ListTensors(self, request: pb.ListTensorsRequest, context: grpc.ServicerContext) -> pb.ListTensorsReply:
@@ -159,18 +112,17 @@ class Inspector(InspectorServicer):
 
     @_answering
     def GetStaleness(self, request: pb.GetStalenessRequest, context: grpc.ServicerContext) -> pb.StalenessHistogram:
-        """How stale the gradients were, everybody's or one worker's."""
+        """How stale the gradients were: everybody's, one worker's or one shard's."""
+        if request.worker_id and request.HasField("shard_id"):
+            raise BadRequest(
+                f"worker_id is {request.worker_id!r} and shard_id {request.shard_id}; expected one of them, or none"
+            )
         statistics = self._run.statistics
-        tally = statistics.worker(request.worker_id) if request.worker_id else statistics.total()
-        return pb.StalenessHistogram(
-            buckets=[
-                pb.StalenessHistogram.Bucket(staleness=staleness, count=count)
-                for staleness, count in sorted(tally.histogram.items())
-            ],
-            count=tally.staleness_count,
-            mean=tally.staleness_mean,
-            max=tally.staleness_max,
-        )
+        if request.worker_id:
+            tally = statistics.worker(request.worker_id)
+        else:
+            tally = statistics.shard(request.shard_id) if request.HasField("shard_id") else statistics.total()
+        return histogram_of(tally)
 
     @_answering
     def ListReceipts(self, request: pb.ListReceiptsRequest, context: grpc.ServicerContext) -> pb.ListReceiptsReply:
@@ -189,6 +141,20 @@ class Inspector(InspectorServicer):
         )
 
     @_answering
+    def ListEvents(self, request: pb.ListEventsRequest, context: grpc.ServicerContext) -> pb.ListEventsReply:
+        """What happened to the run, oldest first."""
+        kept, now = self._run.events.since(request.after), self._run.clock()
+        events = kept[: min(request.limit or EVENTS_DEFAULT, EVENTS_MAX)]
+        return pb.ListEventsReply(
+            events=[
+                pb.Event(number=event.number, age_seconds=now - event.time, kind=event.kind, message=event.message)
+                for event in events
+            ],
+            newest=events[-1].number if events else request.after,
+            forgotten=kept[0].number - request.after - 1 if kept else 0,
+        )
+
+    @_answering
     def GetMemory(self, request: pb.GetMemoryRequest, context: grpc.ServicerContext) -> pb.Memory:
         """Where the server's memory goes."""
         shards = list(self._run.shards.values())
@@ -199,6 +165,32 @@ class Inspector(InspectorServicer):
             in_flight_bytes_max=self._budget.bytes_max,
             ledger_entries=sum(shard.num_receipts for shard in shards),
             resident_bytes=resident_bytes(),
+            pending_bytes=sum(shard.pending_bytes for shard in shards),
+        )
+
+    @_answering
+    def Configure(self, request: pb.ConfigureRequest, context: grpc.ServicerContext) -> pb.ConfigureReply:
+        """Changes protocol, staleness policy, learning rate or schedule."""
+        require_loopback(context, "Configure")
+        learning_rate = request.learning_rate if request.HasField("learning_rate") else None
+        if not (request.protocol or request.staleness or request.schedule or learning_rate is not None):
+            raise BadRequest("nothing to configure: name a protocol, staleness, learning_rate or schedule")
+        run = self._run
+        settled = run.configure(
+            protocol=request.protocol,
+            staleness=request.staleness,
+            learning_rate=learning_rate,
+            schedule=request.schedule,
+        )
+        texts = run.behaviour.texts
+        return pb.ConfigureReply(
+            protocol=texts["protocol"],
+            staleness=texts["staleness"],
+            schedule=texts["schedule"],
+            learning_rates=learning_rates_of(run),
+            gradients_settled=settled.gradients,
+            updates_made=settled.updates,
+            warnings=run.conduct.warnings,
         )
 
     @_answering
@@ -230,44 +222,6 @@ class Inspector(InspectorServicer):
             raise NotInitialized("this server holds no run: there is nothing to stop")
         self._run.finish()
         return pb.StopReply()
-
-    def _shard_info(self, shard: Shard, shard_range: ShardRange) -> pb.ShardInfo:
-        tally = self._run.statistics.shard(shard.shard_id)
-        version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
-        return pb.ShardInfo(
-            shard_id=shard.shard_id,
-            group=shard_range.group,
-            offset=shard_range.offset,
-            num_parameters=shard.length,
-            version=version,
-            checksum=checksum,
-            bytes=4 * shard.length + shard.slots_bytes,
-            pushes_applied=tally.applied,
-            pushes_rejected=tally.rejected,
-            pushes_duplicate=tally.duplicate,
-        )
-
-    def _worker_info(self, member: Member) -> pb.WorkerInfo:
-        tally: Tally = self._run.statistics.worker(member.worker_id)
-        return pb.WorkerInfo(
-            worker_id=member.worker_id,
-            state=member.state.value,
-            incarnation=member.incarnation,
-            host=member.info.host,
-            process_id=member.info.process_id,
-            device=member.info.device,
-            software=member.info.software,
-            clock=member.clock,
-            pushes_applied=tally.applied,
-            pushes_pending=tally.pending,
-            pushes_rejected=tally.rejected,
-            pushes_duplicate=tally.duplicate,
-            staleness_mean=tally.staleness_mean,
-            staleness_max=tally.staleness_max,
-            rate_scale_mean=tally.rate_scale_mean,
-            silent_seconds=max(0.0, self._run.clock() - member.heard_at),
-            scalars=dict(member.scalars),
-        )
 
 
 def _page_start(page_token: str) -> int:

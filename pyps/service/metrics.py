@@ -7,7 +7,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -26,15 +26,17 @@ from prometheus_client.registry import Collector
 from pyps import _kernels
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
+from pyps.core.receipt import Reason
 from pyps.process import resident_bytes
 from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget
+from pyps.service.report import learning_rates_of
 from pyps.statistics import Statistics, Tally
 
-# A sample for each shard is useful up to here; beyond, the smallest and the largest version say enough.
-SHARDS_LISTED_MAX = 100
+# Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
+LISTED_MAX = 100
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # A scraper that says nothing for so long is cut off.
 REQUEST_TIMEOUT_SECONDS = 10.0
@@ -52,12 +54,14 @@ class RunCollector(Collector):
         statistics = self._run.statistics
         yield from self._about_run()
         yield from _about_pushes(statistics.total())
+        yield from self._about_rates()
+        yield from self._about_each(statistics)
         yield from self._about_time(statistics)
         yield from self._about_versions()
         yield from self._about_memory()
 
     def _about_run(self) -> Iterator[Metric]:
-        run = self._run
+        run, texts = self._run, self._run.behaviour.texts
         yield InfoMetricFamily(
             "pyps",
             "What is in force.",
@@ -65,8 +69,10 @@ class RunCollector(Collector):
                 "software": SOFTWARE,
                 "instruction_set": _kernels.isa(),
                 "run_id": run.run_id,
-                "protocol": run.aggregation.name,
-                "staleness": run.staleness.name,
+                "protocol": texts["protocol"],
+                "warmup": texts["warmup"],
+                "staleness": texts["staleness"],
+                "schedule": texts["schedule"],
                 "rule": run.optimizer.rule if run.optimizer else "",
                 "server_index": str(run.server_index),
             },
@@ -83,6 +89,44 @@ class RunCollector(Collector):
             workers.add_metric([worker_state.value], members.count(worker_state))
         yield workers
         yield GaugeMetricFamily("pyps_workers_alive", "Live workers.", value=run.membership.num_alive)
+        roster = run.roster
+        yield GaugeMetricFamily(
+            "pyps_workers_counted", "Workers that the protocol reckons with (L).", value=roster.num_workers
+        )
+        yield GaugeMetricFamily(
+            "pyps_workers_missing", "Expected workers that the protocol still waits for.", value=roster.missing
+        )
+        yield GaugeMetricFamily(
+            "pyps_batch_size", "The minibatch asked of workers; 0 where it is theirs.", value=run.batch_size
+        )
+
+    def _about_rates(self) -> Iterator[Metric]:
+        rates = GaugeMetricFamily(
+            "pyps_learning_rate", "Each parameter group's rate, with the schedule.", labels=["group"]
+        )
+        for rate in learning_rates_of(self._run):
+            rates.add_metric([str(rate.group)], rate.current)
+        yield rates
+
+    def _about_each(self, statistics: Statistics) -> Iterator[Metric]:
+        """What is told of each worker and each shard, where they are not too many."""
+        members = [member.worker_id for member in self._run.membership.all()]
+        of_workers = {name: statistics.worker(name) for name in members} if len(members) <= LISTED_MAX else {}
+        shards = self._run.shards
+        of_shards = {str(shard_id): statistics.shard(shard_id) for shard_id in shards}
+        yield _staleness_of_each("worker", of_workers)
+        yield _staleness_of_each("shard", of_shards if len(shards) <= LISTED_MAX else {})
+        blocked = CounterMetricFamily(
+            "pyps_worker_blocked_seconds", "Seconds that each worker waited for others.", labels=["worker"]
+        )
+        lost = GaugeMetricFamily(
+            "pyps_worker_step_lost", "Part of each worker's step size that staleness took.", labels=["worker"]
+        )
+        for name, tally in of_workers.items():
+            blocked.add_metric([name], tally.blocked_seconds)
+            lost.add_metric([name], tally.step_lost)
+        yield blocked
+        yield lost
 
     def _about_time(self, statistics: Statistics) -> Iterator[Metric]:
         last = statistics.last_update
@@ -112,9 +156,9 @@ class RunCollector(Collector):
                 value=choose(versions.values(), default=0),
             )
         listed = GaugeMetricFamily(
-            "pyps_shard_version", f"Each shard's version, up to {SHARDS_LISTED_MAX} shards.", labels=["shard"]
+            "pyps_shard_version", f"Each shard's version, up to {LISTED_MAX} shards.", labels=["shard"]
         )
-        if len(versions) <= SHARDS_LISTED_MAX:
+        if len(versions) <= LISTED_MAX:
             for shard_id, version in versions.items():
                 listed.add_metric([str(shard_id)], version)
         yield listed
@@ -125,12 +169,18 @@ class RunCollector(Collector):
         memory.add_metric(["parameters"], 4 * sum(shard.length for shard in shards))
         memory.add_metric(["slots"], sum(shard.slots_bytes for shard in shards))
         memory.add_metric(["in_flight"], self._budget.bytes_held)
+        memory.add_metric(["pending"], sum(shard.pending_bytes for shard in shards))
         memory.add_metric(["resident"], resident_bytes())
         yield memory
         yield GaugeMetricFamily(
             "pyps_in_flight_bytes_max",
             "Most bytes of pushes and pulls held at once.",
             value=self._budget.bytes_max,
+        )
+        yield GaugeMetricFamily(
+            "pyps_pending_gradients",
+            "Gradients that wait for an update.",
+            value=sum(shard.num_pending for shard in shards),
         )
         receipts = sum(shard.num_receipts for shard in shards)
         yield GaugeMetricFamily("pyps_ledger_receipts", "Receipts kept for repeated pushes.", value=receipts)
@@ -212,22 +262,22 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
     for outcome in ("applied", "pending", "rejected", "duplicate"):
         pushes.add_metric([outcome], getattr(total, outcome))
     yield pushes
+    rejected = CounterMetricFamily("pyps_pushes_rejected", "Rejected pushes, by reason.", labels=["reason"])
+    for reason in Reason:
+        if reason:
+            rejected.add_metric([reason.name.lower()], total.reasons.get(reason, 0))
+    yield rejected
+    yield CounterMetricFamily(
+        "pyps_blocked_seconds", "Seconds that workers waited for others.", value=total.blocked_seconds
+    )
     payload = CounterMetricFamily("pyps_payload_bytes", "Payload bytes moved.", labels=["direction"])
     payload.add_metric(["in"], total.bytes_in)
     payload.add_metric(["out"], total.bytes_out)
     yield payload
-    counts = dict.fromkeys(STALENESS_BOUNDS, 0)
-    above = 0
-    for staleness, count in total.histogram.items():
-        bound = next((bound for bound in STALENESS_BOUNDS if staleness <= bound), None)
-        if bound is None:
-            above += count
-        else:
-            counts[bound] += count
     yield HistogramMetricFamily(
         "pyps_staleness",
         "Staleness of the gradients taken, in updates.",
-        buckets=_cumulative(counts.items(), above=above),
+        buckets=_staleness_buckets(total),
         sum_value=total.staleness_sum,
     )
     yield GaugeMetricFamily(
@@ -235,6 +285,29 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
         "Mean of what staleness left of the learning rate.",
         value=total.rate_scale_mean,
     )
+    yield GaugeMetricFamily("pyps_step_lost", "Part of the step size that staleness took.", value=total.step_lost)
+
+
+def _staleness_of_each(label: str, tallies: Mapping[str, Tally]) -> Metric:
+    """The staleness histograms of workers, or of shards."""
+    family = HistogramMetricFamily(
+        f"pyps_{label}_staleness", f"Staleness of the gradients taken, by {label}.", labels=[label]
+    )
+    for name, tally in tallies.items():
+        family.add_metric([name], buckets=_staleness_buckets(tally), sum_value=tally.staleness_sum)
+    return family
+
+
+def _staleness_buckets(tally: Tally) -> list[tuple[str, float]]:
+    counts = dict.fromkeys(STALENESS_BOUNDS, 0)
+    above = 0
+    for staleness, count in tally.histogram.items():
+        bound = next((bound for bound in STALENESS_BOUNDS if staleness <= bound), None)
+        if bound is None:
+            above += count
+        else:
+            counts[bound] += count
+    return _cumulative(counts.items(), above=above)
 
 
 def _cumulative(counts: Iterable[tuple[float, int]], *, above: int) -> list[tuple[str, float]]:

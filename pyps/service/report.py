@@ -1,0 +1,186 @@
+"""What a run is and does, as the Inspector's messages tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyps import _kernels
+from pyps.checksum import checksum_of
+from pyps.core.membership import Member
+from pyps.core.shard import Shard
+from pyps.core.warmup import Staged
+from pyps.run import Run
+from pyps.run.run import SOFTWARE
+from pyps.service.convert import settings_to
+from pyps.statistics import Tally
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.partition import ShardRange
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a server listens, host:port each."""
+
+    data: str
+    control: str
+    metrics: str
+
+
+def status_of(run: Run, addresses: Addresses, *, checkpoint: str) -> pb.Status:
+    """The server at a glance."""
+    status = pb.Status(
+        software=SOFTWARE,
+        instruction_set=_kernels.isa(),
+        state=int(run.state),  # type: ignore[arg-type]
+        run_id=run.run_id,
+        epoch=run.epoch,
+        server_index=run.server_index,
+        num_servers=run.num_servers,
+        uptime_seconds=run.clock() - run.started_at,
+        data_address=addresses.data,
+        control_address=addresses.control,
+        metrics_address=addresses.metrics,
+        checkpoint=checkpoint,
+        workers_alive=run.membership.num_alive,
+        roster=run.roster.workers,
+        workers_missing=run.roster.missing,
+        waiting_for=run.waits.descriptions(),
+    )
+    _tell_model(status, run)
+    _tell_behaviour(status, run)
+    _tell_counts(status, run)
+    return status
+
+
+def learning_rates_of(run: Run) -> list[pb.LearningRate]:
+    """The learning rate of each parameter group that has a shard here, as its first shard has it."""
+    partition, shards = run.partition, run.shards
+    if partition is None:
+        return []
+    first_shards = {partition.shard(shard_id).group: shards[shard_id] for shard_id in sorted(shards, reverse=True)}
+    return [
+        pb.LearningRate(group=group, base=shard.learning_rate, current=_current_rate(shard))
+        for group, shard in sorted(first_shards.items())
+    ]
+
+
+def shard_info(run: Run, shard: Shard, shard_range: ShardRange) -> pb.ShardInfo:
+    """A shard and what was pushed to it."""
+    tally = run.statistics.shard(shard.shard_id)
+    version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
+    return pb.ShardInfo(
+        shard_id=shard.shard_id,
+        group=shard_range.group,
+        offset=shard_range.offset,
+        num_parameters=shard.length,
+        version=version,
+        checksum=checksum,
+        bytes=4 * shard.length + shard.slots_bytes,
+        pushes_applied=tally.applied,
+        pushes_rejected=tally.rejected,
+        pushes_duplicate=tally.duplicate,
+        pushes_pending=tally.pending,
+        pushes_dropped=tally.dropped,
+        updates=tally.updates,
+        pending_gradients=shard.num_pending,
+        pending_bytes=shard.pending_bytes,
+        waiting_for=shard.waiting_for(run.roster) if shard.num_pending else (),
+        staleness_mean=tally.staleness_mean,
+        staleness_max=tally.staleness_max,
+        step_lost=tally.step_lost,
+        learning_rate=_current_rate(shard),
+        examples=shard.examples,
+    )
+
+
+def worker_info(run: Run, member: Member, waits_for: Sequence[str]) -> pb.WorkerInfo:
+    """A worker, what became of its pushes, and whom it waits for."""
+    tally = run.statistics.worker(member.worker_id)
+    return pb.WorkerInfo(
+        worker_id=member.worker_id,
+        state=member.state.value,
+        incarnation=member.incarnation,
+        host=member.info.host,
+        process_id=member.info.process_id,
+        device=member.info.device,
+        software=member.info.software,
+        clock=member.clock,
+        pushes_applied=tally.applied,
+        pushes_pending=tally.pending,
+        pushes_rejected=tally.rejected,
+        pushes_duplicate=tally.duplicate,
+        pushes_dropped=tally.dropped,
+        staleness_mean=tally.staleness_mean,
+        staleness_max=tally.staleness_max,
+        rate_scale_mean=tally.rate_scale_mean,
+        step_lost=tally.step_lost,
+        silent_seconds=max(0.0, run.clock() - member.heard_at),
+        blocked_seconds=tally.blocked_seconds,
+        scalars=dict(member.scalars),
+        message=member.message,
+        counts=member.counts,
+        waits_for=waits_for,
+    )
+
+
+def histogram_of(tally: Tally) -> pb.StalenessHistogram:
+    """How stale the counted gradients were."""
+    return pb.StalenessHistogram(
+        buckets=[
+            pb.StalenessHistogram.Bucket(staleness=staleness, count=count)
+            for staleness, count in sorted(tally.histogram.items())
+        ],
+        count=tally.staleness_count,
+        mean=tally.staleness_mean,
+        max=tally.staleness_max,
+        step_lost=tally.step_lost,
+    )
+
+
+def _tell_model(status: pb.Status, run: Run) -> None:
+    shards = run.shards
+    versions = [shard.version for shard in shards.values()]
+    if run.optimizer is not None:
+        status.optimizer.CopyFrom(settings_to(run.optimizer))
+    status.num_shards = len(shards)
+    status.num_parameters = sum(shard.length for shard in shards.values())
+    status.model_parameters = run.model.num_parameters if run.model else 0
+    status.version_min = min(versions, default=0)
+    status.version_max = max(versions, default=0)
+    status.pending_gradients = sum(shard.num_pending for shard in shards.values())
+    status.pending_bytes = sum(shard.pending_bytes for shard in shards.values())
+    status.learning_rates.extend(learning_rates_of(run))
+
+
+def _tell_behaviour(status: pb.Status, run: Run) -> None:
+    behaviour = run.behaviour
+    texts = behaviour.texts
+    status.protocol, status.staleness = texts["protocol"], texts["staleness"]
+    status.schedule, status.warmup = texts["schedule"], texts["warmup"]
+    staged = behaviour.aggregation
+    status.warming_up = isinstance(staged, Staged) and status.version_min < staged.warm_up.updates
+    status.batch_growth, status.batch_size = texts["batch_growth"], run.batch_size
+    status.clip_norm = behaviour.clip_norm
+    status.warnings.extend(run.conduct.warnings)
+    status.schedule_owner = run.conduct.owner.worker_id
+
+
+def _tell_counts(status: pb.Status, run: Run) -> None:
+    statistics, total = run.statistics, run.statistics.total()
+    last = statistics.last_update
+    status.updates, status.examples = total.updates, statistics.examples
+    status.pushes_applied, status.pushes_pending = total.applied, total.pending
+    status.pushes_rejected, status.pushes_duplicate = total.rejected, total.duplicate
+    status.pushes_dropped = total.dropped
+    for reason, count in total.reasons.items():
+        status.rejected_by_reason[reason.name.lower()] = count
+    status.staleness_mean, status.staleness_max = total.staleness_mean, total.staleness_max
+    status.rate_scale_mean, status.step_lost = total.rate_scale_mean, total.step_lost
+    status.blocked_seconds = total.blocked_seconds
+    status.last_update_seconds = -1.0 if last is None else run.clock() - last
+    status.bytes_in, status.bytes_out = total.bytes_in, total.bytes_out
+
+
+def _current_rate(shard: Shard) -> float:
+    return shard.learning_rate * shard.behaviour.rate_factor(shard.version, shard.examples)
