@@ -1,0 +1,61 @@
+"""What happened, and when: one readable line an event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pyps.core.receipt import Outcome, Receipt
+
+
+class Kind(StrEnum):
+    """What an event is about."""
+
+    JOIN = "join"
+    WAIT = "wait"
+    PULL = "pull"
+    PUSH = "push"
+    COMPLETE = "complete"
+    CONFIGURE = "configure"
+    LEAVE = "leave"
+    DIE = "die"
+    EXPIRE = "expire"
+    STALL = "stall"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of a simulation. Time is in virtual seconds."""
+
+    time: float
+    kind: Kind
+    # Empty where no worker is at work.
+    worker_id: str = ""
+    # Of pulls, pushes and completed rounds.
+    shard_id: int = -1
+    # The version that a worker was given, that its gradient was computed at, or that a completed round made.
+    version: int = 0
+    # Of pushes.
+    receipt: Receipt | None = None
+    # In words: whom somebody waits for, what was changed.
+    note: str = ""
+
+    def __str__(self) -> str:
+        """One line without a line's end."""
+        what = self._told_push(self.receipt) if self.receipt is not None else self._told()
+        return f"{self.time:9.3f}  {self.worker_id or '-':<4}  {self.kind:<9} {what}".rstrip()
+
+    def _told(self) -> str:
+        if self.shard_id < 0:
+            return self.note
+        return f"shard {self.shard_id} version {self.version} {self.note}"
+
+    def _told_push(self, receipt: Receipt) -> str:
+        told = f"shard {self.shard_id} #{receipt.sequence} of version {self.version}: "
+        if receipt.outcome == Outcome.REJECTED:
+            return told + f"{receipt.reason.name.lower()} at version {receipt.version_after}"
+        weighed = f"staleness {receipt.staleness}, weight {receipt.weight:.4g}, rate {receipt.rate:.4g}"
+        if receipt.outcome == Outcome.APPLIED:
+            return told + f"applied as version {receipt.version_after}, {weighed}"
+        waits = f", round waits for {' '.join(receipt.waiting_for)}" if receipt.waiting_for else ""
+        return told + f"pending, {weighed}{waits}"

@@ -1,0 +1,78 @@
+"""A cluster in virtual time: workers with given compute times around real shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pyps.core.behaviour import Behaviour
+from pyps.core.receipt import Outcome, Receipt
+from pyps.core.shard import Shard
+from pyps.simulation.event import Event, Kind
+from pyps.simulation.scheduler import Scheduler
+from pyps.simulation.server import ServerPlan, VirtualServer
+from pyps.simulation.worker import Compute, VirtualWorker, WorkerPlan
+
+
+class Simulation:
+    """Runs workers against shards in virtual time; equal inputs give equal events and equal bits."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        behaviour: Behaviour,
+        workers: Sequence[WorkerPlan],
+        compute: Compute,
+        *,
+        server: ServerPlan | None = None,
+        seed: int = 0,
+    ) -> None:
+        """The shards are those that were built with this behaviour, whose pacer the workers follow."""
+        self.events: list[Event] = []
+        # Pushes that have been answered, and those among them that were not refused.
+        self.num_pushes = self.num_taken = 0
+        self._scheduler = Scheduler()
+        self.server = VirtualServer(
+            shards, behaviour, server or ServerPlan(), scheduler=self._scheduler, tell=self._note
+        )
+        self.workers = [
+            VirtualWorker(
+                plan,
+                compute,
+                server=self.server,
+                scheduler=self._scheduler,
+                random=np.random.default_rng([seed, index]),
+            )
+            for index, plan in enumerate(workers)
+        ]
+
+    @property
+    def now(self) -> float:
+        """The virtual time, in seconds."""
+        return self._scheduler.now
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Does something at a time: pauses a shard, replaces the behaviour."""
+        self._scheduler.at(time, action)
+
+    def run(self, *, seconds: float = float("inf"), pushes: int | None = None) -> None:
+        """Goes on until that time, until so many pushes were taken, or until nobody has anything to do."""
+        while self._scheduler.next_time <= seconds and (pushes is None or self.num_taken < pushes):
+            if not self._scheduler.step():
+                return
+
+    def receipts(self, shard_id: int | None = None) -> list[Receipt]:
+        """Returns the answers to all pushes, or to those of a shard, in the order of time."""
+        receipts = (event.receipt for event in self.events if event.receipt is not None)
+        return [receipt for receipt in receipts if shard_id is None or receipt.shard_id == shard_id]
+
+    def trace(self) -> str:
+        """Returns all events, one a line."""
+        return "".join(f"{event}\n" for event in self.events)
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if event.kind is Kind.PUSH and event.receipt is not None:
+            self.num_pushes += 1
+            self.num_taken += event.receipt.outcome != Outcome.REJECTED

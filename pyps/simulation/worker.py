@@ -1,0 +1,177 @@
+"""A worker in virtual time: it does what the client does, with a given time for each computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pyps.core.arrays import Floats
+from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.receipt import Reason, Receipt
+from pyps.simulation.scheduler import Scheduler
+from pyps.simulation.server import VirtualServer
+from pyps.simulation.timing import Timing, fixed
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a worker computes on."""
+
+    worker_id: str
+    # The worker's own count of steps, from 0.
+    number: int
+    # By shard: what was pulled. Copies, the caller's to keep.
+    parameters: Mapping[int, Floats]
+    # The worker's own random numbers.
+    random: np.random.Generator
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What came of a step."""
+
+    # By shard; a shard that is left out had no gradient.
+    gradients: Mapping[int, Floats]
+    # The examples behind them, and the minibatches that they are the sum of.
+    examples: int = 1
+    minibatches: int = 1
+
+
+Compute = Callable[[Step], Computed]
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """When a worker comes, how quick it is, and how it ends."""
+
+    worker_id: str
+    timing: Timing = field(default_factory=lambda: fixed(1.0))
+    joins_at: float = 0.0
+    # It leaves in good order after so many steps; None goes on for ever.
+    steps: int | None = None
+    # It stops without a word: whatever it does then is lost, and its lease runs out later.
+    dies_at: float = float("inf")
+    # A later life of the same worker has a larger one.
+    incarnation: int = 1
+    # The shards it works on; None for all.
+    shards: tuple[int, ...] | None = None
+
+
+class VirtualWorker:
+    """One worker's life: join, then proceed, pull, compute, push, over and over."""
+
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        compute: Compute,
+        *,
+        server: VirtualServer,
+        scheduler: Scheduler,
+        random: np.random.Generator,
+    ) -> None:
+        self.plan = plan
+        self.worker_id = plan.worker_id
+        self.steps_done = 0
+        self.blocked_seconds = 0.0
+        self._compute = compute
+        self._server, self._scheduler, self._random = server, scheduler, random
+        self._shards = plan.shards if plan.shards is not None else server.shard_ids
+        self._joined = self._gone = False
+        self._sequence = 0
+        self._asked_at = 0.0
+        # By shard: the version and parameters pulled, and the version to wait for before the next pull.
+        self._held: dict[int, tuple[int, Floats]] = {}
+        self._min_versions = dict.fromkeys(self._shards, 0)
+        # Shards whose answer is still to come.
+        self._outstanding: set[int] = set()
+        self._at(plan.joins_at, self._join)
+        scheduler.at(plan.dies_at, self._die, worker_id=self.worker_id)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it has joined and is neither dead nor done."""
+        return self._joined and not self._gone
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        """Acts at that time, if the worker is there to act."""
+        self._scheduler.at(time, lambda: None if self._gone else action(), worker_id=self.worker_id)
+
+    def _join(self) -> None:
+        self._joined = True
+        self._server.join(self.worker_id, self.plan.incarnation)
+        self._proceed()
+
+    def _proceed(self) -> None:
+        self._asked_at = self._scheduler.now
+        if self._server.asks:
+            self._server.arrive(self.worker_id, self.steps_done, lambda: self._at(0.0, self._pull))
+        else:
+            self._pull()
+
+    def _pull(self) -> None:
+        self._outstanding = set(self._shards)
+        for shard_id in self._shards:
+            self._server.when_readable(self.worker_id, shard_id, self._min_versions[shard_id], self._reader(shard_id))
+
+    def _reader(self, shard_id: int) -> Callable[[float], None]:
+        def read() -> None:
+            self._held[shard_id] = self._server.read(self.worker_id, shard_id)
+            self._outstanding.remove(shard_id)
+            if not self._outstanding:
+                self._begin_step()
+
+        return lambda time: self._at(time, read)
+
+    def _begin_step(self) -> None:
+        self.blocked_seconds += self._scheduler.now - self._asked_at
+        seconds = self.plan.timing(self.steps_done, self._random)
+        self._at(self._scheduler.now + seconds, self._push)
+
+    def _push(self) -> None:
+        parameters = {shard_id: values for shard_id, (_, values) in self._held.items()}
+        computed = self._compute(Step(self.worker_id, self.steps_done, parameters, self._random))
+        self._sequence += 1
+        self._asked_at = self._scheduler.now
+        self._outstanding = set(self._shards)
+        gradients = [(shard_id, self._gradient(shard_id, computed)) for shard_id in self._shards]
+        self._server.receive(gradients, at=self._at, then=self._answered)
+
+    def _gradient(self, shard_id: int, computed: Computed) -> Gradient:
+        values = computed.gradients.get(shard_id)
+        return Gradient(
+            worker_id=self.worker_id,
+            incarnation=self.plan.incarnation,
+            sequence=self._sequence,
+            base_version=self._held[shard_id][0],
+            epoch=self._server.epoch,
+            codec=Codec.FLOAT32,
+            payload=b"" if values is None else values.astype(np.float32).tobytes(),
+            kind=PayloadKind.NOTHING if values is None else PayloadKind.GRADIENT,
+            example_count=computed.examples,
+            minibatch_count=computed.minibatches,
+            clock=self.steps_done + 1,
+        )
+
+    def _answered(self, receipt: Receipt) -> None:
+        self._min_versions[receipt.shard_id] = receipt.min_version
+        self._outstanding.discard(receipt.shard_id)
+        if receipt.reason == Reason.FINISHED:
+            self._leave()
+        elif not self._outstanding:
+            self.steps_done += 1
+            self.blocked_seconds += self._scheduler.now - self._asked_at
+            if self.steps_done == self.plan.steps:
+                self._leave()
+            else:
+                self._proceed()
+
+    def _leave(self) -> None:
+        self._gone = True
+        self._server.leave(self.worker_id, self.plan.incarnation)
+
+    def _die(self) -> None:
+        if self.at_work:
+            self._gone = True
+            self._server.lose(self.worker_id)
