@@ -1,0 +1,149 @@
+"""ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): one mutex around handing out and updating the whole model.
+
+The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from pyps.core.receipt import Outcome
+from pyps.core.shard import Shard
+from pyps.core.whole_model import WholeModel
+from pyps.simulation.server import ServerPlan
+from pyps.simulation.timing import fixed
+from pyps.simulation.worker import Computed, Step
+from shards import digest, gradient, make_shard, pull, push, roster, run_together
+from simulated import cluster, crew
+
+# Long enough for threads to meet inside a kernel, which runs without the interpreter's lock.
+LENGTHS = (60_000, 3_001, 40_000)
+CLIENTS, ROUNDS = 4, 40
+
+
+class Ownership:
+    """Notes who holds the mutex; told under it."""
+
+    def __init__(self) -> None:
+        self.owner: int | None = None
+        self.breaches = 0
+        self.taken = 0
+
+    def __call__(self, locked: bool) -> None:
+        me = threading.get_ident()
+        expected = None if locked else me
+        self.breaches += self.owner != expected
+        self.owner = me if locked else None
+        self.taken += locked
+
+
+def new_model() -> dict[int, Shard]:
+    return {
+        shard_id: make_shard(np.zeros(length), protocol="asgd", shard_id=shard_id)
+        for shard_id, length in enumerate(LENGTHS)
+    }
+
+
+def read_all(model: WholeModel, worker_id: str) -> list[tuple[int, str]]:
+    """The version and the digest of every shard, of one GET."""
+
+    def look(version: int, parameters: np.ndarray) -> tuple[int, str]:
+        return version, digest(parameters)
+
+    return list(model.read(dict.fromkeys(range(len(LENGTHS)), look), worker_id=worker_id).values())
+
+
+def values_of(client: int, sequence: int, length: int) -> np.ndarray:
+    # Sums of small whole numbers are exact, whatever their order.
+    return np.full(length, client * ROUNDS + sequence + 1, np.float32)
+
+
+def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_model() -> None:
+    ownership = Ownership()
+    model = WholeModel(new_model(), on_lock=ownership)
+    pushed: list[tuple[int, int, int]] = []
+    seen: list[list[tuple[int, str]]] = []
+
+    def client(index: int) -> None:
+        for sequence in range(ROUNDS):
+            got = read_all(model, str(index))
+            seen.append(got)
+            parts = [
+                (
+                    shard_id,
+                    gradient(
+                        values_of(index, sequence, length),
+                        worker_id=str(index),
+                        sequence=sequence,
+                        base_version=got[shard_id][0],
+                    ),
+                )
+                for shard_id, length in enumerate(LENGTHS)
+            ]
+            receipts = model.push(parts, roster=roster(*map(str, range(CLIENTS))))
+            assert {receipt.outcome for receipt in receipts} == {Outcome.APPLIED}
+            # A push moves all shards to one version.
+            [version] = {receipt.version_after for receipt in receipts}
+            pushed.append((version, index, sequence))
+
+    run_together([lambda index=index: client(index) for index in range(CLIENTS)])  # type: ignore[misc]
+    assert ownership.breaches == 0
+    assert ownership.taken == 2 * CLIENTS * ROUNDS
+    # A2: replay the pushes in the order of the mutex; every GET is one state of that history, all shards alike.
+    history = [[(0, digest(pull(shard)[1])) for shard in new_model().values()]]
+    replayed = new_model()
+    for version, index, sequence in sorted(pushed):
+        for shard_id, shard in replayed.items():
+            push(shard, values_of(index, sequence, LENGTHS[shard_id]), worker_id=str(index), sequence=sequence)
+        history.append([(version, digest(pull(shard)[1])) for shard in replayed.values()])
+    torn = [got for got in seen if got != history[got[0][0]]]
+    assert torn == []
+
+
+def test_a5_k_minibatches_make_one_update() -> None:
+    def four_minibatches(step: Step) -> Computed:
+        return Computed({0: 4 * np.ones(1, np.float32)}, examples=4 * 16, minibatches=4)
+
+    plans = crew(4, fixed(4.0), steps=5)
+    run = cluster("asgd:accumulate=4", workers=plans, compute=four_minibatches).run()
+    assert run.shards[0].version == 4 * 5
+    # The rate meets their sum, once.
+    assert run.parameters().tolist() == [-4.0 * 20]
+    assert run.shards[0].examples == 4 * 5 * 64
+
+
+@pytest.mark.parametrize("computing", [0.05, 0.2, 1.0, 4.0])
+@pytest.mark.parametrize("clients", [1, 2, 4, 8])
+def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex(clients: int, computing: float) -> None:
+    """X(G) <= min(G / (t_c + t_s + t_x), 1 / t_s)."""
+    holding, transfer, seconds = 0.1, 0.05, 200.0
+    server = ServerPlan(expected_workers=clients, service_seconds=holding, transfer_seconds=transfer)
+    run = cluster("asgd", workers=crew(clients, fixed(computing)), server=server).run(seconds=seconds)
+    bound = min(clients / (computing + holding + transfer), 1 / holding)
+    measured = run.simulation.num_taken / seconds
+    assert measured <= bound * (1 + 1e-9)
+    if clients == 1 or clients * holding > 2 * (computing + holding + transfer):
+        # Alone, or crowded so that the mutex is never free, they reach it; else they lose time in the queue.
+        assert measured == pytest.approx(bound, rel=0.05)
+
+
+def test_the_speed_up_of_four_clients_grows_with_the_minibatch() -> None:
+    """Small minibatches scale badly, since the mutex is held as long for each: the source's reason to grow them."""
+
+    def speed_up(computing: float) -> float:
+        def pushes(clients: int) -> int:
+            server = ServerPlan(expected_workers=clients, service_seconds=0.05)
+            return (
+                cluster("asgd", workers=crew(clients, fixed(computing)), server=server)
+                .run(seconds=100.0)
+                .simulation.num_taken
+            )
+
+        return pushes(4) / pushes(1)
+
+    speed_ups = [speed_up(batch / 1024) for batch in (16, 64, 256, 1024)]
+    assert speed_ups == sorted(speed_ups)
+    assert speed_ups[0] < 2 < 3.5 < speed_ups[-1] <= 4.0

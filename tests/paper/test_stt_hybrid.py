@@ -1,0 +1,152 @@
+"""The hybrid and synchronous modes of the STT (DeepSpeech) documentation, chapter "Parallel Optimization".
+
+Its "hybrid" is everybody else's synchronous training, here `hardsync`; its "synchronous" is one worker at a
+time, here `serial`. The invariants H1 to H4 of the algorithm notes, section 2.1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pyps.core.arrays import Floats
+from pyps.simulation.event import Kind
+from pyps.simulation.timing import Timing, fixed, lognormal, scripted
+from pyps.simulation.worker import Computed, Step, WorkerPlan
+from shards import gradient, make_shard, pull, roster
+from simulated import Cluster, cluster, crew, name
+
+W = np.array([0.5, -1.25, 3.0], np.float32)
+# Exact in float32 at learning rate 1, so that the order of two additions cannot show.
+GRADIENT_N = np.array([0.25, 0.5, -1.0], np.float32)
+GRADIENT_N_PLUS_1 = np.array([-0.125, 1.0, 0.5], np.float32)
+
+
+def test_hybrid_moves_the_parameters_by_the_mean_of_both() -> None:
+    """W + (D_n(W) + D_{n+1}(W)) / 2."""
+    shard = make_shard(W, protocol="hybrid")
+    shard.push(gradient(GRADIENT_N, worker_id="gpu-n"), roster=roster("gpu-n", "gpu-n+1"))
+    shard.push(gradient(GRADIENT_N_PLUS_1, worker_id="gpu-n+1"), roster=roster("gpu-n", "gpu-n+1"))
+    assert pull(shard)[1].tolist() == (W - (GRADIENT_N + GRADIENT_N_PLUS_1) / 2).tolist()
+
+
+# H1: hybrid(G, b) is one worker with the minibatch G * b.
+
+GPUS, BATCH, STEPS, LENGTH = 4, 8, 50, 65
+
+
+def examples(step: int, gpu: int) -> tuple[Floats, Floats]:
+    random = np.random.default_rng([step, gpu])
+    return random.standard_normal((BATCH, LENGTH)), random.standard_normal(BATCH)
+
+
+def regression_gradient(theta: Floats, inputs: Floats, targets: Floats) -> Floats:
+    """The mean gradient of (x theta - y)^2 over the examples."""
+    errors = inputs.astype(np.float32) @ theta - targets.astype(np.float32)
+    return (2 / targets.size * errors @ inputs.astype(np.float32)).astype(np.float32)
+
+
+def compute(step: Step) -> Computed:
+    inputs, targets = examples(step.number, ord(step.worker_id) - ord("a"))
+    return Computed({0: regression_gradient(step.parameters[0], inputs, targets)}, examples=BATCH)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("sgd", 0.01), ("momentum", 0.003), ("adam", 0.01)])
+def test_h1_four_gpus_with_a_minibatch_each_are_one_worker_with_all_four(rule: str, rate: float) -> None:
+    """Over fifty steps within 1e-5, the first within 1e-6; `adam` is the chapter's optimizer."""
+    settings = {"learning_rate": rate}
+    plans = crew(GPUS, lognormal(sigma=0.3), steps=STEPS)
+    parameters = [np.zeros(LENGTH)]
+    hybrid = cluster("hybrid", parameters=parameters, workers=plans, compute=compute, rule=rule, settings=settings)
+
+    serial = make_shard(parameters[0], rule=rule, settings=settings)
+    hybrid_versions, serial_versions = [hybrid.run(seconds=0).parameters()], []
+    for step in range(STEPS):
+        hybrid.run(pushes=GPUS * (step + 1))
+        hybrid_versions.append(hybrid.parameters())
+        serial_versions.append(pull(serial)[1])
+        inputs, targets = (np.concatenate(both) for both in zip(*(examples(step, g) for g in range(GPUS)), strict=True))
+        values = regression_gradient(serial_versions[-1], inputs, targets)
+        serial.push(gradient(values, sequence=step, base_version=step), roster=roster())
+    serial_versions.append(pull(serial)[1])
+    gaps = [
+        float(np.linalg.norm(mine - theirs) / max(1e-12, np.linalg.norm(theirs)))
+        for mine, theirs in zip(hybrid_versions, serial_versions, strict=True)
+    ]
+    assert gaps[1] <= 1e-6
+    assert max(gaps) < 1e-5
+
+
+# H2 and H3: everybody computes on the same version, and the slowest sets the pace.
+
+
+def hybrid_rounds(timings: list[Timing], steps: int) -> Cluster:
+    plans = [WorkerPlan(name(index), timing, steps=steps) for index, timing in enumerate(timings)]
+    return cluster("hybrid", workers=plans).run()
+
+
+def test_h2_all_staleness_is_zero() -> None:
+    run = hybrid_rounds([lognormal(sigma=0.5)] * GPUS, steps=30)
+    assert run.staleness() == [0] * (30 * GPUS)
+    assert run.shards[0].version == 30
+
+
+def test_h3_a_round_takes_as_long_as_its_slowest_worker() -> None:
+    seconds = np.random.default_rng(4).uniform(0.5, 2.0, (GPUS, 20))
+    run = hybrid_rounds([scripted(list(of_worker)) for of_worker in seconds], steps=20)
+    ends = [
+        event.time for event in run.events(Kind.PUSH) if event.receipt and event.receipt.version_after > event.version
+    ]
+    assert np.diff([0.0, *ends]) == pytest.approx(seconds.max(axis=0))
+
+
+# H4: unequal last minibatches.
+
+COUNTS = {"a": 8, "b": 8, "c": 3}
+
+
+def unequal(step: Step) -> Computed:
+    count = COUNTS[step.worker_id]
+    values = np.random.default_rng(ord(step.worker_id)).standard_normal((count, 5))
+    return Computed({0: values.mean(axis=0).astype(np.float32)}, examples=count)
+
+
+def all_values() -> list[Floats]:
+    return [np.random.default_rng(ord(worker)).standard_normal((count, 5)) for worker, count in COUNTS.items()]
+
+
+def test_h4_by_count_is_the_mean_over_all_examples() -> None:
+    run = cluster("hardsync", parameters=[np.zeros(5)], workers=3, compute=unequal).run(pushes=3)
+    np.testing.assert_allclose(run.parameters(), -np.concatenate(all_values()).mean(axis=0), rtol=1e-5)
+
+
+def test_h4_equal_is_the_mean_of_the_means_which_differs() -> None:
+    run = cluster("hardsync:weighting=equal", parameters=[np.zeros(5)], workers=3, compute=unequal).run(pushes=3)
+    mean_of_means = np.mean([values.mean(axis=0) for values in all_values()], axis=0)
+    np.testing.assert_allclose(run.parameters(), -mean_of_means, rtol=1e-5)
+    assert not np.allclose(mean_of_means, np.concatenate(all_values()).mean(axis=0), rtol=0.01)
+
+
+# A straggler.
+
+
+def throughput(protocol: str, *, slowest: float) -> float:
+    """Pushes in a virtual second of four workers, one of which takes `slowest` seconds a step."""
+    plans = [*crew(3), WorkerPlan("z", fixed(slowest))]
+    return cluster(protocol, workers=plans).run(seconds=300.0).simulation.num_taken / 300
+
+
+@pytest.mark.parametrize(
+    ("protocol", "share"), [("hybrid", 1 / 3), ("asynchronous", (3 + 1 / 3) / 4), ("synchronous", 4 / 6)]
+)
+def test_a_straggler_three_times_as_slow(protocol: str, share: float) -> None:
+    """It cuts hybrid to a third, since all idle until it is done; asynchronous keeps 83 %: only it is slow."""
+    assert throughput(protocol, slowest=3.0) / throughput(protocol, slowest=1.0) == pytest.approx(share, rel=0.02)
+
+
+def test_synchronous_uses_one_gpu_at_a_time() -> None:
+    run = cluster("synchronous", workers=crew(4, lognormal(sigma=0.5), steps=10)).run()
+    assert run.shards[0].version == 40
+    assert run.staleness() == [0] * 40
+    order = "".join(event.worker_id for event in run.events(Kind.PUSH))
+    assert order == "abcd" * 10

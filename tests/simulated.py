@@ -1,0 +1,134 @@
+"""Clusters in virtual time for tests: real shards, and workers whose speed a test chooses."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour
+from pyps.core.receipt import Outcome, Receipt
+from pyps.core.shard import Shard
+from pyps.core.update_rules import RULES
+from pyps.simulation.event import Event, Kind
+from pyps.simulation.server import ServerPlan
+from pyps.simulation.simulation import Simulation
+from pyps.simulation.timing import Timing, fixed
+from pyps.simulation.worker import Compute, Computed, Step, WorkerPlan
+from shards import Log
+
+
+@dataclass
+class Cluster:
+    """A simulation and what it is made of."""
+
+    behaviour: Behaviour
+    rule: str
+    settings: Mapping[str, float]
+    first: Sequence[Floats]
+    log: Log
+    shards: list[Shard]
+    simulation: Simulation
+
+    def fresh_shard(self, shard_id: int = 0) -> Shard:
+        """Returns a shard as the cluster's own was before its first push."""
+        return build_shard(
+            shard_id, self.first[shard_id], behaviour=self.behaviour, rule=self.rule, settings=self.settings
+        )
+
+    def run(self, **until: Any) -> Cluster:
+        """Runs the simulation and returns the cluster."""
+        self.simulation.run(**until)
+        return self
+
+    def parameters(self, shard_id: int = 0) -> Floats:
+        return self.shards[shard_id].state().parameters
+
+    def staleness(self, shard_id: int = 0) -> list[int]:
+        """The staleness of every gradient that was taken, in the order of arrival."""
+        return [receipt.staleness for receipt in self.taken(shard_id)]
+
+    def taken(self, shard_id: int = 0) -> list[Receipt]:
+        receipts = self.simulation.receipts(shard_id)
+        return [receipt for receipt in receipts if receipt.outcome != Outcome.REJECTED]
+
+    def events(self, kind: Kind, worker_id: str | None = None) -> list[Event]:
+        events = [event for event in self.simulation.events if event.kind is kind]
+        return [event for event in events if worker_id in (None, event.worker_id)]
+
+    def steps(self, worker_id: str) -> int:
+        """The steps that the worker has finished."""
+        return sum(worker.steps_done for worker in self.simulation.workers if worker.worker_id == worker_id)
+
+
+def cluster(
+    protocol: str = "async",
+    *,
+    parameters: Sequence[npt.ArrayLike] = ((0.0,),),
+    workers: int | Sequence[WorkerPlan] = 4,
+    compute: Compute | None = None,
+    rule: str = "sgd",
+    settings: Mapping[str, float] | None = None,
+    server: ServerPlan | None = None,
+    seed: int = 0,
+    **texts: Any,
+) -> Cluster:
+    """Returns a cluster that begins at time 0; four workers of one second a step, whose gradients are ones.
+
+    The texts are those of a behaviour: staleness="divide", schedule="...". SGD with learning rate 1 unless told
+    otherwise.
+    """
+    behaviour = Behaviour.parse(protocol=protocol, **texts)
+    settings = {"learning_rate": 1.0} if settings is None else settings
+    first = [np.array(values, np.float32) for values in parameters]
+    log = Log()
+    shards = [
+        build_shard(shard_id, values, behaviour=behaviour, rule=rule, settings=settings, recorder=log)
+        for shard_id, values in enumerate(first)
+    ]
+    plans = crew(workers) if isinstance(workers, int) else workers
+    simulation = Simulation(
+        shards,
+        behaviour,
+        plans,
+        compute or ones,
+        server=server or ServerPlan(expected_workers=len(plans)),
+        seed=seed,
+    )
+    return Cluster(behaviour, rule, settings, first, log, shards, simulation)
+
+
+def build_shard(
+    shard_id: int, values: Floats, *, behaviour: Behaviour, rule: str, settings: Mapping[str, float], **others: Any
+) -> Shard:
+    return Shard(shard_id, values, rule=RULES[rule], hyperparameters=settings, behaviour=behaviour, **others)
+
+
+def crew(count: int, timing: Timing | None = None, **fields: Any) -> list[WorkerPlan]:
+    """Returns workers a, b, c, ... of the same kind."""
+    return [WorkerPlan(name(index), timing or fixed(1.0), **fields) for index in range(count)]
+
+
+def name(index: int) -> str:
+    """The worker's name: in the order of the alphabet whatever their number."""
+    return string.ascii_lowercase[index] if index < 26 else f"z{index:03}"
+
+
+def ones(step: Step) -> Computed:
+    """A gradient of one for every parameter."""
+    return Computed({shard_id: np.ones_like(values) for shard_id, values in step.parameters.items()})
+
+
+def noisy(step: Step) -> Computed:
+    """The gradient of a bowl about 1, with noise: it depends on the parameters and on the worker's dice."""
+    return Computed(
+        {
+            shard_id: (values - 1 + 0.1 * step.random.standard_normal(values.size)).astype(np.float32)
+            for shard_id, values in step.parameters.items()
+        }
+    )
