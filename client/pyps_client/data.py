@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -69,16 +70,84 @@ def worker_sampler(
     return WorkerSampler(len(dataset), seed=seed, shuffle=shuffle, index=index, count=count)
 
 
+class AsksForBatchSize(Protocol):
+    """What says how large minibatches should be now; RemoteOptimizer is one, and the numpy client's session."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+
+class GrowingBatchSampler:
+    """Batches of this worker's part of a dataset, each as large as the servers' schedule then asks for.
+
+    For DataLoader(dataset, batch_sampler=...). A server started with a batch growth (Zhang et al. 2013: the
+    minibatch starts small and grows as training goes on) tells the size with its answers to pushes. A loader
+    with processes of its own asks as many batches ahead as it fetches ahead.
+    """
+
+    def __init__(self, sampler: WorkerSampler, optimizer: AsksForBatchSize, *, default: int) -> None:
+        self.sampler = sampler
+        self._optimizer = optimizer
+        self._default = default
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a batch that is drawn now."""
+        return self._optimizer.batch_size or self._default
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that epoch, as when a worker goes on after a restart."""
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Batches in an epoch, if the batch stays as large as it is now."""
+        return -(-len(self.sampler) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while batch := list(islice(indices, self.batch_size)):
+            yield batch
+
+
+def growing_batches(
+    dataset: Sized,
+    optimizer: AsksForBatchSize,
+    *,
+    batch_size: int = 32,
+    seed: int = 0,
+    shuffle: bool = True,
+    index: int | None = None,
+    count: int | None = None,
+) -> GrowingBatchSampler:
+    """A batch sampler of this worker's part of a dataset, in batches as large as the servers ask for.
+
+    `batch_size` is the size where the servers leave it open. The rest is as for `worker_sampler`.
+    """
+    if batch_size < 1:
+        raise BadRequest(f"batch_size is {batch_size}; expected 1 or more.")
+    sampler = worker_sampler(dataset, seed=seed, shuffle=shuffle, index=index, count=count)
+    return GrowingBatchSampler(sampler, optimizer, default=batch_size)
+
+
 class CountsExamples(Protocol):
-    """What wants to know how many examples a batch holds; RemoteOptimizer is one."""
+    """What wants to know how many examples are behind a gradient; RemoteOptimizer is one."""
 
     examples_in_batch: int | None
 
+    @property
+    def steps(self) -> int: ...
+
 
 def count_examples(batches: Iterable[T], optimizer: CountsExamples) -> Iterator[T]:
-    """Passes batches on, telling the optimizer the size of each: `for x, y in count_examples(loader, optimizer)`."""
+    """Passes batches on, telling the optimizer the size of each: `for x, y in count_examples(loader, optimizer)`.
+
+    Where several batches go before one step (gradient accumulation), their sizes add up.
+    """
+    steps = -1
     for batch in batches:
-        optimizer.examples_in_batch = batch_size(batch)
+        before = optimizer.examples_in_batch if optimizer.steps == steps else 0
+        optimizer.examples_in_batch = (before or 0) + batch_size(batch)
+        steps = optimizer.steps
         yield batch
 
 

@@ -20,7 +20,7 @@ from pyps_client.learning_rates import LearningRates
 from pyps_client.log import logger
 from pyps_client.parking import Parking
 from pyps_client.proceeding import Proceeding
-from pyps_client.pulling import Held
+from pyps_client.pulling import Held, hold_nothing, versions_of
 from pyps_client.pushing import OutgoingPush, check_bases, check_push, norm_of, pushed_parts
 from pyps_client.refusals import OUTDATED, Refusals
 from pyps_client.servers import Servers
@@ -82,7 +82,7 @@ class Session:
         self._handshake = Handshake(launch, partition=self.partition, optimizer=optimizer, device=device)
         self._guard = ForkGuard()
         self._servers = Servers(launch, rejoin=self._rejoin)
-        self._held = self._held_nothing()
+        self._held = hold_nothing(self.partition)
         self._terms = Terms()
         self._rates = LearningRates(len(launch.servers), num_groups=model.num_groups)
         self._refusals = Refusals()
@@ -202,9 +202,9 @@ class Session:
         versions.
         """
         self._check_open()
-        held = self._held_nothing()
+        held = hold_nothing(self.partition)
         self._read(ROLE_OBSERVER, vectors, held, parking=Parking(0.0), min_versions={})
-        return _versions(held)
+        return versions_of(held)
 
     def proceed(self) -> None:
         """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
@@ -223,7 +223,7 @@ class Session:
     @property
     def held_versions(self) -> Versions:
         """A copy of shard id -> version that was last pulled (-1: nothing), with the servers' epochs."""
-        return _versions(self._held)
+        return versions_of(self._held)
 
     @property
     def epoch(self) -> int:
@@ -282,6 +282,11 @@ class Session:
         return self._terms.accumulate
 
     @property
+    def ask_to_proceed(self) -> bool:
+        """Whether the protocol in force grants steps one by one, so that `proceed` asks and may wait."""
+        return self._terms.ask_to_proceed
+
+    @property
     def current_version_only(self) -> bool:
         """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
         return self._terms.current_version_only
@@ -315,9 +320,6 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*departure.cause_of(error))
-
-    def _held_nothing(self) -> list[Held]:
-        return [Held(self.partition.of_server(connection.index)) for connection in self._servers]
 
     def _read(
         self,
@@ -398,8 +400,3 @@ class Session:
             self._finished = True
         if not reply.known:
             self._rejoin(connection, connection.channel, HELLO_SECONDS)
-
-
-def _versions(all_held: Sequence[Held]) -> Versions:
-    pairs = (pair for held in all_held for pair in held.versions.copy().items())
-    return Versions(pairs, epochs=[held.epoch for held in all_held])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyps_client.data import batch_size, count_examples, worker_sampler
+from pyps_client.data import batch_size, count_examples, growing_batches, worker_sampler
 from pyps_wire.errors import BadRequest
 
 
@@ -57,10 +57,60 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch, variables, message) -> N
 
 
 def test_the_optimizer_learns_the_size_of_each_batch() -> None:
-    optimizer = SimpleNamespace(examples_in_batch=None)
+    optimizer = SimpleNamespace(examples_in_batch=None, steps=0)
     batches = [(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2), torch.zeros(3))]
-    sizes = [optimizer.examples_in_batch for _ in count_examples(batches, optimizer)]
+    sizes = []
+    for _ in count_examples(batches, optimizer):
+        sizes.append(optimizer.examples_in_batch)
+        optimizer.steps += 1
     assert sizes == [4, 3]
+
+
+def test_batches_before_one_step_count_together() -> None:
+    optimizer = SimpleNamespace(examples_in_batch=None, steps=0)
+    sizes = []
+    for number, _ in enumerate(count_examples([torch.zeros(size) for size in (4, 3, 5, 2)], optimizer), start=1):
+        sizes.append(optimizer.examples_in_batch)
+        optimizer.steps = number // 2
+    assert sizes == [4, 7, 5, 7]
+
+
+def test_each_batch_is_as_large_as_the_servers_then_ask_for() -> None:
+    """Zhang et al. 2013: the minibatch starts small and grows; each example is handed out once an epoch."""
+    optimizer = SimpleNamespace(batch_size=2)
+    samplers = [growing_batches(range(21), optimizer, index=index, count=2) for index in range(2)]
+    parts = []
+    for sampler in samplers:
+        optimizer.batch_size = 2
+        sizes = []
+        for batch in sampler:
+            sizes.append(len(batch))
+            parts += batch
+            optimizer.batch_size = min(4, optimizer.batch_size + 1)
+        assert sizes[:3] == [2, 3, 4]
+    assert sorted(parts) == list(range(21))
+
+
+def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() -> None:
+    optimizer = SimpleNamespace(batch_size=0)
+    sampler = growing_batches(range(10), optimizer, batch_size=4)
+    assert [len(batch) for batch in sampler] == [4, 4, 2]
+    assert len(sampler) == 3
+    first = list(growing_batches(range(10), optimizer, batch_size=4))
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(BadRequest, match="batch_size is 0; expected 1 or more"):
+        growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size=0)
+
+
+def test_a_loader_takes_growing_batches() -> None:
+    optimizer = SimpleNamespace(batch_size=3)
+    loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=growing_batches(range(10), optimizer))
+    assert [len(batch) for batch in loader] == [3, 3, 3, 1]
+    assert len(loader) == 4
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}])

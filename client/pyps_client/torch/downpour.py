@@ -7,22 +7,29 @@ The appendix's pseudo-code lets its threads race; what is done about it:
 * Gradients are swapped out with their buffer, and gathering goes on in the other while a push is under way:
   the sum of all pushed payloads is the sum of all computed gradients.
 * Pulled parameters land in a buffer of their own and enter the model between minibatches only.
-* They may lack this worker's own gradients that are still under way, as in the paper.
+* They may lack this worker's own gradients that are still under way, as in the paper; with read_my_writes the
+  worker takes those steps on them itself.
 * The first pull is over before the first minibatch.
+
+What a protocol wants beyond the paper comes with the servers' answers: the worker asks before its next step where
+steps are granted (serial, ssp), and waits for the version that its round makes (hardsync, backup workers).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from pyps_client.finite import FiniteGuard
 from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer, all_finite
 from pyps_client.torch.layout import Layout
+from pyps_client.torch.local_steps import LocalSteps
 from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedLink
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.shared_buffers import SharedBuffers
 from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest, RunFinished
 
@@ -31,36 +38,8 @@ from pyps_wire.errors import BadRequest, RunFinished
 # was meant for.
 BEHIND_MAX = 8
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """After which minibatches to push and before which to pull."""
-
-    # Minibatches summed in a push (the paper's n_push), and minibatches between pulls (n_fetch).
-    push_every: int = 1
-    pull_every: int = 1
-    # "off": the worker waits for each. "step": both go on beside the computation, on threads.
-    overlap: str = "off"
-    # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
-    compat: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("push_every", "pull_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise BadRequest(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
-        if self.overlap not in ("off", "step"):
-            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off' or 'step'.")
-        if self.compat not in (None, "paper"):
-            raise BadRequest(f"compat is {self.compat!r}; expected None or 'paper'.")
-
-    def push_after(self, step: int) -> bool:
-        """True when minibatch number `step`, from 0, is to be followed by a push."""
-        return (step if self.compat == "paper" else step + 1) % self.push_every == 0
-
-    def pull_before(self, step: int) -> bool:
-        """True when minibatch number `step` is to be preceded by a pull."""
-        return step % self.pull_every == 0
+# Group -> the learning rate that the push which begins now must carry.
+RateChanges = Callable[[], Mapping[int, float]]
 
 
 class Downpour:
@@ -71,24 +50,34 @@ class Downpour:
         session: SessionLike,
         layout: Layout,
         *,
-        schedule: Schedule,
+        pace: Pace,
+        parameters: ParameterBuffer,
+        local_rates: Callable[[], Sequence[float]],
         codec: str = "float32",
-        local_learning_rates: Sequence[float],
+        rate_changes: RateChanges = dict,
+        buffers: SharedBuffers | None = None,
+        read_my_writes: bool = False,
     ) -> None:
         self._session = session
         self._layout = layout
-        self._schedule = schedule
-        # The size of a local step, one a parameter group; zero for none.
-        self._rates = tuple(local_learning_rates)
+        self._pace = pace
+        # The sizes of a local step now, one a parameter group; zero for none.
+        self._local_rates = local_rates
+        self._rate_changes = rate_changes
+        self._buffers = buffers
+        self._read_my_writes = read_my_writes
         self._gradients = GradientBuffer(layout, codec)
-        self.parameters = ParameterBuffer(layout)
-        self._link: Link = BlockingLink(session, self.parameters)
-        if schedule.overlap == "step":
-            self._link = ThreadedLink(session, self.parameters, GradientBuffer(layout, codec))
+        self._parameters = parameters
+        self._local = LocalSteps(layout, parameters)
+        self._link: Link = BlockingLink(session, parameters)
+        if pace.overlap == "step":
+            self._link = ThreadedLink(session, parameters, GradientBuffer(layout, codec))
         # Versions of the parameters in the model.
         self._versions: Mapping[int, int] = {}
         self._push_due = False
         self._pull_due = False
+        # Where steps are granted one by one, nothing goes on beside the computation.
+        self._in_turn = False
         self._steps_since_pull = 0
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
@@ -113,7 +102,11 @@ class Downpour:
         return self._minibatch_guard.skips_total + self._payload_guard.skips_total
 
     def start(self) -> None:
-        """Pulls the run's parameters into the model, before the first minibatch."""
+        """Pulls the run's parameters into the model, before the first minibatch, once the worker may begin."""
+        try:
+            self._session.proceed()
+        except RunFinished:
+            self._finished = True
         self._link.pull()
         self._link.wait_for_pull()
         self._take_pulled()
@@ -139,9 +132,9 @@ class Downpour:
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The servers' parameters as they are now, by name. The model keeps its own until the next pull."""
-        self._link.wait_for_pull()
-        self._link.refresh()
-        return self.parameters.tensors()
+        vectors = [np.empty(size, np.float32) for size in self._layout.model.group_sizes]
+        self._session.snapshot(vectors)
+        return self._parameters.tensors_of(vectors)
 
     def close(self) -> None:
         """Ends the link's threads."""
@@ -161,52 +154,92 @@ class Downpour:
         self._link.raise_error()
         step = self.steps
         self.steps = self._session.clock = step + 1
-        if self._accepts(gradients):
-            self._gradients.add(gradients, versions=self._versions, example_count=example_count)
-            self._step_locally(gradients)
-        self._push_due = self._push_due or self._schedule.push_after(step)
-        self._push_if_due()
-        self._pull_due = self._pull_due or self._schedule.pull_before(step + 1) or self._session.pull_needed
+        self._gather(gradients, example_count)
+        self._push_due = self._push_due or self._pace.push_after(step)
+        if self._push_if_due():
+            self._proceed()
+        self._pull_due = self._pull_due or self._pace.pull_before(step + 1)
         self._steps_since_pull += 1
         self._pull_if_due()
         self._finished = self._finished or any(receipt.reason == REASON_FINISHED for receipt in self.receipts)
 
-    def _push_if_due(self) -> None:
-        if self._gradients.minibatch_count >= BEHIND_MAX * self._schedule.push_every:
+    def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
+        if all(gradient is None for gradient in gradients):
+            return
+        moves = self._buffers.moves() if self._buffers is not None else []
+        everything = [*gradients, *moves]
+        if not self._accepts(everything):
+            if self._buffers is not None:
+                self._buffers.skipped()
+            return
+        self._gradients.add(everything, versions=self._versions, example_count=example_count)
+        if self._buffers is not None:
+            self._buffers.accepted(moves)
+        if self._pace.overlap == "step" or not self._pace.pull_before(self.steps):
+            # Else the pull that follows overwrites it.
+            self._local.step(everything, self._rates_with_buffers(0.0))
+
+    def _push_if_due(self) -> bool:
+        """True when the worker stands at the end of a push's worth of minibatches."""
+        if self._in_turn or self._gradients.minibatch_count >= BEHIND_MAX * self._pace.minibatches_in_push:
             self._link.wait_for_push()
-        if self._push_due and self._link.can_push():
-            self._push_due = False
-            if self._gradients.minibatch_count:
-                self._push()
+        if not self._push_due or not self._link.can_push():
+            return False
+        self._push_due = False
+        if self._gradients.minibatch_count:
+            self._push()
+        return True
 
     def _push(self) -> None:
         if self._gradients.seal():
             self._payload_guard.passed()
-            self._gradients = self._link.push(self._gradients)
+            self._gradients = self._link.push(self._gradients, self._rate_changes())
             return
         count = self._gradients.minibatch_count
         self._gradients.clear(overflowed=True)
         self._payload_guard.skipped(f"{count} minibatches, summed and converted for the wire,", (), math.inf)
 
+    def _proceed(self) -> None:
+        self._in_turn = self._session.ask_to_proceed
+        if self._in_turn:
+            self._link.wait_for_push()
+        self._session.proceed()
+
     def _pull_if_due(self) -> None:
-        if self._steps_since_pull >= BEHIND_MAX * self._schedule.pull_every:
+        if self._in_turn or self._steps_since_pull >= BEHIND_MAX * self._pace.minibatches_to_pull:
             self._link.wait_for_pull()
         self._take_pulled()
-        if self._pull_due and self._link.can_pull():
+        if (self._pull_due or self._session.pull_needed) and self._link.can_pull():
             self._pull_due = False
             self._link.pull()
+            if self._in_turn:
+                self._link.wait_for_pull()
             # A blocking pull is there already.
             self._take_pulled()
 
     def _take_pulled(self) -> None:
         versions = self._link.take_pulled()
-        if versions is not None:
-            self.parameters.write()
-            self._versions = versions
-            self._steps_since_pull = 0
+        if versions is None:
+            return
+        self._parameters.write()
+        self._local.reset()
+        if self._read_my_writes:
+            for gathered in (self._link.in_flight, self._gradients):
+                if gathered is not None:
+                    # A buffer's move is added whole.
+                    self._local.reapply(gathered, self._rates_with_buffers(-1.0))
+        if self._buffers is not None:
+            self._buffers.pulled()
+        self._versions = versions
+        self._steps_since_pull = 0
+
+    def _rates_with_buffers(self, rate_of_buffers: float) -> list[float]:
+        """The sizes of a local step, one a group of the layout."""
+        rates = list(self._local_rates())
+        return rates + [rate_of_buffers] * (self._layout.model.num_groups - len(rates))
 
     def _accepts(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """True when there is a gradient and all of it is finite."""
+        """True when all there is is finite."""
         given = [gradient for gradient in gradients if gradient is not None]
         for tensor, gradient in zip(self._layout.model.tensors, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
@@ -214,8 +247,6 @@ class Downpour:
                     f"The gradient of {tensor.name!r} has layout {gradient.layout}; servers take dense "
                     f"gradients only: make the layer with sparse=False."
                 )
-        if not given:
-            return False
         if all_finite(given):
             self._minibatch_guard.passed()
             return True
@@ -229,23 +260,3 @@ class Downpour:
                 index = tuple(gradient.isfinite().logical_not().nonzero()[0].tolist())
                 return tensor.name, index, float(gradient[index])
         raise AssertionError("all gradients are finite")
-
-    @torch.no_grad()
-    def _step_locally(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Moves the model by the worker's own gradient, until the next pull overwrites it."""
-        if self._schedule.overlap == "off" and self._schedule.pull_before(self.steps):
-            # The pull that follows overwrites it.
-            return
-        for block in self._layout.blocks:
-            rate = self._rates[block.group]
-            if rate == 0.0:
-                continue
-            for batch in block.batches:
-                given = [(self._layout.parameters[index], gradients[index]) for index in batch]
-                moved = [(parameter, gradient) for parameter, gradient in given if gradient is not None]
-                if moved:
-                    torch._foreach_add_(
-                        [parameter for parameter, _ in moved],
-                        [gradient for _, gradient in moved],
-                        alpha=-rate,
-                    )

@@ -72,15 +72,23 @@ class ParameterBuffer:
             if block.on_cuda:
                 self._events.append(_recorded_event(block.device))
 
+    def float32_of(self, index: int) -> torch.Tensor:
+        """A tensor's values as last written, in float32 and on its device; good until the next pull."""
+        return next(views[index] for views in self._views if index in views)
+
     def wait_until_free(self) -> None:
         """Returns once copies out of the vectors have ended, so that they may be rewritten."""
         while self._events:
             self._events.pop().synchronize()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of the vectors' contents by tensor name, on the CPU."""
+    def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
+        """The tensors that lie in such vectors, by name, on the CPU; views of the vectors."""
+        flat = [torch.from_numpy(vector) for vector in vectors]
         return {
-            tensor.name: view.clone() for tensor, view in zip(self._layout.model.tensors, self._host_views, strict=True)
+            tensor.name: _view(flat[tensor.group], offset, parameter)
+            for tensor, offset, parameter in zip(
+                self._layout.model.tensors, self._layout.group_offsets, self._layout.parameters, strict=True
+            )
         }
 
 
@@ -118,6 +126,8 @@ class GradientBuffer:
             for block, flat in zip(layout.blocks, self._flat, strict=True)
         ]
         self._events: list[torch.cuda.Event] = []
+        # What the numbers of each group mean, as a session takes it.
+        self.kinds = layout.kinds
         self.present = [False] * len(layout.parameters)
         self.minibatch_count = 0
         self.example_count = 0
@@ -173,6 +183,11 @@ class GradientBuffer:
         """Returns once the vectors on the host hold what was sealed."""
         while self._events:
             self._events.pop().synchronize()
+
+    def sums(self) -> list[torch.Tensor | None]:
+        """What was gathered, in float32, one entry a tensor; None where there is nothing."""
+        views = {index: view for of_block in self._views for index, view in of_block.items()}
+        return [views[index] if present else None for index, present in enumerate(self.present)]
 
     def clear(self, *, overflowed: bool = False) -> None:
         """Makes all tensors absent, for the next gradients. The vectors must rest no longer."""

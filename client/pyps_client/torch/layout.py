@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 
@@ -50,6 +51,16 @@ class Layout:
     # Where each tensor begins in its group's vector.
     group_offsets: tuple[int, ...]
     blocks: tuple[Block, ...]
+    # The first of `parameters` that is a buffer (batch norm's statistics); buffers are the last group, and all that
+    # follows is buffers.
+    first_buffer: int
+
+    @property
+    def kinds(self) -> tuple[int, ...] | None:
+        """What is pushed of each group: gradients, and how far buffers moved. None where all are gradients."""
+        if self.first_buffer == len(self.parameters):
+            return None
+        return (PAYLOAD_KIND_GRADIENT,) * (self.model.num_groups - 1) + (PAYLOAD_KIND_DELTA,)
 
     @property
     def uses_cuda(self) -> bool:
@@ -66,9 +77,13 @@ def plan(
     param_groups: Sequence[Mapping[str, Any]],
     *,
     shard_size: int = DEFAULT_SHARD_SIZE,
+    with_buffers: bool = False,
 ) -> Layout:
-    """Lays out the parameters of an optimizer's groups; refuses what cannot live on a server."""
-    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    """Lays out the parameters of an optimizer's groups; refuses what cannot live on a server.
+
+    With buffers, the model's saved floating-point buffers follow as a group of their own.
+    """
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     parameters: list[torch.Tensor] = []
     tensors: list[Tensor] = []
     offsets: list[int] = []
@@ -82,13 +97,32 @@ def plan(
             parameters.append(parameter)
             offsets.append(offset)
             offset += parameter.numel()
+    first_buffer = len(parameters)
+    if with_buffers:
+        offset = 0
+        for name, buffer in shareable_buffers(module).items():
+            tensors.append(Tensor(plain_name(name), tuple(buffer.shape), len(param_groups)))
+            parameters.append(buffer)
+            offsets.append(offset)
+            offset += buffer.numel()
     _refuse_overlaps(parameters, [tensor.name for tensor in tensors])
     return Layout(
         model=Model(tuple(tensors), shard_size=shard_size),
         parameters=tuple(parameters),
         group_offsets=tuple(offsets),
         blocks=blocks_of(tensors, parameters, offsets),
+        first_buffer=first_buffer,
     )
+
+
+def shareable_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's buffers of floating-point numbers that are saved with it, by the module's own names."""
+    saved = module.state_dict(keep_vars=True)
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name in saved and buffer.is_floating_point() and buffer.numel()
+    }
 
 
 def blocks_of(
@@ -132,8 +166,8 @@ def _block(
     )
 
 
-def _plain(name: str) -> str:
-    """The parameter's name without what torch.compile puts into it, so that compiled and plain workers agree."""
+def plain_name(name: str) -> str:
+    """A tensor's name without what torch.compile puts into it, so that compiled and plain workers agree."""
     return name.replace("_orig_mod.", "")
 
 

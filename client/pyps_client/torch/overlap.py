@@ -35,12 +35,27 @@ class SessionLike(Protocol):
         minibatch_count: int = 1,
         base_versions: Mapping[int, int] | None = None,
         newest_base_versions: Mapping[int, int] | None = None,
+        learning_rates: Mapping[int, float] | None = None,
+        kinds: Sequence[int] | None = None,
     ) -> list[Receipt]: ...
+
+    def proceed(self) -> None: ...
 
     def pull(self, vectors: Sequence[npt.NDArray[np.float32]]) -> set[int]: ...
 
+    def snapshot(self, vectors: Sequence[npt.NDArray[np.float32]]) -> Versions: ...
+
     @property
     def held_versions(self) -> Versions: ...
+
+    @property
+    def ask_to_proceed(self) -> bool: ...
+
+    @property
+    def accumulate(self) -> int: ...
+
+    @property
+    def current_version_only(self) -> bool: ...
 
     @property
     def pull_needed(self) -> bool: ...
@@ -55,14 +70,18 @@ class Link(Protocol):
     # Receipts of the newest push that was answered.
     receipts: Sequence[Receipt]
 
+    @property
+    def in_flight(self) -> GradientBuffer | None:
+        """The gradients of a push that is not known to be answered; they rest until the next call."""
+
     def raise_error(self) -> None:
         """Raises what went wrong on another thread since the last call."""
 
     def can_push(self) -> bool:
         """True when a push may begin now."""
 
-    def push(self, gradients: GradientBuffer) -> GradientBuffer:
-        """Begins to push sealed gradients; returns an empty buffer to go on with."""
+    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> GradientBuffer:
+        """Begins to push sealed gradients, with new rates by group; returns an empty buffer to go on with."""
 
     def can_pull(self) -> bool:
         """True when a pull may begin now."""
@@ -72,10 +91,6 @@ class Link(Protocol):
 
     def take_pulled(self) -> Versions | None:
         """The versions that a pull has brought into the parameter buffer since the last call; None without one."""
-
-    def refresh(self) -> None:
-        """Pulls into the parameter buffer aside from the schedule: nothing new is there to take. No pull may
-        be under way."""
 
     def wait_for_push(self) -> None:
         """Returns once no push is under way; raises what it raised."""
@@ -102,8 +117,16 @@ class BlockingLink:
     def can_push(self) -> bool:
         return True
 
-    def push(self, gradients: GradientBuffer) -> GradientBuffer:
-        self.receipts = _push(self._session, gradients)
+    @property
+    def in_flight(self) -> GradientBuffer | None:
+        return None
+
+    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> GradientBuffer:
+        try:
+            self.receipts = _push(self._session, gradients, learning_rates)
+        finally:
+            # After an error too: the session has tried for as long as it was told to.
+            gradients.clear()
         return gradients
 
     def can_pull(self) -> bool:
@@ -115,9 +138,6 @@ class BlockingLink:
     def take_pulled(self) -> Versions | None:
         pulled, self._pulled = self._pulled, None
         return pulled
-
-    def refresh(self) -> None:
-        _pull(self._session, self._parameters)
 
     def wait_for_push(self) -> None:
         """A push is over when it returns."""
@@ -149,10 +169,14 @@ class ThreadedLink:
         self._collect()
         return self._spare is not None
 
-    def push(self, gradients: GradientBuffer) -> GradientBuffer:
+    @property
+    def in_flight(self) -> GradientBuffer | None:
+        return self._in_flight
+
+    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> GradientBuffer:
         assert self._spare is not None, "a push began while another was under way"
         spare, self._spare, self._in_flight = self._spare, None, gradients
-        self._pushing.start(lambda: _push(self._session, gradients))
+        self._pushing.start(lambda: _push(self._session, gradients, learning_rates))
         return spare
 
     def can_pull(self) -> bool:
@@ -167,12 +191,6 @@ class ThreadedLink:
         self._collect()
         pulled, self._pulled = self._pulled, None
         return pulled
-
-    def refresh(self) -> None:
-        versions = _pull(self._session, self._parameters)
-        if self._pulled is not None:
-            # What waits to be taken was overwritten by what is newer.
-            self._pulled = versions
 
     def wait_for_push(self) -> None:
         self._pushing.wait()
@@ -189,6 +207,8 @@ class ThreadedLink:
     def _collect(self) -> None:
         """Takes over what the threads have finished; raises what they raised."""
         if self._in_flight is not None and not self._pushing.busy:
+            # After an error too: the session has tried for as long as it was told to.
+            self._in_flight.clear()
             self._spare, self._in_flight = self._in_flight, None
             self.receipts = self._pushing.take() or ()
         pulled = self._pulling.take()
@@ -269,20 +289,18 @@ class Lane(Generic[T]):
                 self._changed.notify_all()
 
 
-def _push(session: SessionLike, gradients: GradientBuffer) -> Sequence[Receipt]:
+def _push(session: SessionLike, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> Sequence[Receipt]:
     gradients.ready()
-    try:
-        return session.push(
-            gradients.vectors,
-            present=gradients.present,
-            example_count=gradients.example_count,
-            minibatch_count=gradients.minibatch_count,
-            base_versions=gradients.base_versions,
-            newest_base_versions=gradients.newest_base_versions,
-        )
-    finally:
-        # After an error too: the session has tried for as long as it was told to.
-        gradients.clear()
+    return session.push(
+        gradients.vectors,
+        present=gradients.present,
+        example_count=gradients.example_count,
+        minibatch_count=gradients.minibatch_count,
+        base_versions=gradients.base_versions,
+        newest_base_versions=gradients.newest_base_versions,
+        learning_rates=learning_rates,
+        kinds=gradients.kinds,
+    )
 
 
 def _pull(session: SessionLike, parameters: ParameterBuffer) -> Versions:

@@ -12,9 +12,14 @@ from pyps_client.fork import ForkGuard, keep_alive, let_go
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.session import Session
-from pyps_client.torch.downpour import Downpour, Schedule
-from pyps_client.torch.layout import plan
-from pyps_client.torch.translate import Translation, refuse_changes, translate, translation_of
+from pyps_client.torch.downpour import Downpour
+from pyps_client.torch.flat_buffers import ParameterBuffer
+from pyps_client.torch.layout import Layout, plan
+from pyps_client.torch.model_state import tell_unshared, whole_state
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
+from pyps_client.torch.shared_buffers import MODES, shared_buffers
+from pyps_client.torch.translate import refuse_changes, translate, translation_of
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
@@ -37,12 +42,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
     Made from a model and a fresh torch optimizer over its parameters, whose rule and settings the servers
     take over:
 
-        optimizer = RemoteOptimizer(model, torch.optim.Adagrad(model.parameters(), lr=0.05),
-        servers="host:7610")
+        optimizer = RemoteOptimizer(model, torch.optim.Adam(model.parameters(), lr=0.001), servers="host:7610")
 
     The constructor joins the run and brings its parameters into the model; from then on parameters change
-    inside `step` only. Not trained, and each worker's own: parameters that are not the optimizer's, and
-    buffers such as batch norm's statistics.
+    inside `step` only. The learning rate may be moved, by torch's schedulers or by hand, on the worker that
+    owns the schedule; nothing else of the settings may. Not trained, and each worker's own: parameters that
+    are not the optimizer's.
     """
 
     # Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it.
@@ -57,41 +62,56 @@ class RemoteOptimizer(torch.optim.Optimizer):
         run_id: str | None = None,
         worker_id: str | None = None,
         token_file: str | None = None,
-        push_every: int = 1,
-        pull_every: int = 1,
+        push_every: int | None = None,
+        pull_every: int | None = None,
         overlap: str = "off",
         local_learning_rate: float | None = None,
+        read_my_writes: bool = False,
         compat: str | None = None,
         gradient_dtype: str | None = None,
+        buffers: str = "local",
+        owns_schedule: bool | None = None,
         examples_in_batch: int | None = None,
         shard_size: int = DEFAULT_SHARD_SIZE,
     ) -> None:
         """Joins the run on `servers` ("host:port,host:port"; PYPS_SERVERS by default).
 
         `run_id`, `worker_id`, `token_file`: PYPS_RUN_ID, PYPS_WORKER_ID and PYPS_TOKEN_FILE by default.
-        `push_every`, `pull_every`: minibatches summed in a push, and minibatches between pulls.
+        `push_every`, `pull_every`: minibatches summed in a push, and minibatches between pulls; by default
+        what the servers' protocol wants, or else 1.
         `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
         more version of staleness.
-        `local_learning_rate`: the size of the worker's own step between pulls. By default the learning rate
-        under SGD; none under adaptive rules, which must be told with pull_every > 1.
+        `local_learning_rate`: the size of the worker's own step between pulls. By default the present learning
+        rate under plain SGD; none under other rules, which must be told with pull_every > 1.
+        `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
         `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16".
+        `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over
+        the workers ("average"), or follow those of the first ("first"); the same for all workers.
+        `owns_schedule`: True where this worker's changes of the learning rate count, for all workers; by
+        default that is the worker with index 0, or one without an index.
         `shard_size`: the largest number of parameters in a shard; the same for all workers.
         """
         uncaught.install()
+        if buffers not in MODES:
+            raise BadRequest(f"buffers is {buffers!r}; expected one of {', '.join(MODES)}.")
         translation = translation_of(optimizer)
         settings = translate(optimizer)
-        schedule = Schedule(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
-        rates = _local_learning_rates(translation, settings, schedule, local_learning_rate)
-        layout = plan(model, optimizer.param_groups, shard_size=shard_size)
+        pace = Pace(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
+        check_local_rate(translation, asked=local_learning_rate, pace=pace)
+        if read_my_writes:
+            check_read_my_writes(translation, asked=local_learning_rate)
+        layout = plan(model, optimizer.param_groups, shard_size=shard_size, with_buffers=buffers != "local")
         launch = Launch.from_environment(
             servers, token_file=token_file, run_id=run_id, worker_id=worker_id, codec=gradient_dtype
         )
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._groups_are_fixed = True
-        # The same groups, so that a scheduler that was made with the torch optimizer is noticed too.
+        # The same groups, so that a scheduler that was made with the torch optimizer moves them too.
         self.param_groups = optimizer.param_groups
+        self._wrapped = optimizer
+        self._model = model
         self._translation = translation
         self._settings = settings
         self._layout = layout
@@ -99,23 +119,37 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._finish_seen = False
         self._closed = False
         self._guard = ForkGuard()
+        is_first = launch.worker_index in (None, 0)
+        rates = GroupRates(
+            self.param_groups, settings, owns_schedule=is_first if owns_schedule is None else owns_schedule
+        )
+        parameters = ParameterBuffer(layout)
         self._session = Session(
             layout.model,
-            settings,
+            _with_buffers(settings, layout),
             launch=launch,
-            initial=lambda: self._downpour.parameters.read(),
+            initial=parameters.read,
             codec=launch.codec,
             device=layout.devices,
         )
-        self._downpour = Downpour(
-            self._session,
-            layout,
-            schedule=schedule,
-            codec=launch.codec,
-            local_learning_rates=rates,
-        )
-        self._join()
-        _warn_of_buffers(model)
+
+        def downpour() -> Downpour:
+            agreed = pace.under(self._session)
+            return Downpour(
+                self._session,
+                layout,
+                pace=agreed,
+                parameters=parameters,
+                local_rates=LocalRates(translation, rates, asked=local_learning_rate, pace=agreed),
+                codec=launch.codec,
+                rate_changes=rates.take_changes,
+                buffers=shared_buffers(model, layout, mode=buffers, is_first=is_first, overlaps=overlap == "step"),
+                read_my_writes=read_my_writes,
+            )
+
+        self._downpour = self._join(downpour)
+        self._begin()
+        tell_unshared(model, layout)
         # What the torch optimizer allocated is of no use: the servers hold it.
         optimizer.state.clear()
 
@@ -132,6 +166,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             logger.info("the run %s is over: this worker ends", self.run_id)
             raise TrainingFinished
         refuse_changes(self._translation, self._settings, self.param_groups)
+        # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -139,7 +175,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             if loss is not None:
                 self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         count = self.examples_in_batch if examples is None else examples
-        self._downpour.step([parameter.grad for parameter in self._layout.parameters], example_count=count or 0)
+        trained = self._layout.parameters[: self._layout.first_buffer]
+        self._downpour.step([parameter.grad for parameter in trained], example_count=count or 0)
         self._finish_seen = self.finished
         return loss
 
@@ -152,6 +189,16 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def global_step(self) -> int:
         """Updates of the whole run, by all workers: the step to log figures under."""
         return self._session.global_step
+
+    @property
+    def steps(self) -> int:
+        """Minibatches that this worker has handed in."""
+        return self._downpour.steps
+
+    @property
+    def batch_size(self) -> int:
+        """Examples that the servers' schedule (batch_growth) wants in a minibatch now; 0 where it leaves it open."""
+        return self._session.batch_size
 
     @property
     def run_id(self) -> str:
@@ -178,8 +225,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._session.report(**scalars)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """The servers' parameters as they are now, by name, on the CPU; model and training are left alone."""
-        return self._downpour.snapshot()
+        """The model's state dict as the servers hold it now; model and training are left alone.
+
+        For evaluation: `twin.load_state_dict(optimizer.snapshot())`. Each shard is of one version; different
+        shards may be of different ones. What servers do not hold is this worker's own. Float32, on the CPU,
+        by the model's original names.
+        """
+        return whole_state(self._model, self._layout, self._downpour.snapshot())
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
@@ -217,7 +269,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave: parameter groups with the run's settings. Slots live on the servers."""
+        """Takes back what `state_dict` gave: parameter groups, with their learning rates. Slots live on the servers."""
         if state_dict.get("state"):
             raise SettingsChanged(
                 "The state dict holds a torch optimizer's own state, but this run's slots live on the "
@@ -227,14 +279,27 @@ class RemoteOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         try:
             super().load_state_dict(dict(state_dict))
-            refuse_changes(self._translation, self._settings, self.param_groups)
-        except BaseException:
+            loaded = self.param_groups
+            refuse_changes(self._translation, self._settings, loaded)
+        finally:
+            # The groups stay the same objects: schedulers of the torch optimizer hold them too.
             self.param_groups = groups
-            raise
+        for group, of_file in zip(groups, loaded, strict=True):
+            group.clear()
+            group.update(of_file)
 
-    def _join(self) -> None:
+    def _join(self, downpour: Callable[[], Downpour]) -> Downpour:
+        """Joins the run; what is made of a worker's wishes may depend on what the servers then say."""
         try:
             self._session.connect()
+            return downpour()
+        except BaseException as error:
+            self._session.close(*departure.cause_of(error))
+            raise
+
+    def _begin(self) -> None:
+        """Brings the run's parameters into the model."""
+        try:
             # The session is ours to close: what has gathered goes before.
             departure.forget(self._session)
             departure.expect(self)
@@ -246,37 +311,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
             raise
 
 
-def _warn_of_buffers(model: torch.nn.Module) -> None:
-    """Says that what a model saves beside its parameters, such as batch norm's statistics, is not the run's."""
-    saved = model.state_dict(keep_vars=True)
-    names = [name for name, _ in model.named_buffers() if name in saved]
-    if not names:
-        return
-    others = len(names) - 1
-    if others:
-        subject = f"{names[0]} and {others} other buffer{'s' if others > 1 else ''} are"
-    else:
-        subject = f"The buffer {names[0]} is"
-    logger.warning(
-        "%s not shared: each worker keeps its own, and pyps export does not contain %s.",
-        *(subject, "them" if others else "it"),
-    )
-
-
-def _local_learning_rates(
-    translation: Translation, settings: OptimizerSettings, schedule: Schedule, asked: float | None
-) -> list[float]:
-    """The size of a local step for each group."""
-    if asked is not None:
-        if not asked >= 0:
-            raise BadRequest(f"local_learning_rate is {asked!r}; expected 0 (no local steps) or more.")
-        return [float(asked)] * len(settings.groups)
-    if not translation.adaptive:
-        return [group.hyperparameters["learning_rate"] for group in settings.groups]
-    if schedule.pull_every > 1:
-        raise BadRequest(
-            f"pull_every is {schedule.pull_every} under the adaptive rule {translation.rule!r}: between "
-            f"pulls the worker steps by itself and cannot know the servers' step size. Pass "
-            f"local_learning_rate=0 for no local steps, or the size of a plain SGD step."
-        )
-    return [0.0] * len(settings.groups)
+def _with_buffers(settings: OptimizerSettings, layout: Layout) -> OptimizerSettings:
+    """The settings with a group for buffers, where they are shared. What is pushed of them is added as it comes."""
+    whole = OptimizerSettings()
+    whole.CopyFrom(settings)
+    while len(whole.groups) < layout.model.num_groups:
+        whole.groups.add()
+    return whole

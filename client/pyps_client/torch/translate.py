@@ -11,6 +11,9 @@ import torch
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import PypsError, SettingsChanged, UnsupportedOptimizer
 
+# Torch's name for a setting; with an index where torch keeps it in a tuple, as Adam's betas.
+TorchName = str | tuple[str, int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
@@ -19,51 +22,111 @@ class Translation:
     optimizer: type[torch.optim.Optimizer]
     # The servers' rule.
     rule: str
-    # True where the size of a step depends on earlier gradients, so that no worker can take the step by
-    # itself.
-    adaptive: bool
+    # True where a step depends on earlier gradients, so that no worker can take it by itself.
+    stateful: bool
     # The servers' hyperparameter -> torch's name for it.
-    hyperparameters: Mapping[str, str]
+    hyperparameters: Mapping[str, TorchName]
+    # Settings of a class with several rules that choose this one: every group must have exactly these.
+    when: Mapping[str, object] = field(default_factory=dict)
     # Torch settings that the rule lacks -> the only value that is the rule.
     fixed: Mapping[str, object]
     # Torch settings that do not change what is computed.
     ignored: frozenset[str]
-    # A setting of `fixed` -> another optimizer that serves who wants it.
-    alternatives: Mapping[str, str] = field(default_factory=dict)
 
 
 # How the arithmetic is carried out, not what it is.
 _EXECUTION = frozenset({"foreach", "fused", "capturable"})
+_PLAIN = {"maximize": False, "differentiable": False}
+_ADAM: Mapping[str, TorchName] = {
+    "learning_rate": "lr",
+    "beta1": ("betas", 0),
+    "beta2": ("betas", 1),
+    "eps": "eps",
+    "weight_decay": "weight_decay",
+}
 
-# A rule that the servers learn is one more entry here.
+# A rule that the servers learn is one more entry here. Of a class with several, the first that fits is taken.
 TRANSLATIONS: tuple[Translation, ...] = (
     Translation(
         optimizer=torch.optim.SGD,
         rule="sgd",
-        adaptive=False,
-        hyperparameters={"learning_rate": "lr"},
-        fixed={
-            "momentum": 0,
-            "weight_decay": 0,
-            "nesterov": False,
-            "maximize": False,
-            "differentiable": False,
-        },
+        stateful=False,
+        hyperparameters={"learning_rate": "lr", "weight_decay": "weight_decay"},
+        when={"momentum": 0, "nesterov": False},
+        fixed=_PLAIN,
         # Dampening only acts through momentum.
         ignored=_EXECUTION | {"dampening"},
-        alternatives={"momentum": "Adagrad"},
+    ),
+    Translation(
+        optimizer=torch.optim.SGD,
+        rule="momentum",
+        stateful=True,
+        hyperparameters={
+            "learning_rate": "lr",
+            "momentum": "momentum",
+            "dampening": "dampening",
+            "weight_decay": "weight_decay",
+        },
+        when={"nesterov": False},
+        fixed=_PLAIN,
+        ignored=_EXECUTION,
+    ),
+    Translation(
+        optimizer=torch.optim.SGD,
+        rule="nesterov",
+        stateful=True,
+        hyperparameters={"learning_rate": "lr", "momentum": "momentum", "weight_decay": "weight_decay"},
+        when={"nesterov": True},
+        fixed={"dampening": 0, **_PLAIN},
+        ignored=_EXECUTION,
     ),
     Translation(
         optimizer=torch.optim.Adagrad,
         rule="adagrad",
-        adaptive=True,
+        stateful=True,
         hyperparameters={
             "learning_rate": "lr",
             "eps": "eps",
             "initial_accumulator_value": "initial_accumulator_value",
+            "lr_decay": "lr_decay",
+            "weight_decay": "weight_decay",
         },
-        fixed={"lr_decay": 0, "weight_decay": 0, "maximize": False, "differentiable": False},
+        fixed=_PLAIN,
         ignored=_EXECUTION,
+    ),
+    Translation(
+        optimizer=torch.optim.RMSprop,
+        rule="rmsprop",
+        stateful=True,
+        hyperparameters={"learning_rate": "lr", "decay": "alpha", "eps": "eps", "weight_decay": "weight_decay"},
+        fixed={"momentum": 0, "centered": False, **_PLAIN},
+        ignored=_EXECUTION,
+    ),
+    Translation(
+        optimizer=torch.optim.Adam,
+        rule="adam",
+        stateful=True,
+        hyperparameters=_ADAM,
+        when={"decoupled_weight_decay": False},
+        fixed={"amsgrad": False, **_PLAIN},
+        ignored=_EXECUTION,
+    ),
+    Translation(
+        optimizer=torch.optim.Adam,
+        rule="adamw",
+        stateful=True,
+        hyperparameters=_ADAM,
+        when={"decoupled_weight_decay": True},
+        fixed={"amsgrad": False, **_PLAIN},
+        ignored=_EXECUTION,
+    ),
+    Translation(
+        optimizer=torch.optim.AdamW,
+        rule="adamw",
+        stateful=True,
+        hyperparameters=_ADAM,
+        fixed={"amsgrad": False, **_PLAIN},
+        ignored=_EXECUTION | {"decoupled_weight_decay"},
     ),
 )
 
@@ -73,12 +136,21 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
 
     A subclass is refused too: it may compute something else.
     """
-    for translation in TRANSLATIONS:
-        if type(optimizer) is translation.optimizer:
+    of_class = [translation for translation in TRANSLATIONS if type(optimizer) is translation.optimizer]
+    if not of_class:
+        names = list(dict.fromkeys(f"torch.optim.{translation.optimizer.__name__}" for translation in TRANSLATIONS))
+        raise UnsupportedOptimizer(
+            f"The servers have no update rule for {_class_name(type(optimizer))}; they have rules for "
+            f"{', '.join(names[:-1])} and {names[-1]}."
+        )
+    for translation in of_class:
+        if all(_has(group, translation.when) for group in optimizer.param_groups):
             return translation
-    names = " and ".join(f"torch.optim.{translation.optimizer.__name__}" for translation in TRANSLATIONS)
+    choice = next(iter(of_class[-1].when))
+    values = [repr(group.get(choice)) for group in optimizer.param_groups]
     raise UnsupportedOptimizer(
-        f"The servers have no update rule for {_class_name(type(optimizer))}; they have rules for {names}."
+        f"{_class_name(type(optimizer))} has {choice}={', '.join(values)} in its parameter groups; the servers have "
+        f"one rule for all groups: give all of them the same {choice}."
     )
 
 
@@ -86,7 +158,7 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
     """The servers' settings for a torch optimizer, one entry a parameter group."""
     translation = translation_of(optimizer)
     _refuse_used(optimizer)
-    _refuse_scheduler(optimizer.param_groups, UnsupportedOptimizer)
+    _refuse_cycled_momentum(optimizer.param_groups, UnsupportedOptimizer)
     _refuse_unknown(translation, optimizer)
     return settings_of(translation, optimizer.param_groups)
 
@@ -100,19 +172,21 @@ def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, An
 def refuse_changes(
     translation: Translation, asked: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises SettingsChanged where a parameter group no longer says what the run was joined with, or soon will not."""
-    _refuse_scheduler(param_groups, SettingsChanged)
+    """Raises SettingsChanged where a group no longer says what the run was joined with, its learning rate aside."""
+    _refuse_cycled_momentum(param_groups, SettingsChanged)
     for index, group in enumerate(param_groups):
         settings = asked.groups[index].hyperparameters
         for ours, torchs in translation.hyperparameters.items():
-            value = float(group[torchs])
+            if ours == "learning_rate":
+                continue
+            value = _value(group, torchs)
             if value != settings[ours]:
                 raise SettingsChanged(
-                    f"{torchs} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
-                    f"but this run's {ours} is held by the servers, for all workers, and a worker's change does "
-                    f"not reach them. Remove what changes it, or start a run with {torchs}={value:g}."
+                    f"{_text(torchs)} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
+                    f"but this run's {ours} is held by the servers, for all workers: only lr may change while a run "
+                    f"goes on. Remove what changes it, or start a run with {_text(torchs)}={value:g}."
                 )
-        for torchs, required in translation.fixed.items():
+        for torchs, required in {**translation.when, **translation.fixed}.items():
             if torchs in group and group[torchs] != required:
                 raise SettingsChanged(
                     f"{torchs} of parameter group {index} was changed to {group[torchs]!r}; the servers' "
@@ -125,19 +199,36 @@ def _group_settings(translation: Translation, index: int, group: Mapping[str, An
     for setting, required in translation.fixed.items():
         value = group.get(setting, required)
         if value != required:
-            alternative = translation.alternatives.get(setting)
             raise UnsupportedOptimizer(
                 f"torch.optim.{name} has {setting}={value!r} in parameter group {index}; the servers' {name} "
-                f"has no {setting}: use {setting}={required!r}{f', or {alternative}' if alternative else ''}."
+                f"has no {setting}: use {setting}={required!r}."
             )
-    return GroupSettings(
-        hyperparameters={ours: float(group[torchs]) for ours, torchs in translation.hyperparameters.items()}
-    )
+    settings = {ours: _value(group, torchs) for ours, torchs in translation.hyperparameters.items()}
+    # A scheduler that was made before has begun to move lr, at a pace of its own on every worker: the run is
+    # agreed upon where it began.
+    settings["learning_rate"] = float(group.get("initial_lr", group["lr"]))
+    return GroupSettings(hyperparameters=settings)
+
+
+def _value(group: Mapping[str, Any], name: TorchName) -> float:
+    if name == "dampening" and group["momentum"] == 0:
+        # Without momentum torch takes the gradient itself, whatever the dampening.
+        return 0.0
+    return float(group[name] if isinstance(name, str) else group[name[0]][name[1]])
+
+
+def _text(name: TorchName) -> str:
+    return name if isinstance(name, str) else f"{name[0]}[{name[1]}]"
+
+
+def _has(group: Mapping[str, Any], settings: Mapping[str, object]) -> bool:
+    return all(group.get(name, value) == value for name, value in settings.items())
 
 
 def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) -> None:
     """Refuses settings of a newer torch that were unknown here, unless they are off."""
-    known = {*translation.hyperparameters.values(), *translation.fixed, *translation.ignored}
+    of_rule = {name if isinstance(name, str) else name[0] for name in translation.hyperparameters.values()}
+    known = {*of_rule, *translation.when, *translation.fixed, *translation.ignored}
     for index, group in enumerate(optimizer.param_groups):
         for setting in optimizer.defaults.keys() - known:
             if group.get(setting):
@@ -147,14 +238,13 @@ def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) 
                 )
 
 
-def _refuse_scheduler(param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]) -> None:
-    """Refuses groups that a learning-rate scheduler was made for: it leaves its first rate in them."""
+def _refuse_cycled_momentum(param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]) -> None:
+    """Refuses groups whose momentum a scheduler moves: it leaves the momentum's bounds in them."""
     for index, group in enumerate(param_groups):
-        if "initial_lr" in group:
+        if "max_momentum" in group:
             raise error_class(
-                f"A learning-rate scheduler was made for this optimizer (it left initial_lr in parameter group "
-                f"{index}), but the learning rate is held by the servers, for all workers, and schedulers do not "
-                f"reach them: remove the scheduler."
+                f"A learning-rate scheduler moves the momentum (betas) of parameter group {index} too, and momentum "
+                f"is held by the servers, for all workers: make the scheduler with cycle_momentum=False."
             )
 
 

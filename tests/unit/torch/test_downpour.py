@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps_client.torch.downpour import BEHIND_MAX, Downpour, Schedule
+from pyps_client.torch.downpour import BEHIND_MAX, Downpour
+from pyps_client.torch.flat_buffers import ParameterBuffer
 from pyps_client.torch.layout import plan
+from pyps_client.torch.pace import Pace
 from pyps_wire.errors import BadRequest, NotFinite, RunFinished, ServerUnavailable
 from recording_session import RecordingSession
 from support import wait_until
@@ -16,18 +18,23 @@ SIZE = 4
 
 
 def downpour(
-    *, rate: float = 0.0, local: float = 0.0, codec: str = "float32", **schedule
+    *, rate: float = 0.0, local: float = 0.0, codec: str = "float32", session_has=None, read_my_writes=False, **pace
 ) -> tuple[Downpour, RecordingSession, torch.nn.Parameter]:
     """A worker of a model of one tensor of zeros, its parameters already pulled."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(SIZE, 1, bias=False)
     session = RecordingSession([np.zeros(SIZE, np.float32)], rate=rate)
+    for name, value in (session_has or {}).items():
+        setattr(session, name, value)
+    layout = plan(model, [{"params": list(model.parameters())}])
     worker = Downpour(
         session,
-        plan(model, [{"params": list(model.parameters())}]),
-        schedule=Schedule(**schedule),
+        layout,
+        pace=Pace(**pace).under(session),
+        parameters=ParameterBuffer(layout),
+        local_rates=lambda: [local],
         codec=codec,
-        local_learning_rates=[local],
+        read_my_writes=read_my_writes,
     )
     worker.start()
     return worker, session, model.weight

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from pyps_client.torch.downpour import Downpour, Schedule
+from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer
 from pyps_client.torch.layout import Layout, plan
+from pyps_client.torch.pace import Pace
 from recording_session import RecordingSession
 
 pytestmark = [
@@ -26,6 +27,20 @@ def network(*, spread: bool = False) -> torch.nn.Sequential:
     if spread:
         model[1].cpu()
     return model
+
+
+def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Downpour:
+    """A worker without local steps, its parameters already pulled."""
+    layout = layout_of(model)
+    worker = Downpour(
+        session,
+        layout,
+        pace=Pace(**pace).under(session),
+        parameters=ParameterBuffer(layout),
+        local_rates=lambda: [0.0],
+    )
+    worker.start()
+    return worker
 
 
 def random_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -69,13 +84,7 @@ def test_parameters_go_to_the_device_and_back(spread) -> None:
 def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
     model = network()
     session = RecordingSession(ParameterBuffer(layout_of(model)).read(), rate=0.01)
-    worker = Downpour(
-        session,
-        layout_of(model),
-        schedule=Schedule(overlap=overlap),
-        local_learning_rates=[0.0],
-    )
-    worker.start()
+    worker = worker_of(session, model, overlap=overlap)
     total = torch.zeros(3 * 65 * 64, dtype=torch.float64)
     for _ in range(20):
         model.zero_grad()
@@ -92,8 +101,7 @@ def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
 def test_a_nan_on_the_device_is_not_sent() -> None:
     model = network()
     session = RecordingSession(ParameterBuffer(layout_of(model)).read())
-    worker = Downpour(session, layout_of(model), schedule=Schedule(), local_learning_rates=[0.0])
-    worker.start()
+    worker = worker_of(session, model)
     gradients = random_gradients(model)
     gradients[-1][-1] = float("nan")
     worker.step(gradients)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pyps_client.torch.translate import refuse_changes, settings_of, translate, translation_of
+from pyps.core.update_rules import RULES
+from pyps_client.torch.translate import TRANSLATIONS, refuse_changes, settings_of, translate, translation_of
 from pyps_wire.errors import SettingsChanged, UnsupportedOptimizer
 
 
@@ -11,20 +12,62 @@ def parameters() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(3))]
 
 
-def test_sgd_says_its_learning_rate() -> None:
-    settings = translate(torch.optim.SGD(parameters(), lr=0.25))
-    assert settings.rule == "sgd"
-    assert dict(settings.groups[0].hyperparameters) == {"learning_rate": 0.25}
+MOMENTUM = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}
+ADAM = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01}
 
 
-def test_adagrad_says_all_three_settings_for_each_group() -> None:
-    groups = [{"params": parameters(), "lr": 0.5}, {"params": parameters(), "eps": 1e-6}]
-    settings = translate(torch.optim.Adagrad(groups, lr=0.05, initial_accumulator_value=0.1))
-    assert settings.rule == "adagrad"
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "settings"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.25), "sgd", {"weight_decay": 0}),
+        (lambda p: torch.optim.SGD(p, lr=0.25, weight_decay=0.1), "sgd", {"weight_decay": 0.1}),
+        (lambda p: torch.optim.SGD(p, lr=0.25, **MOMENTUM), "momentum", MOMENTUM),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.25, momentum=0.9, nesterov=True),
+            "nesterov",
+            {"momentum": 0.9, "weight_decay": 0},
+        ),
+        (
+            lambda p: torch.optim.Adagrad(p, lr=0.25, lr_decay=0.1, initial_accumulator_value=0.5),
+            "adagrad",
+            {"eps": 1e-10, "initial_accumulator_value": 0.5, "lr_decay": 0.1, "weight_decay": 0},
+        ),
+        (
+            lambda p: torch.optim.RMSprop(p, lr=0.25, alpha=0.9),
+            "rmsprop",
+            {"decay": 0.9, "eps": 1e-8, "weight_decay": 0},
+        ),
+        (lambda p: torch.optim.Adam(p, 0.25, (0.8, 0.99), 1e-6, 0.01), "adam", ADAM),
+        (lambda p: torch.optim.Adam(p, 0.25, (0.8, 0.99), 1e-6, 0.01, decoupled_weight_decay=True), "adamw", ADAM),
+        (lambda p: torch.optim.AdamW(p, 0.25, (0.8, 0.99), 1e-6, 0.01), "adamw", ADAM),
+    ],
+)
+def test_each_optimizer_says_its_rule_and_all_its_settings(optimizer, rule, settings) -> None:
+    said = translate(optimizer(parameters()))
+    assert said.rule == rule
+    assert dict(said.groups[0].hyperparameters) == {"learning_rate": 0.25, **settings}
+
+
+def test_every_rule_and_setting_that_is_said_is_one_of_the_servers() -> None:
+    for translation in TRANSLATIONS:
+        assert set(translation.hyperparameters) == set(RULES[translation.rule].settings)
+
+
+def test_each_group_says_its_own_settings() -> None:
+    groups = [{"params": parameters(), "lr": 0.5}, {"params": parameters(), "momentum": 0.5}]
+    settings = translate(torch.optim.SGD(groups, lr=0.05, dampening=0.2))
+    assert settings.rule == "momentum"
+    # Without momentum torch takes the gradient whole, whatever the dampening.
     assert [dict(group.hyperparameters) for group in settings.groups] == [
-        {"learning_rate": 0.5, "eps": 1e-10, "initial_accumulator_value": 0.1},
-        {"learning_rate": 0.05, "eps": 1e-6, "initial_accumulator_value": 0.1},
+        {"learning_rate": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0},
+        {"learning_rate": 0.05, "momentum": 0.5, "dampening": 0.2, "weight_decay": 0},
     ]
+
+
+def test_groups_that_need_two_rules_are_refused() -> None:
+    groups = [{"params": parameters()}, {"params": parameters(), "nesterov": True}]
+    with pytest.raises(UnsupportedOptimizer, match="has nesterov=False, True in its parameter groups"):
+        translate(torch.optim.SGD(groups, lr=0.05, momentum=0.5))
 
 
 def test_a_tensor_learning_rate_is_a_number() -> None:
@@ -39,22 +82,20 @@ def test_how_the_arithmetic_is_done_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda p: torch.optim.Adam(p), ["torch.optim.Adam;", "torch.optim.SGD and torch.optim.Adagrad"]),
         (
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            ["SGD has momentum=0.9", "has no momentum: use momentum=0, or Adagrad."],
+            lambda p: torch.optim.Adamax(p),
+            ["torch.optim.Adamax;", "SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adam and"],
         ),
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=1e-4), ["weight_decay=0.0001"]),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), ["momentum=0.9"]),
         (
             lambda p: torch.optim.SGD(p, lr=0.1, maximize=True),
             ["maximize=True", "has no maximize: use maximize=False."],
         ),
         (
-            lambda p: torch.optim.Adagrad(p, lr_decay=0.1),
-            ["Adagrad has lr_decay=0.1", "the servers' Adagrad has no lr_decay: use lr_decay=0."],
+            lambda p: torch.optim.Adam(p, amsgrad=True),
+            ["Adam has amsgrad=True in parameter group 0; the servers' Adam has no amsgrad: use amsgrad=False."],
         ),
-        (lambda p: torch.optim.Adagrad(p, weight_decay=0.1), ["weight_decay=0.1 in parameter group 0"]),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.9), ["RMSprop has momentum=0.9", "use momentum=0."]),
+        (lambda p: torch.optim.RMSprop(p, centered=True), ["centered=True in parameter group 0"]),
     ],
 )
 def test_what_the_servers_lack_is_refused_by_name_and_value(optimizer, words) -> None:
@@ -81,14 +122,37 @@ def test_an_optimizer_that_took_steps_is_refused() -> None:
         translate(optimizer)
 
 
-def test_a_changed_learning_rate_is_refused_with_both_values() -> None:
-    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+def test_only_the_learning_rate_may_change() -> None:
+    optimizer = torch.optim.Adam(parameters(), lr=0.1)
     translation = translation_of(optimizer)
     settings = settings_of(translation, optimizer.param_groups)
-    refuse_changes(translation, settings, optimizer.param_groups)
     optimizer.param_groups[0]["lr"] = 0.05
-    with pytest.raises(SettingsChanged, match=r"from 0\.1 to 0\.05.*held by the servers"):
+    refuse_changes(translation, settings, optimizer.param_groups)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    with pytest.raises(SettingsChanged, match=r"betas\[0\] of parameter group 0 was changed from 0\.9 to 0\.5"):
         refuse_changes(translation, settings, optimizer.param_groups)
+
+
+@pytest.mark.parametrize("cyclic", [True, False])
+def test_a_scheduler_that_moves_the_momentum_is_refused_with_the_way_out(cyclic) -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+    translation = translation_of(optimizer)
+    settings = settings_of(translation, optimizer.param_groups)
+    if cyclic:
+        torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2)
+    else:
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    with pytest.raises(SettingsChanged, match="make the scheduler with cycle_momentum=False"):
+        refuse_changes(translation, settings, optimizer.param_groups)
+    with pytest.raises(UnsupportedOptimizer, match="make the scheduler with cycle_momentum=False"):
+        translate(optimizer)
+
+
+def test_a_run_is_agreed_upon_at_the_rate_where_a_scheduler_began() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert translate(optimizer).groups[0].hyperparameters["learning_rate"] == 0.1
 
 
 def test_a_setting_that_was_switched_on_later_is_refused() -> None:

@@ -1,0 +1,100 @@
+"""The learning rates in an optimizer's parameter groups, which torch's schedulers move, and who hears of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyps_client.log import logger
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.translate import Translation
+from pyps_wire.common_pb2 import OptimizerSettings
+from pyps_wire.errors import BadRequest
+
+
+class GroupRates:
+    """Reads the groups' learning rates and tells which of them the next push must carry.
+
+    One worker owns the schedule; what it sends is in force for the push that carries it. Another worker's
+    changes reach nobody, which is said once.
+    """
+
+    def __init__(
+        self, param_groups: Sequence[Mapping[str, Any]], joined_with: OptimizerSettings, *, owns_schedule: bool
+    ) -> None:
+        # The optimizer's own list, so that its groups always hold the present rates.
+        self._param_groups = param_groups
+        self._owns_schedule = owns_schedule
+        # What the servers were last told of each group.
+        self._told = [group.hyperparameters["learning_rate"] for group in joined_with.groups]
+        # True once the first change was sent, or was found to reach nobody.
+        self._moved = False
+
+    def now(self) -> list[float]:
+        """The rate of each group."""
+        return [_checked(index, float(group["lr"])) for index, group in enumerate(self._param_groups)]
+
+    def take_changes(self) -> dict[int, float]:
+        """Group -> rate, for the push that begins now; empty where the servers have been told all."""
+        now = self.now()
+        changes = {index: rate for index, rate in enumerate(now) if rate != self._told[index]}
+        if not self._owns_schedule:
+            if changes and not self._moved:
+                self._moved = True
+                logger.info(
+                    "the learning rate moves here too, which has no effect on the servers: another worker owns the "
+                    "schedule (owns_schedule=True would make it this one)"
+                )
+            return {}
+        if not self._moved and any("initial_lr" in group for group in self._param_groups):
+            # A scheduler is there: claims the schedule before it first moves, so that a second owner is refused at
+            # once.
+            changes = dict(enumerate(now))
+        self._moved = self._moved or bool(changes)
+        self._told = now
+        return changes
+
+
+class LocalRates:
+    """The sizes of the worker's own step between pulls, one a group: the present learning rates under plain SGD."""
+
+    def __init__(self, translation: Translation, rates: GroupRates, *, asked: float | None, pace: Pace) -> None:
+        check_local_rate(translation, asked=asked, pace=pace)
+        self._translation = translation
+        self._rates = rates
+        self._asked = asked
+
+    def __call__(self) -> list[float]:
+        rates = self._rates.now()
+        if self._asked is not None:
+            return [self._asked] * len(rates)
+        return [0.0] * len(rates) if self._translation.stateful else rates
+
+
+def check_local_rate(translation: Translation, *, asked: float | None, pace: Pace) -> None:
+    """Refuses a step size that cannot be, and rare pulls under a rule whose step the worker cannot take by itself."""
+    if asked is not None:
+        if not 0 <= asked < math.inf:
+            raise BadRequest(f"local_learning_rate is {asked!r}; expected 0 (no local steps) or more.")
+    elif translation.stateful and pace.minibatches_to_pull > 1:
+        raise BadRequest(
+            f"pull_every is {pace.minibatches_to_pull} under the rule {translation.rule!r}, whose steps depend on "
+            f"earlier gradients: between pulls the worker steps by itself and cannot know the servers' step size. "
+            f"Pass local_learning_rate=0 for no local steps, or the size of a plain SGD step."
+        )
+
+
+def check_read_my_writes(translation: Translation, *, asked: float | None) -> None:
+    """Refuses read_my_writes without a step size to take one's own gradients with."""
+    if asked == 0 or (asked is None and translation.stateful):
+        raise BadRequest(
+            "read_my_writes takes the worker's own steps on what was pulled, but there are no local steps: pass "
+            "local_learning_rate, the size of a plain SGD step."
+        )
+
+
+def _checked(index: int, rate: float) -> float:
+    if not 0 <= rate < math.inf:
+        raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
+    return rate
