@@ -16,7 +16,7 @@ from pyps_client.client import split_tensors
 from pyps_client.handshake import Handshake
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
-from pyps_client.pulling import Held
+from pyps_client.pulling import hold_nothing, versions_of
 from pyps_client.servers import Servers
 from pyps_wire.common_pb2 import ROLE_OBSERVER, OptimizerSettings
 from pyps_wire.errors import ModelMismatch
@@ -47,7 +47,7 @@ class Observer:
         self.model = Model.from_proto(first.model)
         self.optimizer: OptimizerSettings = first.optimizer
         self._partition = partition(self.model, num_servers=first.num_servers)
-        self._held = [Held(self._partition.of_server(connection.index)) for connection in self._servers]
+        self._held = hold_nothing(self._partition)
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
 
@@ -69,7 +69,7 @@ class Observer:
     @property
     def global_step(self) -> int:
         """Updates of the run in the last snapshot: its largest shard version."""
-        return max((version for held in self._held for version in held.versions.values()), default=0)
+        return max(versions_of(self._held).values(), default=0)
 
     def close(self) -> None:
         """Frees the connections."""

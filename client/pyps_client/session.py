@@ -141,8 +141,7 @@ class Session:
         pulled that the gradient was computed on (the oldest, where several are summed; `newest_base_versions`
         then the newest); None for those held now. `kinds`: a PayloadKind a group, gradients by default.
         `learning_rates`: new ones by group, from the worker that owns the schedule.
-        A shard may be REJECTED: see the receipt's reason, and `pull_needed`. Raises RunFinished when the run
-        had ended before.
+        A shard may be REJECTED: see the receipt's reason, and `pull_needed`. Raises RunFinished after the run's end.
         """
         self._check_open()
         if self._finished:
@@ -198,8 +197,7 @@ class Session:
     def snapshot(self, vectors: Sequence[Vector]) -> Versions:
         """Writes the parameters as they are now into `vectors` (one a group), each shard of one version.
 
-        Waits for nothing, and leaves `held_versions` alone: for evaluation beside the training. Returns the
-        versions.
+        For evaluation: waits for nothing, and leaves `held_versions` alone. Returns the snapshot's versions.
         """
         self._check_open()
         held = hold_nothing(self.partition)
@@ -331,9 +329,9 @@ class Session:
         min_versions: Mapping[int, int] | None,
     ) -> set[int]:
         check_vectors(vectors, self.model, dtype_of(CODEC_FLOAT32), what="pulled parameters", writable=True)
-        sender, plan = self._handshake.sender, self.partition
+        who = (self._handshake.sender, role)
         return self._servers.read(
-            *(sender, role, vectors, held), partition=plan, parking=parking, min_versions=min_versions
+            *(*who, vectors, held), partition=self.partition, parking=parking, min_versions=min_versions
         )
 
     def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
