@@ -181,6 +181,11 @@ class Shard:
         return self._finished
 
     @property
+    def num_pending(self) -> int:
+        """The number of gradients that wait."""
+        return len(self._pending)
+
+    @property
     def pending_bytes(self) -> int:
         """The size of the gradients that wait."""
         return sum(memoryview(waiting.gradient.payload).nbytes for waiting in self._pending)
