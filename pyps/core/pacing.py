@@ -26,7 +26,7 @@ class Walker:
     count: int
     # The count that is clock 0.
     offset: int
-    # Drawn when it joins and with each step it is granted: the lowest has waited for its turn the longest.
+    # Drawn when it joins and at the end of each step: the lowest has waited for its turn the longest.
     ticket: int
     # Whether it may compute now; otherwise it waits.
     granted: bool = False
@@ -86,7 +86,9 @@ class Pacer(ABC):
         if walker and walker.granted and walker.count == clock:
             return [worker_id]
         if walker and clock >= walker.count:
-            walker.count, walker.granted = clock, False
+            if walker.granted:
+                walker.granted, walker.ticket = False, self._floor.draw()
+            walker.count = clock
         else:
             # A lower count is that of a worker that began anew while nobody saw it go.
             self._floor.present.pop(worker_id, None)
@@ -156,7 +158,7 @@ class Pacer(ABC):
             return granted
         for walker in self._order([walker for walker in self._floor.present.values() if not walker.granted]):
             if self._may_proceed(walker):
-                walker.granted, walker.ticket = True, self._floor.draw()
+                walker.granted = True
                 granted.append(walker.worker_id)
         return granted
 

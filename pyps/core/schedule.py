@@ -253,7 +253,8 @@ def _check(holds: bool, schedule: str, setting: str, value: float | str, *, expe
 
 
 def _check_length(schedule: str, setting: str, value: float) -> None:
-    _check(0 < value < math.inf, schedule, setting, value, expected="a finite number above 0")
+    # A smaller one could overflow when a time is divided by it.
+    _check(1e-6 <= value < math.inf, schedule, setting, value, expected="a finite number above 0")
 
 
 def _check_fraction(schedule: str, setting: str, value: float) -> None:
