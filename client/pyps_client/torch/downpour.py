@@ -176,8 +176,8 @@ class Downpour:
         if self._buffers is not None:
             self._buffers.accepted(moves)
         if self._pace.overlap == "step" or not self._pace.pull_before(self.steps):
-            # Else the pull that follows overwrites it.
-            self._local.step(everything, self._rates_with_buffers(0.0))
+            # Else the pull that follows overwrites it. Buffers, the last group if they are one, have moved already.
+            self._local.step(everything, [*self._local_rates(), 0.0])
 
     def _push_if_due(self) -> bool:
         """True when the worker stands at the end of a push's worth of minibatches."""
@@ -223,20 +223,16 @@ class Downpour:
             return
         self._parameters.write()
         self._local.reset()
-        if self._read_my_writes:
-            for gathered in (self._link.in_flight, self._gradients):
-                if gathered is not None:
-                    # A buffer's move is added whole.
-                    self._local.reapply(gathered, self._rates_with_buffers(-1.0))
+        if self._read_my_writes and self._link.in_flight is not None:
+            self._local.reapply(self._link.in_flight, [*self._local_rates(), 0.0])
+        if self._read_my_writes or self._buffers is not None:
+            own = self._local_rates() if self._read_my_writes else [0.0] * len(self._local_rates())
+            # How far buffers moved is added whole: what has gathered is not to be gathered again.
+            self._local.reapply(self._gradients, [*own, -1.0])
         if self._buffers is not None:
             self._buffers.pulled()
         self._versions = versions
         self._steps_since_pull = 0
-
-    def _rates_with_buffers(self, rate_of_buffers: float) -> list[float]:
-        """The sizes of a local step, one a group of the layout."""
-        rates = list(self._local_rates())
-        return rates + [rate_of_buffers] * (self._layout.model.num_groups - len(rates))
 
     def _accepts(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """True when all there is is finite."""

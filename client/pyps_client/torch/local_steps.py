@@ -33,7 +33,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor | None], rates: Sequence[float]) -> None:
-        """Takes a step of these rates, one a group: parameters -= rate * gradient."""
+        """Takes a step of these rates, at least one a group: parameters -= rate * gradient."""
         for block in self._layout.blocks:
             rate = rates[block.group]
             for batch in block.batches if rate != 0.0 else ():

@@ -240,6 +240,105 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
     worker.close()
 
 
+def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull() -> None:
+    worker, session, _ = downpour(push_every=2, session_has={"ask_to_proceed": True})
+    for _ in range(4):
+        worker.step(gradient(1.0))
+    round_of_two = ["pull", "push", "proceed", "pull"]
+    assert session.events == ["proceed", "pull", *round_of_two, *round_of_two]
+
+
+def test_where_steps_are_granted_nothing_goes_on_beside_the_computation() -> None:
+    worker, session, parameter = downpour(rate=1.0, overlap="step", session_has={"ask_to_proceed": True})
+    for count in range(1, 4):
+        worker.step(gradient(1.0))
+        assert session.events[-3:] == ["push", "proceed", "pull"]
+        # The parameters of the next minibatch hold this one's update.
+        assert float(parameter.detach()[0, 0]) == -count
+    worker.close()
+
+
+def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are() -> None:
+    worker, session, _ = downpour(pull_every=10)
+    worker.step(gradient(1.0))
+    assert session.pulls == 1
+    session.pull_needed = True
+    worker.step(gradient(1.0))
+    assert session.pulls == 2
+
+
+def test_the_protocols_accumulation_sets_what_the_user_left_open() -> None:
+    worker, session, _ = downpour(local=0.5, session_has={"accumulate": 4})
+    for _ in range(8):
+        worker.step(gradient(1.0))
+    assert payloads(session) == [4.0, 4.0]
+    assert session.pulls == 3
+
+
+@pytest.mark.parametrize("setting", ["push_every", "pull_every"])
+def test_another_accumulation_than_the_protocols_is_refused(setting) -> None:
+    with pytest.raises(BadRequest, match=f"{setting} is 2, but the run's protocol wants 4 minibatches in a push"):
+        downpour(**{setting: 2}, session_has={"accumulate": 4})
+    downpour(**{setting: 4}, session_has={"accumulate": 4})
+
+
+def test_overlap_is_refused_where_a_worker_must_not_compute_ahead() -> None:
+    with pytest.raises(BadRequest, match=r"overlap is 'step', but .* present version only.*pass overlap='off'"):
+        downpour(overlap="step", session_has={"current_version_only": True})
+
+
+def test_pulled_parameters_lack_what_has_gathered_as_in_the_paper() -> None:
+    worker, _, parameter = downpour(rate=1.0, local=1.0, push_every=3)
+    worker.step(gradient(1.0))
+    assert float(parameter.detach()[0, 0]) == 0.0
+
+
+def test_read_my_writes_takes_gathered_steps_on_what_was_pulled() -> None:
+    """Section 2.3 of the specification, item 4."""
+    worker, session, parameter = downpour(rate=1.0, local=1.0, push_every=3, read_my_writes=True)
+    seen = []
+    for _ in range(6):
+        # Other workers' updates.
+        session.parameters[0] -= 10
+        session.version += 1
+        worker.step(gradient(1.0))
+        seen.append(float(parameter.detach()[0, 0]))
+    assert seen == [-11, -22, -33, -44, -55, -66]
+
+
+def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
+    worker, session, parameter = downpour(rate=1.0, local=1.0, overlap="step", read_my_writes=True)
+    session.gate.clear()
+    worker.step(gradient(1.0))
+    worker.step(gradient(2.0))
+    wait_until(lambda: not worker._link._pulling.busy, what="the pull's end")
+    worker.step(gradient(4.0))
+    assert float(parameter.detach()[0, 0]) == -7
+    session.gate.set()
+    worker.flush()
+    worker.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_local_steps_of_half_precision_parameters_add_up_in_float32(dtype) -> None:
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(SIZE, 1, bias=False).to(dtype)
+    session = RecordingSession([np.ones(SIZE, np.float32)])
+    layout = plan(model, [{"params": list(model.parameters())}])
+    worker = Downpour(
+        session,
+        layout,
+        pace=Pace(pull_every=100).under(session),
+        parameters=ParameterBuffer(layout),
+        local_rates=lambda: [0.0001],
+    )
+    worker.start()
+    for _ in range(80):
+        worker.step([torch.ones(1, SIZE, dtype=dtype)])
+    # Each step is lost in half precision: 1 - 0.0001 is 1.
+    assert model.weight.tolist() == [torch.tensor([1 - 0.008] * SIZE).to(dtype).tolist()]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     values=st.lists(st.integers(-1000, 1000), min_size=1, max_size=40),

@@ -1,0 +1,98 @@
+"""Learning rates that schedulers move: which push carries them, and whose count."""
+
+import logging
+
+import pytest
+import torch
+
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
+from pyps_client.torch.translate import translate, translation_of
+from pyps_wire.errors import BadRequest
+
+
+def sgd(**settings) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(3))]}, {"params": [torch.nn.Parameter(torch.zeros(2))]}]
+    return torch.optim.SGD(groups, **({"lr": 0.5} | settings))
+
+
+def rates_of(optimizer: torch.optim.Optimizer, *, owns_schedule: bool = True) -> GroupRates:
+    return GroupRates(optimizer.param_groups, translate(optimizer), owns_schedule=owns_schedule)
+
+
+def test_rates_that_never_change_are_never_sent() -> None:
+    rates = rates_of(sgd())
+    assert [rates.take_changes() for _ in range(3)] == [{}, {}, {}]
+
+
+def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
+    optimizer = sgd()
+    rates = rates_of(optimizer)
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
+    assert rates.take_changes() == {1: 0.25}
+    assert rates.take_changes() == {}
+    optimizer.param_groups[1]["lr"] = 0.5
+    assert rates.take_changes() == {1: 0.5}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(before) -> None:
+    optimizer = sgd()
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if before else None
+    rates = rates_of(optimizer)
+    scheduler = early or torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    optimizer.step()
+    sent = []
+    for _ in range(4):
+        sent.append(rates.take_changes())
+        scheduler.step()
+    assert sent == [{0: 0.5, 1: 0.5}, {}, {0: 0.25, 1: 0.25}, {}]
+
+
+def test_a_warm_up_that_began_before_the_run_is_sent_with_the_first_push() -> None:
+    optimizer = sgd()
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1)
+    assert rates_of(optimizer).take_changes() == {0: 0.05, 1: 0.05}
+
+
+def test_another_workers_change_is_not_sent_and_said_once(caplog) -> None:
+    optimizer = sgd()
+    rates = rates_of(optimizer, owns_schedule=False)
+    with caplog.at_level(logging.INFO, logger="pyps_client"):
+        for rate in (0.5, 0.25, 0.125):
+            optimizer.param_groups[0]["lr"] = rate
+            assert rates.take_changes() == {}
+    said = [record.getMessage() for record in caplog.records if "no effect on the servers" in record.getMessage()]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_rate_that_cannot_be_is_refused_with_its_group(rate) -> None:
+    optimizer = sgd()
+    rates = rates_of(optimizer)
+    optimizer.param_groups[1]["lr"] = rate
+    with pytest.raises(BadRequest, match=r"lr of parameter group 1 is .*; expected a finite number, 0 or more"):
+        rates.take_changes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "expected"),
+    [({}, None, [0.125, 0.5]), ({}, 0.75, [0.75, 0.75]), ({"momentum": 0.9}, None, [0.0, 0.0])],
+)
+def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it(settings, asked, expected) -> None:
+    optimizer = sgd(**settings)
+    local = LocalRates(translation_of(optimizer), rates_of(optimizer), asked=asked, pace=Pace())
+    optimizer.param_groups[0]["lr"] = 0.125
+    assert local() == expected
+
+
+def test_rare_pulls_under_a_rule_with_a_memory_ask_for_a_step_size() -> None:
+    optimizer = sgd(momentum=0.9)
+    with pytest.raises(BadRequest, match=r"pull_every is 4 under the rule 'momentum'.*Pass local_learning_rate=0"):
+        check_local_rate(translation_of(optimizer), asked=None, pace=Pace(pull_every=4))
+
+
+@pytest.mark.parametrize(("settings", "asked"), [({"momentum": 0.9}, None), ({}, 0.0)])
+def test_read_my_writes_needs_a_step_size(settings, asked) -> None:
+    with pytest.raises(BadRequest, match=r"read_my_writes .* pass local_learning_rate"):
+        check_read_my_writes(translation_of(sgd(**settings)), asked=asked)

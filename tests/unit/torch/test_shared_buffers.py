@@ -1,0 +1,140 @@
+"""Batch norm's statistics between workers: averaged, or led by the first."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client.torch.downpour import Downpour
+from pyps_client.torch.flat_buffers import ParameterBuffer
+from pyps_client.torch.layout import plan
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.shared_buffers import shared_buffers
+from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
+from pyps_wire.errors import BadRequest
+from recording_session import RecordingSession
+
+SIZE = 3
+
+
+class Worker:
+    """A network of one batch norm, trained through a session that adds what is pushed of its statistics."""
+
+    def __init__(self, session: RecordingSession | None = None, *, mode: str, is_first: bool = True, **pace) -> None:
+        torch.set_num_threads(1)
+        self.module = torch.nn.BatchNorm1d(SIZE)
+        layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
+        parameters = ParameterBuffer(layout)
+        self.session = session or RecordingSession(parameters.read(), rate=0.1)
+        agreed = Pace(**pace).under(self.session)
+        self.downpour = Downpour(
+            self.session,
+            layout,
+            pace=agreed,
+            parameters=parameters,
+            local_rates=lambda: [0.0],
+            buffers=shared_buffers(
+                self.module, layout, mode=mode, is_first=is_first, overlaps=agreed.overlap == "step"
+            ),
+        )
+        self.downpour.start()
+
+    def train(self, values: torch.Tensor) -> None:
+        self.module.zero_grad()
+        self.module(values).square().mean().backward()
+        self.downpour.step([parameter.grad for parameter in self.module.parameters()])
+
+    @property
+    def mean(self) -> np.ndarray:
+        return self.module.running_mean.numpy().copy()
+
+    @property
+    def served_mean(self) -> np.ndarray:
+        return self.session.parameters[1][:SIZE]
+
+
+def minibatches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(8, SIZE, generator=generator) + 3 for _ in range(count)]
+
+
+def statistics_alone(values: list[torch.Tensor]) -> torch.nn.BatchNorm1d:
+    module = torch.nn.BatchNorm1d(SIZE)
+    for minibatch in values:
+        module(minibatch)
+    return module
+
+
+def test_buffers_are_a_group_of_their_own_whose_moves_are_pushed() -> None:
+    worker = Worker(mode="average")
+    worker.train(minibatches(1)[0])
+    (pushed,) = worker.session.pushes
+    assert pushed.kinds == [PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA]
+    expected = statistics_alone(minibatches(1))
+    np.testing.assert_allclose(pushed.vectors[1][:SIZE], expected.running_mean, rtol=1e-6)
+    np.testing.assert_allclose(pushed.vectors[1][SIZE:], expected.running_var - 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pace", [{}, {"push_every": 2}, {"push_every": 3, "pull_every": 3}, {"overlap": "step"}])
+@pytest.mark.parametrize("mode", ["average", "first"])
+def test_a_worker_alone_has_the_statistics_that_it_would_have_by_itself(mode, pace) -> None:
+    worker = Worker(mode=mode, **pace)
+    for minibatch in minibatches(12):
+        worker.train(minibatch)
+    worker.downpour.flush()
+    expected = statistics_alone(minibatches(12)).running_mean.numpy()
+    # With overlap a pull may bring statistics without the newest move, which then come late.
+    np.testing.assert_allclose(worker.served_mean, expected, rtol=0.3 if pace.get("overlap") else 1e-5)
+    worker.downpour.close()
+
+
+def test_the_average_follows_what_the_servers_serve() -> None:
+    worker = Worker(mode="average")
+    worker.session.parameters[1][:SIZE] = 100
+    worker.session.version += 1
+    first, second = minibatches(2)
+    worker.train(first)
+    assert worker.mean.min() > 99
+    worker.train(second)
+    assert worker.mean.max() < 100
+
+
+def test_the_first_keeps_its_own_and_makes_up_for_pushes_that_were_weighed_down() -> None:
+    worker = Worker(mode="first")
+    values = minibatches(30)
+    for minibatch in values:
+        worker.train(minibatch)
+        # The servers took a fifth of this move only.
+        pushed = worker.session.pushes[-1].vectors[1]
+        worker.session.parameters[1] -= np.float32(0.8) * pushed
+        worker.downpour._link.pull()
+        worker.downpour._take_pulled()
+        np.testing.assert_allclose(worker.mean, statistics_alone(values[: len(worker.session.pushes)]).running_mean)
+    for _ in range(20):
+        worker.downpour.step([parameter.grad for parameter in worker.module.parameters()])
+    np.testing.assert_allclose(worker.served_mean, worker.mean, rtol=1e-4)
+
+
+def test_others_follow_the_first_and_push_nothing_of_their_own() -> None:
+    worker = Worker(mode="first", is_first=False)
+    worker.session.parameters[1][:SIZE] = 7
+    worker.train(minibatches(1)[0])
+    assert worker.session.pushes[0].present == [True, True, False, False]
+    np.testing.assert_array_equal(worker.mean, np.full(SIZE, 7, np.float32))
+
+
+def test_a_skipped_minibatch_leaves_no_trace_in_the_statistics() -> None:
+    worker = Worker(mode="average", pull_every=10)
+    good, other = minibatches(2)
+    worker.train(good)
+    before = worker.mean
+    worker.train(torch.full((8, SIZE), float("nan")))
+    np.testing.assert_array_equal(worker.mean, before)
+    worker.train(other)
+    assert len(worker.session.pushes) == 2
+
+
+def test_a_buffer_that_was_replaced_is_refused_by_name() -> None:
+    worker = Worker(mode="average")
+    worker.module.running_mean = torch.zeros(SIZE)
+    with pytest.raises(BadRequest, match=r"buffer 'running_mean' was replaced .* change it in place"):
+        worker.train(minibatches(1)[0])
