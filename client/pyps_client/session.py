@@ -101,14 +101,14 @@ class Session:
         """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
         if self._hello is not None:
             return
-        replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
-        for connection, reply in zip(self._servers, replies, strict=True):
+        connections = self._servers.connections
+        replies = self._handshake.join(connections, self._initial, self._closing)
+        for connection, reply in zip(connections, replies, strict=True):
             check_limits(connection, reply, self.partition, codec=self._codec)
             self._note_hello(connection, reply)
         self._hello = first = replies[0]
         self._heartbeat = Heartbeat(
-            self._servers.connections,
-            first.heartbeat_seconds or 5.0,
+            *(connections, first.heartbeat_seconds or 5.0),
             launch=self.launch,
             request=self._heartbeat_request,
             heard=self._heard,
@@ -365,7 +365,7 @@ class Session:
             self._terms.greeted(reply)
 
     def _note_receipts(self, server: int, receipts: Sequence[Receipt]) -> None:
-        """Acts on a server's answers to a push, which are in the order in which they came."""
+        """Acts on a server's answers to a push, in the order in which they came."""
         connection, held = self._servers.connections[server], self._held[server]
         for receipt in receipts:
             connection.epoch = max(connection.epoch, receipt.epoch)
@@ -375,9 +375,9 @@ class Session:
             # What came too late asks for a pull of what is there already.
             newer = receipt.version_before if receipt.reason in OUTDATED else 0
             held.want(receipt.shard_id, max(receipt.min_version, newer), epoch=receipt.epoch)
+            if server == 0:
+                self._terms.answered(receipt)
         self._refusals.note(receipts)
-        if server == 0 and receipts:
-            self._terms.answered(receipts[-1])
         self._note_version(max((receipt.version_after for receipt in receipts), default=0))
 
     def _note_version(self, version: int) -> None:
