@@ -8,6 +8,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from pyps import logs
 from pyps.checkpoint import RunHeader
 from pyps.checksum import quick_checksum_of
@@ -139,7 +141,7 @@ class ShardFiles:
 
     def _keep(self, payloads: Iterable[Payload]) -> list[dict[str, Any]] | None:
         """Writes payloads and says where they lie; None where they are not kept."""
-        views = [memoryview(payload).cast("B") for payload in payloads]
+        views = [np.frombuffer(payload, np.uint8).data for payload in payloads]
         total = sum(view.nbytes for view in views)
         if self._payloads is None or self._budget is None or self._failed or not self._budget.take(total):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, Chec
 from pyps.checkpoint.disk import Disk
 from pyps.config import ServerConfig
 from pyps.core.aggregation import Contribution
+from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Extent
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
@@ -28,7 +30,7 @@ from pyps.core.staleness import Weighing
 from pyps.run import RuleSettings, Run
 from pyps_wire.errors import NotInitialized, RunMismatch
 from pyps_wire.partition import Model, Tensor
-from shards import gradient, make_shard, push, restored
+from shards import gradient, make_behaviour, make_shard, push, restored, roster
 from support import child_environment
 
 MODEL = Model((Tensor("weight", (4, 5)), Tensor("bias", (12,))), shard_size=16)
@@ -39,8 +41,7 @@ HEADER = RunHeader(
     num_servers=1,
     model=MODEL,
     optimizer=RuleSettings.make("adagrad", ({"learning_rate": 0.1},)),
-    protocol="async",
-    staleness="divide",
+    behaviour=make_behaviour("async", "divide").texts,
 )
 
 
@@ -52,7 +53,7 @@ def make_shards() -> dict[int, Shard]:
     }
     for shard_id, shard in shards.items():
         for sequence in range(1, 3 + shard_id):
-            push(shard, np.full(16, 0.1 * sequence), sequence=sequence, epoch=3)
+            push(shard, np.full(16, 0.1 * sequence), sequence=sequence, epoch=3, example_count=35)
     return shards
 
 
@@ -64,7 +65,7 @@ def folder(tmp_path: Path) -> Iterator[CheckpointFolder]:
 
 
 def write(folder: CheckpointFolder, shards: Mapping[int, Shard] | None = None) -> Path:
-    return folder.write(HEADER, shards or make_shards(), examples={0: 70, 1: 71}).path
+    return folder.write(HEADER, shards or make_shards()).path
 
 
 def test_a_restored_run_is_the_same_bit_for_bit(folder: CheckpointFolder) -> None:
@@ -73,11 +74,12 @@ def test_a_restored_run_is_the_same_bit_for_bit(folder: CheckpointFolder) -> Non
     run = folder.resume()
     assert run is not None
     assert run.header == HEADER
-    assert run.examples == {0: 70, 1: 71}
+    assert [state.examples for state in run.shards.values()] == [70, 105]
     for shard_id, shard in shards.items():
         before, after = shard.state(), run.shards[shard_id]
         assert after.version == before.version
         assert after.ledger == before.ledger
+        assert after.learning_rate == before.learning_rate == 0.1
         assert after.parameters.tobytes() == before.parameters.tobytes()
         assert after.slots["accumulator"].tobytes() == before.slots["accumulator"].tobytes()
 
@@ -87,7 +89,7 @@ def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder)
     write(folder, shards)
     run = folder.resume()
     assert run is not None
-    twin = restored(shards[1], run.shards[1], shard_id=1, epoch=3, policy="divide")
+    twin = restored(shards[1], run.shards[1], shard_id=1, epoch=3)
     again = push(twin, np.full(16, 0.2), sequence=2, epoch=3)
     assert again.duplicate and again.outcome is Outcome.APPLIED and again.version_after == 2
     for shard in (shards[1], twin):
@@ -96,12 +98,56 @@ def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder)
 
 
 def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:
-    waiting = gradient([1.5, -2.0], extents=(Extent(2, 2),), sequence=7, clock=4)
-    pending = (Contribution(waiting, 1, Weighing(rate_scale=0.25)),)
-    write(folder, {0: make_shard(np.zeros(16), rule="adagrad", settings={}, pending=pending)})
+    shards = {
+        shard_id: make_shard(np.zeros(16), shard_id=shard_id, rule="adagrad", settings={}, pending=pending)
+        for shard_id, pending in enumerate((waiting(1.5), (), waiting(2.5, 3.5)))
+    }
+    path = write(folder, shards)
     run = folder.resume()
     assert run is not None
-    assert run.shards[0].pending == pending
+    assert [state.pending for state in run.shards.values()] == [waiting(1.5), (), waiting(2.5, 3.5)]
+    # As bytes, beside the lines that tell of them.
+    payloads = b"".join(bytes(c.gradient.payload) for c in waiting(1.5, 2.5, 3.5))
+    assert (path / "pending.bin").read_bytes() == payloads
+
+
+def waiting(*values: float) -> tuple[Contribution, ...]:
+    """Gradients that wait for an update."""
+    return tuple(
+        Contribution(
+            gradient([value, -2.0], extents=(Extent(2, 2),), sequence=sequence, clock=4, learning_rate=0.5, norm=7.5),
+            1,
+            Weighing(rate_scale=0.25),
+        )
+        for sequence, value in enumerate(values)
+    )
+
+
+def test_a_round_goes_on_where_it_was(folder: CheckpointFolder) -> None:
+    workers = roster("a", "b")
+    shard = make_shard(np.zeros(16), rule="adagrad", settings={}, protocol="hardsync")
+    push(shard, np.ones(16), sequence=1, worker_id="b", workers=workers)
+    write(folder, {0: shard})
+    run = folder.resume()
+    assert run is not None
+    twin = restored(shard, run.shards[0])
+    for either in (shard, twin):
+        push(either, np.full(16, 3.0), sequence=1, workers=workers)
+        assert either.version == 1
+    assert twin.state().parameters.tobytes() == shard.state().parameters.tobytes()
+
+
+def test_what_a_run_changed_while_it_went_on_is_kept(folder: CheckpointFolder) -> None:
+    behaviour = make_behaviour("softsync:n=4", "exponential:beta=0.3333333333333333", rate_schedule="step:every=7")
+    header = dataclasses.replace(HEADER, behaviour=behaviour.texts)
+    shard = make_shard(np.zeros(16), rule="adagrad", settings={})
+    shard.configure(learning_rate=0.1 / 3, roster=roster())
+    folder.write(header, {0: shard})
+    run = folder.resume()
+    assert run is not None
+    assert run.header == header
+    assert Behaviour.parse(**run.header.behaviour) == behaviour
+    assert run.shards[0].learning_rate == 0.1 / 3
 
 
 def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
@@ -112,7 +158,7 @@ def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
     assert (parameters["shard-000001"] == shards[1].state().parameters).all()
     assert (slots["shard-000001.accumulator"] == shards[1].state().slots["accumulator"]).all()
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 1, 3)
+    assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 2, 3)
 
 
 def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:
@@ -168,12 +214,15 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-@pytest.mark.parametrize("name", ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "pending.bin", "manifest.json"]
+)
 def test_a_damaged_checkpoint_is_passed_over_by_name(
     folder: CheckpointFolder, caplog: pytest.LogCaptureFixture, name: str, damage: Any
 ) -> None:
-    older = write(folder)
-    newer = write(folder)
+    shards = {0: make_shard(np.zeros(16), rule="adagrad", settings={}, pending=waiting(1.5))}
+    older = write(folder, shards)
+    newer = write(folder, shards)
     damage(newer / name)
     with caplog.at_level(logging.INFO):
         assert folder.resume() is not None
@@ -253,11 +302,11 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
 
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
     path = write(folder) / "manifest.json"
-    manifest = {**json.loads(path.read_text()), "format_version": 2}
+    manifest = {**json.loads(path.read_text()), "format_version": 3}
     del manifest["checksum"]
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}))
-    with pytest.raises(CheckpointDamaged, match="has format version 2, this software reads 1"):
+    with pytest.raises(CheckpointDamaged, match="has format version 3, this software reads 2"):
         Checkpoint(path.parent)
 
 
@@ -303,9 +352,9 @@ for operations in range(1000):
     if child == 0:
         disk = KillingDisk(None)
         opened = CheckpointFolder(folder, keep=1, disk=disk)
-        opened.write(HEADER, make_shards(), examples={{}})
+        opened.write(HEADER, make_shards())
         disk.left = operations
-        opened.write(HEADER, make_shards(), examples={{}})
+        opened.write(HEADER, make_shards())
         os._exit(0)
     _, status = os.waitpid(child, 0)
     print(operations, "killed" if os.WIFSIGNALED(status) else "done", flush=True)

@@ -1,4 +1,4 @@
-"""Every push of a real job recorded: each shard's record replayed gives its final bits (U4), and obeys 1.3's law."""
+"""Every push of a real job logged: each shard's log replayed gives its final bits (U4), and obeys 1.3's law."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from client_support import addresses, start_servers
 from inspection import checksums
-from pyps.record import Pulled, Pushed, Record, record_paths, replay
+from pyps.update_log import LoggedPush, Pulled, ShardLog, log_paths, replay
+from pyps.update_log.lines import decode, encode
 from support import PythonProcess, ServerProcess
 
 NUM_WORKERS = 4
@@ -23,7 +24,7 @@ from client_support import gradients_like, make_client
 from support import wait_until
 
 index = int(sys.argv[1])
-with make_client(sys.argv[2], worker_id=f"worker-{index}", run_id="recorded") as client:
+with make_client(sys.argv[2], worker_id=f"worker-{index}", run_id="logged") as client:
     print("joined", flush=True)
     wait_until(Path(sys.argv[4]).exists, 60, "the start")
     for step in range(int(sys.argv[3])):
@@ -34,7 +35,7 @@ with make_client(sys.argv[2], worker_id=f"worker-{index}", run_id="recorded") as
 
 @dataclass
 class Job:
-    """A finished job: its record, and what the servers said of their shards at its end."""
+    """A finished job: its logs, and what the servers said of their shards at its end."""
 
     folder: Path
     final: dict[int, tuple[int, str]] = field(default_factory=dict)
@@ -42,8 +43,8 @@ class Job:
 
 @pytest.fixture
 def job(start_server: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path) -> Job:
-    """Two servers that record, four worker processes that start to pull and push at once."""
-    servers = start_servers(start_server, 2, "--record-dir", str(tmp_path))
+    """Two servers that log gradients, four worker processes that start to pull and push at once."""
+    servers = start_servers(start_server, 2, "--update-log", str(tmp_path), "--log-gradients")
     start = tmp_path / "start"
     workers = [
         start_python("-c", WORKER, str(index), addresses(servers), str(STEPS), str(start))
@@ -64,13 +65,12 @@ def job(start_server: Callable[..., ServerProcess], start_python: Callable[..., 
 def test_four_workers_on_two_servers_replay_to_the_final_bits_and_obey_the_law(
     job: Job, start_python: Callable[..., PythonProcess]
 ) -> None:
-    paths = record_paths(job.folder)
+    paths = log_paths(job.folder)
     assert len(paths) == len(job.final) >= 4
     staleness_sum = 0
     for path in paths:
         replayed = replay(path)
-        assert replayed.faithful, replayed.difference
-        assert replayed.recorded_checksum is not None
+        assert replayed.ended and not replayed.difference
         assert (replayed.version, replayed.checksum) == job.final[replayed.shard_id]
         assert replayed.updates == NUM_WORKERS * STEPS
         staleness_sum += check_conservation_law(path)
@@ -82,17 +82,31 @@ def test_four_workers_on_two_servers_replay_to_the_final_bits_and_obey_the_law(
         assert checksum in shown.output()
     assert shown.output().count("yes") == len(paths)
 
-    damaged = bytearray(paths[0].read_bytes())
-    damaged[-2000] ^= 1
-    paths[0].write_bytes(damaged)
+    first = next(event for event in ShardLog(paths[0]).events() if isinstance(event, LoggedPush) and event.checksum)
+    tamper(paths[0], first.checksum)
+    different = start_python("-m", "pyps", "replay", str(job.folder))
+    assert different.wait() == 1
+    words = " ".join(different.output().split())
+    assert f"{paths[0]}: update 1, by push" in words
+    assert f"logged as 00000000, replayed it is {first.checksum} at version 1" in words
+    assert f"1 of {len(paths)} logs do not replay" in words
+
+    paths[0].write_bytes(paths[0].read_bytes()[:-50] + b"x" * 49 + b"\n")
     refused = start_python("-m", "pyps", "replay", str(job.folder))
     assert refused.wait() == 1
     assert f"{paths[0]} is damaged" in " ".join(refused.output().split())
     assert "Traceback" not in refused.output()
 
 
+def tamper(path: Path, checksum: str) -> None:
+    """Writes another checksum for the update that has this one."""
+    lines = [decode(line) for line in path.read_bytes().splitlines(keepends=True)]
+    changed = [{**line, "checksum": "0" * 8} if line.get("checksum") == checksum else line for line in lines if line]
+    path.write_bytes(b"".join(map(encode, changed)))
+
+
 def check_conservation_law(path: Path) -> int:
-    """The conservation law in integers, on one shard's record in its order; returns the sum of staleness.
+    """The conservation law in integers, on one shard's log in its order; returns the sum of staleness.
 
     SUM_l SUM_k (T_push - T_pull) = SUM_l (T_lastpush - T_firstpull) - SUM_l SUM_k (T_pull[k+1] - T_push[k]),
     T read before the push's own update.
@@ -100,7 +114,7 @@ def check_conservation_law(path: Path) -> int:
     pulls: dict[str, list[int]] = {}
     pushes: dict[str, list[int]] = {}
     staleness_sum = version = 0
-    for event in Record(path).events():
+    for event in ShardLog(path).events():
         if isinstance(event, Pulled):
             held, pushed = pulls.setdefault(event.worker_id, []), pushes.get(event.worker_id, [])
             if len(held) > len(pushed):
@@ -109,7 +123,7 @@ def check_conservation_law(path: Path) -> int:
             else:
                 held.append(event.version)
             assert event.version == version
-        elif isinstance(event, Pushed):
+        elif isinstance(event, LoggedPush):
             worker, receipt = event.gradient.worker_id, event.receipt
             # U1: the version grows by exactly one with each update; staleness is never negative.
             assert (receipt.version_before, receipt.version_after) == (version, version + 1)

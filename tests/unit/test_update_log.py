@@ -1,0 +1,405 @@
+"""Update logs: complete to the last answered push, and replayed to the same bits (U4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyps.checkpoint import RunHeader
+from pyps.checksum import checksum_of, quick_checksum_of
+from pyps.core.gradient import Extent
+from pyps.core.receipt import Outcome
+from pyps.core.shard import Shard
+from pyps.run import RuleSettings
+from pyps.update_log import (
+    Configured,
+    Ended,
+    LoggedPush,
+    Pulled,
+    ShardLog,
+    UpdateLog,
+    UpdateLogError,
+    log_paths,
+    replay,
+)
+from pyps.update_log.lines import decode, encode
+from pyps_wire.partition import Model, Tensor
+from shards import gradient, make_behaviour, make_shard, nothing, pull, push, roster
+
+SETTINGS = RuleSettings.make("adagrad", ({"learning_rate": 0.1},))
+HEADER = RunHeader(
+    run_id="run 1/../x",
+    epoch=2,
+    server_index=0,
+    num_servers=1,
+    model=Model((Tensor("t", (16,)),)),
+    optimizer=SETTINGS,
+    behaviour=make_behaviour("async", "divide").texts,
+)
+
+
+def logged_shard(log: UpdateLog, **others: Any) -> Shard:
+    shard = make_shard(
+        np.linspace(-1, 1, 16),
+        **{"rule": "adagrad", "settings": SETTINGS.groups[0], "policy": "divide", "epoch": 2, **others},
+        recorder=log,
+    )
+    log.begin(HEADER, {shard.shard_id: shard})
+    return shard
+
+
+def train(shard: Shard, sequences: Sequence[int]) -> None:
+    for sequence in sequences:
+        pull(shard, "a")
+        push(shard, np.full(16, 0.1 * sequence), sequence=sequence, epoch=2, base_version=max(0, shard.version - 1))
+    push(shard, [1.0, 2.0], sequence=max(sequences) + 1, epoch=2, extents=(Extent(3, 2),))
+    # What leaves no trace is not logged: a repetition, another epoch, NaN.
+    push(shard, np.zeros(16), sequence=sequences[0], epoch=2)
+    push(shard, np.zeros(16), sequence=900, epoch=1)
+    push(shard, np.full(16, np.nan), sequence=901, epoch=2)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> UpdateLog:
+    return UpdateLog(tmp_path, log_gradients=True)
+
+
+def only(folder: Path) -> Path:
+    (path,) = log_paths(folder)
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_replay_gives_the_same_bits(log: UpdateLog, tmp_path: Path) -> None:
+    shard = logged_shard(log)
+    train(shard, range(1, 6))
+    log.end()
+    replayed = replay(only(tmp_path))
+    assert not replayed.difference
+    assert (replayed.ended, replayed.cut_short) == (True, False)
+    assert (replayed.run_id, replayed.epoch, replayed.shard_id) == ("run 1/../x", 2, 0)
+    assert (replayed.version, replayed.updates, replayed.pulls) == (6, 6, 5)
+    assert replayed.checksum == checksum_of(pull(shard)[1])
+
+
+def test_the_run_can_give_no_name_that_leads_out_of_the_folder(log: UpdateLog, tmp_path: Path) -> None:
+    logged_shard(log)
+    log.end()
+    assert only(tmp_path).relative_to(tmp_path).as_posix() == "run_1____x.epoch-2/shard-000000.jsonl"
+
+
+def test_a_line_tells_who_pushed_what_became_of_it_and_the_checksum_after_it(log: UpdateLog, tmp_path: Path) -> None:
+    shard = logged_shard(log)
+    push(shard, np.ones(16), sequence=4, epoch=2)
+    push(shard, np.ones(16), sequence=5, epoch=2, base_version=0, worker_id="b")
+    log.end()
+    pushes = [line for line in lines_of(only(tmp_path)) if line["event"] == "push"]
+    told = ("worker_id", "incarnation", "sequence", "base_version", "version_after", "staleness", "weight", "rate")
+    assert [tuple(line[name] for name in told) for line in pushes] == [
+        ("a", 1, 4, 0, 1, 0, 1.0, 0.1),
+        ("b", 1, 5, 0, 2, 1, 1.0, 0.1),
+    ]
+    assert pushes[1]["checksum"] == quick_checksum_of(pull(shard)[1])
+
+
+def test_events_come_in_order_with_payloads_and_receipts(log: UpdateLog, tmp_path: Path) -> None:
+    shard = logged_shard(log)
+    sent = gradient(np.arange(16), sequence=5, epoch=2, clock=4, example_count=32, learning_rate=0.05)
+    pull(shard, "b")
+    workers = roster("a", "b", "c")
+    receipt = shard.push(sent, roster=workers)
+    checksum = quick_checksum_of(pull(shard)[1])
+    shard.configure(behaviour=make_behaviour("hardsync"), learning_rate=0.5, roster=workers)
+    log.end()
+    shard_log = ShardLog(only(tmp_path))
+    assert shard_log.run == HEADER
+    assert list(shard_log.events()) == [
+        Pulled("b", 0),
+        LoggedPush(sent, receipt, workers, payload_kept=True, checksum=checksum),
+        Configured(make_behaviour("hardsync"), 0.5, workers, finished=False),
+        Ended(1, checksum_of(pull(shard)[1])),
+    ]
+
+
+def test_without_gradients_the_lines_are_there_and_a_replay_says_what_it_lacks(tmp_path: Path) -> None:
+    log = UpdateLog(tmp_path)
+    train(logged_shard(log), range(1, 4))
+    log.end()
+    path = only(tmp_path)
+    assert [line["event"] for line in lines_of(path)].count("push") == 4
+    assert not path.with_suffix(".payloads").exists()
+    assert [event.payload_kept for event in ShardLog(path).events() if isinstance(event, LoggedPush)] == [False] * 4
+    with pytest.raises(UpdateLogError, match=r"holds no gradients: a server keeps them with --log-gradients"):
+        replay(path)
+
+
+def hardsync(shard: Shard) -> None:
+    """Rounds of two workers, one of them without a gradient once; then the second dies in a round."""
+    workers = roster("a", "b")
+    for sequence in range(1, 4):
+        for worker_id, scale in (("b", 3.0), ("a", 1.0)):
+            values = np.full(16, scale * sequence)
+            push(shard, values, sequence=sequence, epoch=2, worker_id=worker_id, workers=workers, example_count=4)
+    shard.push(nothing(worker_id="b", sequence=4, epoch=2, base_version=3), roster=workers)
+    push(shard, np.ones(16), sequence=4, epoch=2, workers=workers)
+    push(shard, np.ones(16), sequence=5, epoch=2, workers=workers)
+    # Too late, and once more in the same round: both are refused and logged.
+    push(shard, np.ones(16), sequence=9, epoch=2, base_version=1, worker_id="c", workers=workers)
+    push(shard, np.ones(16), sequence=6, epoch=2, workers=workers)
+    assert shard.complete(roster("a")) == 1
+
+
+def softsync(shard: Shard) -> None:
+    """Updates of two gradients each, and one that waits."""
+    workers = roster("a", "b", "c", "d")
+    for sequence, worker_id in enumerate("abcda"):
+        push(shard, np.full(16, sequence), sequence=sequence, epoch=2, worker_id=worker_id, workers=workers)
+    assert shard.num_pending == 1
+
+
+def changed(shard: Shard) -> None:
+    """What is in force changes while a gradient waits, and again when the run has ended."""
+    softsync(shard)
+    changes: list[dict[str, Any]] = [
+        {"behaviour": make_behaviour("async", "exponential:beta=0.3333333333333333")},
+        {"learning_rate": 0.1 / 3},
+        {"behaviour": make_behaviour("softsync:n=1", rate_schedule="step:every=2,factor=0.3"), "learning_rate": 0.7},
+    ]
+    for sequence, change in enumerate(changes, 10):
+        shard.configure(roster=roster("a", "b"), **change)
+        push(shard, np.full(16, sequence), sequence=sequence, epoch=2, base_version=1, workers=roster("a", "b"))
+    assert shard.num_pending == 1
+    shard.finish()
+    shard.configure(roster=roster("a"), behaviour=make_behaviour("async"))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "train_so", "version"),
+    [("hardsync", hardsync, 5), ("softsync:n=2", softsync, 2), ("softsync:n=2", changed, 5)],
+)
+def test_every_kind_of_update_is_replayed(
+    log: UpdateLog, tmp_path: Path, protocol: str, train_so: Callable[[Shard], None], version: int
+) -> None:
+    shard = logged_shard(log, behaviour=make_behaviour(protocol, "divide", clip_norm=2.0))
+    train_so(shard)
+    log.end()
+    replayed = replay(only(tmp_path))
+    assert not replayed.difference
+    assert (replayed.version, replayed.updates, replayed.ended) == (version, version, True)
+    assert replayed.checksum == checksum_of(pull(shard)[1])
+
+
+def test_a_restored_shard_is_logged_from_where_it_stands(tmp_path: Path) -> None:
+    before = logged_shard(UpdateLog(tmp_path / "first"), behaviour=make_behaviour("softsync:n=2", "divide"))
+    softsync(before)
+    state = before.state()
+    log = UpdateLog(tmp_path / "second", log_gradients=True)
+    shard = logged_shard(
+        log,
+        behaviour=before.behaviour,
+        version=state.version,
+        slots=state.slots,
+        pending=state.pending,
+        examples=state.examples,
+        learning_rate=0.3,
+    )
+    push(shard, np.ones(16), sequence=20, epoch=2, workers=roster("a", "b", "c", "d"))
+    log.end()
+    replayed = replay(only(tmp_path / "second"))
+    assert not replayed.difference
+    assert (replayed.version, replayed.updates) == (3, 1)
+
+
+def test_an_earlier_log_is_never_written_over(tmp_path: Path) -> None:
+    for _ in range(2):
+        log = UpdateLog(tmp_path, log_gradients=True)
+        train(logged_shard(log), range(1, 3))
+        log.end()
+    assert [path.name for path in log_paths(tmp_path)] == ["shard-000000.2.jsonl", "shard-000000.jsonl"]
+    assert [replay(path).difference for path in log_paths(tmp_path)] == ["", ""]
+
+
+def test_a_killed_server_leaves_everything_it_had_answered(log: UpdateLog, tmp_path: Path) -> None:
+    shard = logged_shard(log)
+    train(shard, range(1, 4))
+    # Not ended, not closed: what is in the files now is what a killed process would leave.
+    replayed = replay(only(tmp_path))
+    assert (replayed.version, replayed.ended, replayed.difference) == (4, False, "")
+    assert replayed.checksum == checksum_of(pull(shard)[1])
+
+
+@pytest.mark.parametrize("cut", [1, 30, 200])
+def test_half_a_line_at_the_end_is_left_out(log: UpdateLog, tmp_path: Path, cut: int) -> None:
+    train(logged_shard(log), range(1, 4))
+    path = only(tmp_path)
+    os.truncate(path, path.stat().st_size - cut)
+    assert replay(path).version == 3
+
+
+def test_a_changed_byte_is_told_with_its_place(log: UpdateLog, tmp_path: Path) -> None:
+    train(logged_shard(log), range(1, 4))
+    log.end()
+    path = only(tmp_path)
+    for file, message in ((path, r"line \d+ is not what was written"), (path.with_suffix(".payloads"), "bytes at")):
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(UpdateLogError, match=f"is damaged.*{message}"):
+            replay(path)
+        data[-100] ^= 1
+        file.write_bytes(data)
+    assert not replay(path).difference
+
+
+def rewrite(path: Path, sequence: int, change: Mapping[str, Any]) -> None:
+    """Changes the line of a push, its checksum too."""
+    lines = [decode(line + b"\n") for line in path.read_bytes().splitlines()]
+    changed_lines = [
+        {**line, **change} if line and line.get("sequence") == sequence else line for line in lines if line
+    ]
+    path.write_bytes(b"".join(encode(line) for line in changed_lines))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"checksum": "00c0ffee"},
+            r"^update 2, by push 2 of worker 'a': the shard's checksum is logged as 00c0ffee, replayed it is \w{8} ",
+        ),
+        ({"rate": 0.25}, r"^update 2, by push 2 of worker 'a': rate is logged as 0.25, replayed it is 0.1000"),
+        ({"weight": 2.0}, r"^update 2, by push 2 of worker 'a': weight is logged as 2, replayed it is 1$"),
+        (
+            {"version_after": 3},
+            r"^update 3, by push 2 of worker 'a': version_after is logged as 3, replayed it is 2",
+        ),
+    ],
+)
+def test_the_first_update_that_differs_is_named_with_both_numbers(
+    log: UpdateLog, tmp_path: Path, change: Mapping[str, Any], message: str
+) -> None:
+    train(logged_shard(log), range(1, 5))
+    log.end()
+    path = only(tmp_path)
+    for sequence in (4, 2):
+        rewrite(path, sequence, change)
+    replayed = replay(path)
+    assert re.search(message, replayed.difference), replayed.difference
+
+
+def test_an_update_that_is_missing_or_too_many_is_told(log: UpdateLog, tmp_path: Path) -> None:
+    hardsync(logged_shard(log, behaviour=make_behaviour("hardsync")))
+    log.end()
+    path = only(tmp_path)
+    whole = path.read_bytes().splitlines(keepends=True)
+    without_update = [line for line in whole if b'"event": "update"' not in line]
+    path.write_bytes(b"".join(without_update))
+    assert "update 5: the replay makes it (checksum" in replay(path).difference
+    without_cause = [line for line in whole if b'"event": "complete"' not in line]
+    path.write_bytes(b"".join(without_cause))
+    assert replay(path).difference == "update 5: it is logged, but the replay makes none"
+
+
+def test_beyond_the_bound_no_gradient_is_kept_and_the_replay_ends_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Parameters, slots and two gradients.
+    log = UpdateLog(tmp_path, log_gradients=True, payload_bytes_max=4 * 64 + 63)
+    shard = logged_shard(log)
+    with caplog.at_level(logging.WARNING):
+        train(shard, range(1, 6))
+    log.end()
+    path = only(tmp_path)
+    assert path.with_suffix(".payloads").stat().st_size == 4 * 64
+    (warning,) = caplog.records
+    assert "gradients are no longer logged" in warning.message and "--log-gradients-max-bytes" in warning.message
+    replayed = replay(path)
+    assert (replayed.version, replayed.cut_short, replayed.difference) == (2, True, "")
+    assert shard.version == 6
+
+
+def test_the_bound_holds_over_all_shards(tmp_path: Path) -> None:
+    log = UpdateLog(tmp_path, log_gradients=True, payload_bytes_max=200)
+    shards = {shard_id: make_shard(np.zeros(16), shard_id=shard_id, recorder=log) for shard_id in (0, 1)}
+    log.begin(HEADER, shards)
+    for shard in shards.values():
+        push(shard, np.ones(16), sequence=1)
+    push(shards[0], np.ones(16), sequence=2)
+    log.end()
+    sizes = [path.with_suffix(".payloads").stat().st_size for path in log_paths(tmp_path)]
+    assert sizes == [128, 64]
+
+
+def test_a_full_disk_ends_the_logging_and_nothing_else(
+    log: UpdateLog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = logged_shard(log)
+    train(shard, range(1, 4))
+    path = only(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with caplog.at_level(logging.INFO):
+        try:
+            # To the process a file that may not grow is a full disk.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 50, limits[1]))
+            train(shard, range(10, 13))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert shard.version == 8
+    log.end()
+    assert [record.message for record in caplog.records] == ["the update log of a shard ended"]
+    assert replay(path).version == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, this is something else\n", b'{"event": "begin"}\n', b"\x00"])
+def test_a_file_that_is_no_log_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "shard-000000.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UpdateLogError, match=r"shard-000000\.jsonl"):
+        replay(path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UpdateLogError, match="cannot be used: Not a directory"):
+        UpdateLog(tmp_path / "file" / "inside")
+
+
+def test_the_header_survives_json() -> None:
+    assert RunHeader.from_json(HEADER.to_json()) == HEADER
+    assert dataclasses.replace(HEADER, epoch=7) == HEADER.with_epoch(7)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1023, 1024, 1025, 4097])
+def test_any_value_that_differs_shows_in_the_quick_checksum(size: int) -> None:
+    values = np.linspace(-1, 1, size, dtype=np.float32)
+    checksums = {quick_checksum_of(values)}
+    for place in range(0, size, max(1, size // 50)):
+        changed_values = values.copy()
+        changed_values[place] = np.nextafter(values[place], np.float32(2))
+        checksums.add(quick_checksum_of(changed_values))
+    assert len(checksums) == 1 + len(range(0, size, max(1, size // 50)))
+    assert quick_checksum_of(values) == quick_checksum_of(values.tobytes())
+
+
+def test_a_refused_push_is_logged_with_its_reason(log: UpdateLog, tmp_path: Path) -> None:
+    shard = logged_shard(log, behaviour=make_behaviour("hardsync"))
+    receipts = [push(shard, np.ones(16), sequence=1, epoch=2)]
+    receipts.append(push(shard, np.ones(16), sequence=2, epoch=2, base_version=0))
+    log.end()
+    assert [receipt.outcome for receipt in receipts] == [Outcome.APPLIED, Outcome.REJECTED]
+    line = [line for line in lines_of(only(tmp_path)) if line["event"] == "push"][1]
+    assert (line["outcome"], line["reason"], line["weight"]) == ("rejected", "stale", 0.0)
+    assert "checksum" not in line
