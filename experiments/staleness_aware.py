@@ -344,8 +344,10 @@ def draw(path: Path, results: list[Result], laws: list[Law]) -> None:
             control = 100 * mean_error(results, protocol, "none", rate)
             axis.axhline(control, color="black", linewidth=1, linestyle=style, label=protocol)
         axis.set_xticks(positions, [str(n) for n in SPLITS])
-        axis.set(xlabel="n of n-softsync", ylabel="test error in %", title=f"rate {rate}", ylim=(0, None))
-        axis.legend()
+        axis.set(xlabel="n of n-softsync", ylabel="test error in %", title=f"rate {rate}")
+        # Room above for the legend.
+        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])
+        axis.legend(loc="upper left", ncols=2)
     expected, measured = [law.expected for law in laws], [law.measured for law in laws]
     law_axis.plot(expected, expected, color="black", linewidth=1, linestyle="--", label="(L - 1) / c")
     law_axis.plot(expected, measured, "o", color="tab:green", label="measured")

@@ -22,8 +22,9 @@ class Step:
     worker_id: str
     # The worker's own count of steps, from 0.
     number: int
-    # By shard: what was pulled. Copies, the caller's to keep.
+    # By shard: what was pulled, and its version. Copies, the caller's to keep.
     parameters: Mapping[int, Floats]
+    versions: Mapping[int, int]
     # The worker's own random numbers.
     random: np.random.Generator
 
@@ -131,7 +132,8 @@ class VirtualWorker:
 
     def _push(self) -> None:
         parameters = {shard_id: values for shard_id, (_, values) in self._held.items()}
-        computed = self._compute(Step(self.worker_id, self.steps_done, parameters, self._random))
+        versions = {shard_id: version for shard_id, (version, _) in self._held.items()}
+        computed = self._compute(Step(self.worker_id, self.steps_done, parameters, versions, self._random))
         self._sequence += 1
         self._asked_at = self._scheduler.now
         self._outstanding = set(self._shards)
