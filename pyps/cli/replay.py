@@ -27,22 +27,23 @@ def replay(
     paths = log_paths(folder)
     if not paths:
         fail(f"there is no update log in {folder}: start a server with --update-log and --log-gradients to make one")
-    console = Console()
     table = Table("run", "epoch", "shard", "version", "updates", "pulls", "CRC-32", "as logged")
-    different = []
+    wrong = []
     for path in paths:
         try:
             replayed = replay_log(path)
         except PypsError as error:
-            fail(str(error))
+            wrong.append(str(error))
+            continue
         table.add_row(*map(Text, _row(replayed)))
         if replayed.difference:
-            different.append(replayed)
-    console.print(table)
-    for replayed in different:
-        typer.echo(f"{replayed.path}: {replayed.difference}")
-    if different:
-        fail(f"{len(different)} of {len(paths)} logs do not replay to what was logged")
+            wrong.append(f"{path}: {replayed.difference}")
+    if table.rows:
+        Console().print(table)
+    for message in wrong:
+        typer.echo(message)
+    if wrong:
+        fail(f"{len(wrong)} of {len(paths)} logs do not replay to what was logged")
 
 
 def _row(replayed: Replayed) -> tuple[str, ...]:

@@ -91,10 +91,11 @@ def test_four_workers_on_two_servers_replay_to_the_final_bits_and_obey_the_law(
     assert f"logged as 00000000, replayed it is {first.checksum} at version 1" in words
     assert f"1 of {len(paths)} logs do not replay" in words
 
-    paths[0].write_bytes(paths[0].read_bytes()[:-50] + b"x" * 49 + b"\n")
+    paths[1].write_bytes(paths[1].read_bytes()[:-50] + b"x" * 49 + b"\n")
     refused = start_python("-m", "pyps", "replay", str(job.folder))
     assert refused.wait() == 1
-    assert f"{paths[0]} is damaged" in " ".join(refused.output().split())
+    words = " ".join(refused.output().split())
+    assert f"{paths[1]} is damaged" in words and f"2 of {len(paths)} logs do not replay" in words
     assert "Traceback" not in refused.output()
 
 
