@@ -220,6 +220,8 @@ def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(
 ) -> None:
     servers = start_servers(start_server, 2, "--heartbeat-seconds", "0.2", "--expected-workers", f"{NUM_WORKERS}")
     workers = [start_worker(start_python, addresses(servers), index, 0) for index in range(NUM_WORKERS)]
+    for worker in workers:
+        worker.wait_for_output("step 1 ")
     for protocol in ["hardsync", "ssp:s=1", "backup:b=1", "serial", "softsync:n=1", "hardsync", "async"]:
         for server in servers:
             inspect(server.control, "Configure", pb.ConfigureRequest(protocol=protocol))
