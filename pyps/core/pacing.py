@@ -166,8 +166,7 @@ class Pacer(ABC):
 class TurnTaking(Pacer):
     """Lets one worker compute at a time, in turn (the STT chapter's "synchronous").
 
-    Turns go round in order of joining. A worker that does not ask when its turn comes is passed over and goes
-    first when it does: nobody waits for one that does not want to compute.
+    Turns go round in order of joining. A worker keeps its turn until it asks for the next or departs.
     """
 
     def _may_proceed(self, walker: Walker) -> bool:
