@@ -10,12 +10,16 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyps.core import aggregation, staleness
+from pyps.core import aggregation, schedule, staleness
+from pyps.core.aggregation import Aggregation
+from pyps.core.batch_growth import BatchGrowth
+from pyps.core.behaviour import Behaviour
+from pyps.core.warmup import WarmUp
 from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
 
@@ -31,6 +35,7 @@ OTHER_VARIABLES = (
     "PYPS_TOKEN",
     "PYPS_TRACEBACK",
     "PYPS_USE_PROXY",
+    "PYPS_WAIT_SECONDS",
     "PYPS_WORKER_COUNT",
     "PYPS_WORKER_ID",
     "PYPS_WORKER_INDEX",
@@ -41,6 +46,10 @@ _OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|
 
 class ConfigError(Exception):
     """A setting that cannot be used; the text says where it came from and what was expected."""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 def setting(
@@ -65,10 +74,18 @@ class ServerConfig:
     control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
-    protocol: str = setting("async", "How pushes become updates.", choices=tuple(aggregation.PROTOCOLS))
-    staleness: str = setting("divide", "What staleness costs a gradient.", choices=tuple(staleness.POLICIES))
+    protocol: str = setting("async", f"How pushes become updates: {_listed(aggregation.PROTOCOLS)}.")
+    warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial.")
+    staleness: str = setting("divide", f"What staleness costs a gradient: {_listed(staleness.POLICIES)}.")
     optimizer: str = setting(
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
+    )
+    schedule: str = setting("constant", "How the learning rate changes, as step:every=1000,factor=0.5.")
+    epoch_examples: int = setting(0, "Examples in an epoch, for what counts in epochs.", minimum=0)
+    batch_growth: str = setting("", "How the workers' minibatch grows, as start=8,maximum=64,every=2 (epochs).")
+    clip_norm: float = setting(0.0, "Largest norm of a push; a longer one is scaled down, 0 takes all.", minimum=0.0)
+    stall_seconds: float = setting(
+        300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
     )
     expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
     token_file: Path | None = setting(None, "File with the token that every caller must show.")
@@ -77,6 +94,9 @@ class ServerConfig:
     max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1, maximum=10**15)
     max_workers: int = setting(256, "Live workers at once.", minimum=1, maximum=100_000)
     max_in_flight_bytes: int = setting(2**30, "Bytes of pushes and pulls held at once.", minimum=2**20, maximum=10**15)
+    max_pending_bytes: int = setting(
+        4 * 2**30, "Bytes of gradients that may wait for an update.", minimum=2**10, maximum=10**15
+    )
     heartbeat_seconds: float = setting(5.0, "How often workers give a sign of life.", minimum=0.05)
     lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
@@ -87,7 +107,11 @@ class ServerConfig:
     resume: bool = setting(False, "Start from the newest complete checkpoint in the folder.")
     log_format: str = setting("text", "How log lines look.", choices=("text", "json"))
     log_level: str = setting("info", "The least serious lines to log.", choices=("debug", "info", "warning", "error"))
-    record_dir: Path | None = setting(None, "Folder for a log of every push, payloads too, for replay.")
+    update_log: Path | None = setting(None, "Folder for a log of every push and update.")
+    log_gradients: bool = setting(False, "Write the gradients into that log too, so that it can be replayed.")
+    log_gradients_max_bytes: int = setting(
+        10 * 2**30, "Bytes of gradients after which the log goes on without them.", minimum=0, maximum=10**18
+    )
     ready_file: Path | None = setting(None, "File to write, as JSON, once the server serves.")
     drain_seconds: float = setting(20.0, "Longest time between SIGTERM and the exit.", minimum=0.0)
     threads: int = setting(0, "Threads that run kernels; 0 takes one a core.", minimum=0, maximum=1024)
@@ -96,6 +120,19 @@ class ServerConfig:
     def stop_condition(self) -> StopCondition | None:
         """`stop_after` in parts, None when the run goes on until it is stopped."""
         return StopCondition.parse(self.stop_after) if self.stop_after else None
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """What happens to gradients, from `protocol`, `staleness` and their like; BadRequest where malformed."""
+        return Behaviour.parse(
+            protocol=self.protocol,
+            warmup=self.warmup,
+            staleness=self.staleness,
+            schedule=self.schedule,
+            clip_norm=self.clip_norm,
+            batch_growth=self.batch_growth,
+            epoch_examples=self.epoch_examples,
+        )
 
 
 @dataclass(frozen=True)
@@ -236,7 +273,7 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
             raise ConfigError(text) from None
     for name, parse in _PARSED_FURTHER.items():
         try:
-            parse(getattr(config, name))
+            parse(config)
         except (PypsError, ValueError) as error:
             raise ConfigError(f"{origin(name)} cannot be used: {error}") from None
     if config.resume and config.checkpoint_dir is None:
@@ -293,6 +330,20 @@ _EXPECTED = {
     str: "a text",
     Path: "a path",
 }
-_PARSED_FURTHER: dict[str, Callable[[str], object]] = {
-    "optimizer": lambda text: text and RuleSettings.parse(text),
+# Texts with a grammar of their own: what reads each, and complains of it by BadRequest or ValueError.
+_PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
+    "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
+    "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
+    "warmup": lambda config: config.warmup and WarmUp.parse(config.warmup),
+    "staleness": lambda config: staleness.parse(config.staleness),
+    "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
+    "batch_growth": lambda config: (
+        config.batch_growth and BatchGrowth.parse(config.batch_growth, epoch_examples=config.epoch_examples)
+    ),
 }
+
+
+def _check_protocol(protocol: Aggregation, config: ServerConfig) -> None:
+    """Refuses a protocol that cannot work with the workers that the job will have."""
+    if config.expected_workers:
+        protocol.check(config.expected_workers)

@@ -191,11 +191,13 @@ class Server:
             "access": _access(config),
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
-            "protocol": run.aggregation.name,
-            "staleness": run.staleness.name,
+            "protocol": run.aggregation.text,
+            "staleness": run.staleness.text,
+            "schedule": run.behaviour.schedule.text,
             "shards": _shards_in_words(run) if run.partition else later,
             "memory": _memory_in_words(run) if run.partition else later,
             "in flight": f"at most {in_bytes(config.max_in_flight_bytes)} of pushes and pulls",
+            "pending": f"at most {in_bytes(config.max_pending_bytes)} of gradients that wait for an update",
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
             if config.checkpoint_dir
             else "none (--checkpoint-dir)",
@@ -221,7 +223,8 @@ class Server:
         saved_end = progress
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self._run.tick()
+            # Not here: it may have to make updates.
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._run.tick)
             over = self._run.done or self._run.state == RunState.FINISHED
             if self._config.exit_when_done and self._run.done:
                 self._run.finish("all workers are done")

@@ -1,29 +1,31 @@
-"""A run's workers: they come, give signs of life and go, and each change is a line in the log."""
+"""A run's workers: they come, give signs of life and go, and each change is an event of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyps import logs
 from pyps.core.membership import Membership, WorkerInfo, WorkerState
+from pyps.core.roster import Roster
+from pyps.run.events import Events
 from pyps.run.handshake import Greeting
-
-log = logs.get("pyps.run")
 
 
 class Attendance:
-    """Membership with a log. Every method may be called from any thread."""
+    """Membership with events. Every method may be called from any thread."""
 
-    def __init__(self, *, lease_seconds: float, workers_max: int):
-        self.membership = Membership(lease_seconds=lease_seconds, workers_max=workers_max)
+    def __init__(self, membership: Membership, events: Events):
+        self.membership = membership
+        self._events = events
 
-    def join(self, greeting: Greeting, *, now: float) -> None:
-        """Makes the worker that greets a live one."""
+    def join(self, greeting: Greeting, *, now: float) -> bool:
+        """Makes the worker that greets a live one; True where that ended an earlier process of its name."""
         before = self.membership.get(greeting.worker_id)
         info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
         member = self.membership.join(greeting.worker_id, greeting.incarnation, now=now, info=info)
-        if before is None or before.incarnation != member.incarnation or not before.alive:
-            log.info("worker joined", worker=member.worker_id, host=info.host, pid=info.process_id)
+        renewed = before is not None and before.incarnation != member.incarnation
+        if before is None or renewed or not before.alive:
+            self._events.add("joined", "worker joined", worker=member.worker_id, host=info.host, pid=info.process_id)
+        return renewed
 
     def is_member(self, greeting: Greeting) -> bool:
         """Whether this very process has joined before."""
@@ -43,20 +45,37 @@ class Attendance:
         before = self.membership.get(worker_id)
         self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
         if before is not None and not before.alive:
-            log.info("worker is back", worker=worker_id)
+            self._events.add("back", "worker is back", worker=worker_id)
 
-    def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> None:
-        """Ends a membership at the worker's own word."""
+    def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None) -> Roster:
+        """Notes a push and returns who counts now; raises as `heard`."""
+        before = self.membership.get(worker_id)
+        roster = self.membership.pushed(worker_id, incarnation, now=now, clock=clock)
+        if before is not None and not before.counts:
+            what = "worker counts" if before.alive else "worker is back"
+            self._events.add("counts" if before.alive else "back", what, worker=worker_id, workers=roster.num_workers)
+        return roster
+
+    def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> bool:
+        """Ends a membership at the worker's own word; False where it was none."""
         state = WorkerState.FAILED if failed else WorkerState.FINISHED
+        before = self.membership.get(worker_id)
         member = self.membership.leave(worker_id, incarnation, now=now, state=state, message=message)
-        if member is not None:
-            log.info("worker left", worker=worker_id, state=state.value, message=message)
+        if member is None:
+            return False
+        if before is None or before.state is not state:
+            self._events.add("left", "worker left", worker=worker_id, state=state.value, message=message)
+        return True
 
-    def expire(self, now: float) -> None:
-        """Forgets workers that were silent for longer than their lease."""
-        for member in self.membership.expire(now):
+    def expire(self, now: float) -> list[str]:
+        """Forgets workers that were silent for longer than their lease, and returns them."""
+        expired = self.membership.expire(now)
+        for member in expired:
             silent = round(now - member.heard_at, 1)
-            log.warning("worker's lease ran out", worker=member.worker_id, silent_seconds=silent)
+            self._events.add(
+                "expired", "worker's lease ran out", worker=member.worker_id, silent_seconds=silent, warning=True
+            )
+        return [member.worker_id for member in expired]
 
     def done(self, *, expected_workers: int) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""

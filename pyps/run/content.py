@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pyps.core import update_rules
-from pyps.core.aggregation import Aggregation
-from pyps.core.ledger import Ledger
+from pyps.core.behaviour import Behaviour
+from pyps.core.ledger import Ledger, LedgerState
 from pyps.core.recorder import Recorder
 from pyps.core.shard import Shard, ShardState
-from pyps.core.staleness import StalenessPolicy
-from pyps.run.initialization import listed
+from pyps.core.whole_model import WholeModel
+from pyps.run.initialization import Initialization, listed
 from pyps.run.settings import RuleSettings
 from pyps_wire.errors import BadRequest
-from pyps_wire.partition import Partition
+from pyps_wire.partition import Partition, partition
 
 if TYPE_CHECKING:
-    from pyps.checkpoint import RunHeader
+    from pyps.checkpoint import RestoredRun, RunHeader
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Content:
     server_index: int
     settings: RuleSettings
     shards: Mapping[int, Shard]
+    # All of them under one mutex, for a protocol that asks for it.
+    whole: WholeModel
     # Term, worker and incarnation that initialised it; None for a restored run.
     initializer: tuple[int, str, int] | None
     ready_at: float
@@ -38,6 +40,11 @@ class Content:
     def version_max(self) -> int:
         """The largest version among the shards: updates of the run."""
         return max((shard.version for shard in self.shards.values()), default=0)
+
+    @property
+    def first(self) -> Shard:
+        """The shard with the lowest number, whose counts stand for the run's."""
+        return self.shards[min(self.shards)]
 
     def shard(self, shard_id: int) -> Shard:
         """The shard of that number; BadRequest when it is not on this server."""
@@ -49,7 +56,7 @@ class Content:
             )
         return shard
 
-    def header(self, *, epoch: int, protocol: str, staleness: str) -> RunHeader:
+    def header(self, *, epoch: int, behaviour: Behaviour) -> RunHeader:
         """What the run is, apart from its shards."""
         # Imported here: checkpoints know runs, and a run knows only the head of a checkpoint.
         from pyps.checkpoint import RunHeader
@@ -61,8 +68,7 @@ class Content:
             num_servers=self.partition.num_servers,
             model=self.partition.model,
             optimizer=self.settings,
-            protocol=protocol,
-            staleness=staleness,
+            behaviour=behaviour.texts,
         )
 
 
@@ -74,38 +80,70 @@ class RunRecorder(Recorder, Protocol):
 
 
 @dataclass(frozen=True)
-class ShardFactory:
-    """Makes a run's shards, all with the same behaviour."""
+class ContentFactory:
+    """Makes contents whose shards all behave alike."""
 
-    aggregation: Aggregation
-    staleness: StalenessPolicy
-    recorder: Recorder | None
+    behaviour: Behaviour
+    recorder: Recorder
+    epoch: int
 
-    def make(
+    def first(self, initialization: Initialization, *, now: float) -> Content:
+        """The content that a worker's first parameters make."""
+        opening = initialization.opening
+        states = {
+            shard_id: ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
+            for shard_id, parameters in initialization.take().items()
+        }
+        return self._make(
+            opening.run_id,
+            initialization.partition,
+            opening.server_index,
+            initialization.settings,
+            states,
+            initializer=opening.initializer,
+            now=now,
+        )
+
+    def restored(self, restored: RestoredRun, *, now: float) -> Content:
+        """The content that a checkpoint holds."""
+        header = restored.header
+        plan = partition(header.model, num_servers=header.num_servers)
+        states = dict(restored.shards)
+        return self._make(header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now)
+
+    def _make(
         self,
+        run_id: str,
         plan: Partition,
+        server_index: int,
         settings: RuleSettings,
         states: dict[int, ShardState],
         *,
-        server_index: int,
-        epoch: int,
-    ) -> dict[int, Shard]:
-        """One shard for each of the server's states, which are taken out: a model is never held twice."""
+        initializer: tuple[int, str, int] | None,
+        now: float,
+    ) -> Content:
         shards = {}
         for shard_range in plan.of_server(server_index):
+            # Taken out, so that a model is never held twice.
             state = states.pop(shard_range.shard_id)
-            shards[shard_range.shard_id] = Shard(
-                shard_range.shard_id,
-                state.parameters,
-                rule=update_rules.find(settings.rule),
-                hyperparameters=settings.groups[shard_range.group],
-                aggregation=self.aggregation,
-                staleness=self.staleness,
-                epoch=epoch,
-                version=state.version,
-                slots=state.slots or None,
-                ledger=Ledger(state.ledger),
-                pending=state.pending,
-                recorder=self.recorder,
-            )
-        return shards
+            hyperparameters = settings.groups[shard_range.group]
+            shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
+        whole = WholeModel(shards)
+        return Content(run_id, plan, server_index, settings, shards, whole, initializer, now)
+
+    def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
+        return Shard(
+            shard_id,
+            state.parameters,
+            rule=update_rules.find(rule),
+            hyperparameters=hyperparameters,
+            behaviour=self.behaviour,
+            epoch=self.epoch,
+            version=state.version,
+            slots=state.slots or None,
+            ledger=Ledger(state.ledger),
+            pending=state.pending,
+            examples=state.examples,
+            learning_rate=state.learning_rate,
+            recorder=self.recorder,
+        )

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pyps.core.aggregation import Aggregation
 from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps_wire.contract import PROTOCOL_VERSION
@@ -166,13 +167,23 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         )
 
 
+def check_servers(protocol: Aggregation, num_servers: int) -> None:
+    """Refuses a protocol that holds the whole model under one mutex where several servers hold parts of it."""
+    if protocol.whole_model and num_servers > 1:
+        raise BadRequest(
+            f"{protocol.text} holds one mutex over the whole model, which needs one server, and the run has "
+            f"{num_servers}: start one server, or take asgd:mutex=shard"
+        )
+
+
 def check_founding(
-    caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None
+    caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None, protocol: Aggregation
 ) -> tuple[Partition, RuleSettings]:
     """The plan and settings of the run that the caller would found; refuses what the server could not hold."""
     check_run_told(caller.run_id, told=config.run_id)
     assert caller.model is not None
     check_model_size(caller.model, parameters_max=config.max_model_parameters)
+    check_servers(protocol, caller.num_servers)
     source = "what the server was told at its start (--optimizer)"
     settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)
     return partition(caller.model, num_servers=caller.num_servers), settings

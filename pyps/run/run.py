@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING
 
 from pyps import __version__, logs
-from pyps.core import aggregation, staleness
-from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient
-from pyps.core.ledger import LedgerState
 from pyps.core.membership import Membership
-from pyps.core.receipt import Outcome, Receipt
-from pyps.core.shard import Shard, ShardState
+from pyps.core.receipt import Receipt
+from pyps.core.shard import Shard
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
-from pyps.run.content import Content, RunRecorder, ShardFactory
+from pyps.run.conduct import Conduct, Settled
+from pyps.run.content import Content, ContentFactory, RunRecorder
+from pyps.run.ending import Ending
+from pyps.run.events import Events
+from pyps.run.facts import RunFacts
 from pyps.run.gate import InitializationGate
-from pyps.run.handshake import Greeting, Holding, Pulse, Welcome
+from pyps.run.handshake import Greeting, Pulse, Welcome
 from pyps.run.initialization import Initialization, Opening
 from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
 from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
-from pyps_wire.partition import Model, Partition, partition
 
 if TYPE_CHECKING:
     from pyps.checkpoint import RestoredRun, RunHeader
@@ -39,7 +41,7 @@ ELECTION_LEASE_SECONDS = 10.0
 log = logs.get("pyps.run")
 
 
-class Run:
+class Run(RunFacts):
     """One run, or the place for one. Every method may be called from any thread.
 
     `_lock` guards which run it is; it is never held while a shard is updated or a caller waited for.
@@ -55,13 +57,10 @@ class Run:
         self.config = config
         self.clock = clock
         self.recorder = recorder
-        self.aggregation = aggregation.parse(config.protocol)
-        self.staleness = staleness.parse(config.staleness)
-        self._factory = ShardFactory(self.aggregation, self.staleness, recorder)
         self.told = RuleSettings.parse(config.optimizer) if config.optimizer else None
-        self.stop_condition = config.stop_condition
         self.started_at = clock()
         self.waits = Waits()
+        self.events = Events(clock)
         self.on_ready: Callable[[], None] = lambda: None
         self._lock = RLock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
@@ -70,78 +69,32 @@ class Run:
         self._clear()
 
     def _clear(self) -> None:
+        config = self.config
         self.statistics = Statistics()
-        self._attendance = Attendance(lease_seconds=self.config.lease_seconds, workers_max=self.config.max_workers)
+        self._attendance = Attendance(
+            Membership(
+                lease_seconds=config.lease_seconds,
+                workers_max=config.max_workers,
+                expected_workers=config.expected_workers,
+            ),
+            self.events,
+        )
+        self.conduct = Conduct(
+            config,
+            attendance=self._attendance,
+            statistics=self.statistics,
+            events=self.events,
+            clock=self.clock,
+            recorder=self.recorder,
+        )
         self.gate = InitializationGate(
-            lease_seconds=min(ELECTION_LEASE_SECONDS, self.config.lease_seconds),
+            lease_seconds=min(ELECTION_LEASE_SECONDS, config.lease_seconds),
             # The other servers remember terms over a restart of this one.
             first_term=time.time_ns() // 1_000_000,
         )
+        self._ending = Ending(config.stop_condition, on_end=self._ended)
+        self.conduct.on_update = partial(self._look_for_the_end, self._ending)
         self._content: Content | None = None
-        self._finished = False
-
-    # What the run is.
-
-    @property
-    def state(self) -> RunState:
-        """Where the server stands with its run."""
-        if self._draining:
-            return RunState.DRAINING
-        if self._finished:
-            return RunState.FINISHED
-        if self._content is not None:
-            return RunState.READY
-        return RunState.INITIALIZING if self.gate.busy else RunState.EMPTY
-
-    @property
-    def run_id(self) -> str:
-        """The run held, or the one that the server was told to hold; empty when nobody named one yet."""
-        return self._content.run_id if self._content else self.config.run_id
-
-    @property
-    def partition(self) -> Partition | None:
-        """The plan of the whole model, None before initialisation."""
-        return self._content.partition if self._content else None
-
-    @property
-    def model(self) -> Model | None:
-        """The whole model, None before initialisation."""
-        return self._content.partition.model if self._content else None
-
-    @property
-    def server_index(self) -> int:
-        """This server's place among the run's servers."""
-        return self._content.server_index if self._content else 0
-
-    @property
-    def num_servers(self) -> int:
-        """The servers of the run; 0 before initialisation."""
-        return self._content.partition.num_servers if self._content else 0
-
-    @property
-    def optimizer(self) -> RuleSettings | None:
-        """The rule in force with its settings, or what the server was told; None when nobody said yet."""
-        return self._content.settings if self._content else self.told
-
-    @property
-    def shards(self) -> Mapping[int, Shard]:
-        """This server's shards by id; empty before initialisation."""
-        return self._content.shards if self._content else {}
-
-    @property
-    def version_max(self) -> int:
-        """The largest version among this server's shards: updates of the run."""
-        return self._content.version_max if self._content else 0
-
-    @property
-    def ready_at(self) -> float | None:
-        """When the run was initialised or restored, in the run's clock."""
-        return self._content.ready_at if self._content else None
-
-    @property
-    def membership(self) -> Membership:
-        """The run's workers."""
-        return self._attendance.membership
 
     # How workers come and go.
 
@@ -158,10 +111,11 @@ class Run:
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
             else:
-                handshake.check_founding(greeting, config=self.config, told=self.told)
+                handshake.check_founding(greeting, config=self.config, told=self.told, protocol=self.aggregation)
             if greeting.observer:
                 return Welcome()
-            self._attendance.join(greeting, now=now)
+            if self._attendance.join(greeting, now=now):
+                self.conduct.departed(greeting.worker_id)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
             term = self.gate.elect(greeting.worker_id, greeting.incarnation, now=now)
@@ -184,9 +138,11 @@ class Run:
         return Pulse(known, state == RunState.FINISHED, state, self.epoch, self.version_max)
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
-        """Ends a worker's membership; returns how many are left alive."""
+        """Ends a worker's membership; returns how many are left alive. `conduct.complete_rounds` is to follow."""
         if run_id == self.run_id:
-            self._attendance.leave(worker_id, incarnation, now=self.clock(), failed=failed, message=message)
+            now = self.clock()
+            if self._attendance.leave(worker_id, incarnation, now=now, failed=failed, message=message):
+                self.conduct.departed(worker_id)
         return self.membership.num_alive
 
     # How the first parameters come in.
@@ -197,7 +153,9 @@ class Run:
         with self._lock:
             if self._already_initialized(opening):
                 return None
-            plan, settings = handshake.check_founding(opening, config=self.config, told=self.told)
+            plan, settings = handshake.check_founding(
+                opening, config=self.config, told=self.told, protocol=self.aggregation
+            )
             plan.of_server(opening.server_index)
             return Initialization(opening, plan, settings)
 
@@ -208,15 +166,11 @@ class Run:
 
     def commit(self, initialization: Initialization) -> None:
         """Makes the collected parameters the run's: from now on it serves."""
-        opening = initialization.opening
-        plan, settings = initialization.partition, initialization.settings
-        states = {shard_id: _first_state(values) for shard_id, values in initialization.take().items()}
-        shards = self._factory.make(plan, settings, states, server_index=opening.server_index, epoch=self.epoch)
+        content = self._factory().first(initialization, now=self.clock())
         with self._lock:
-            if self._already_initialized(opening):
+            if self._already_initialized(initialization.opening):
                 return
-            now, initializer = self.clock(), opening.initializer
-            self._set_content(Content(opening.run_id, plan, opening.server_index, settings, shards, initializer, now))
+            self._set_content(content)
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
@@ -229,13 +183,18 @@ class Run:
             )
         num_groups = header.model.num_groups
         settle(self.told, header.optimizer, num_groups=num_groups, source="--optimizer", asker="the checkpoint")
-        plan, index = partition(header.model, num_servers=header.num_servers), header.server_index
-        states = dict(restored.shards)
+        handshake.check_servers(self.aggregation, header.num_servers)
+        told, kept = self.behaviour, Behaviour.parse(**header.behaviour)
         with self._lock:
             self.epoch = header.epoch + 1
-            shards = self._factory.make(plan, header.optimizer, states, server_index=index, epoch=self.epoch)
-            self.statistics.restore_examples(restored.examples)
-            self._set_content(Content(header.run_id, plan, index, header.optimizer, shards, None, self.clock()))
+            # Gradients that wait are settled by the protocol that kept them, should another be told now.
+            self.conduct.adopt(kept)
+            content = self._factory().restored(restored, now=self.clock())
+            self.statistics.restore_examples({i: shard.examples for i, shard in content.shards.items()})
+            self._set_content(content)
+        self.conduct.adopt(told)
+        if told != kept:
+            self.events.add("configured", "the server was told other settings than the checkpoint holds", **told.texts)
         self.on_ready()
 
     def header(self) -> RunHeader:
@@ -249,23 +208,42 @@ class Run:
         content = self._require_content()
         self._refuse_when_draining()
         self._require_run(content, run_id)
-        shard = content.shard(shard_id)
-        began = self.clock()
-        self._attendance.heard(gradient.worker_id, gradient.incarnation, now=began, clock=gradient.clock or None)
-        receipt = shard.push(gradient, num_workers=self.membership.num_alive)
-        now = self.clock()
-        self.statistics.pushed(
-            gradient.worker_id,
-            shard_id,
-            receipt,
-            payload_bytes=len(gradient.payload),
-            examples=gradient.example_count,
-            now=now,
-            apply_seconds=now - began,
+        return self.conduct.push(content, gradient, shard_id)
+
+    def push_whole(self, gradients: Sequence[tuple[int, Gradient]], *, run_id: str | None = None) -> list[Receipt]:
+        """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
+        content = self._require_content()
+        self._refuse_when_draining()
+        self._require_run(content, run_id)
+        return self.conduct.push_whole(content, gradients)
+
+    def may_proceed(
+        self, run_id: str, worker_id: str, incarnation: int, *, clock: int, wake: Callable[[], None]
+    ) -> bool:
+        """Whether a worker may begin its next step; where not, `wake` is called when it is worth asking again."""
+        content = self._require_content()
+        self._refuse_when_draining()
+        self._require_run(content, run_id)
+        self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock)
+        if self._ending.over:
+            return True
+        return self.conduct.pacing.may_proceed(worker_id, clock=clock, wake=wake)
+
+    def configure(
+        self, *, protocol: str = "", staleness: str = "", learning_rate: float | None = None, schedule: str = ""
+    ) -> Settled:
+        """Changes what is named, on all shards, while the run goes on; see `Conduct.configure`."""
+        content = self._require_content()
+        settled = self.conduct.configure(
+            protocol=protocol,
+            staleness=staleness,
+            learning_rate=learning_rate,
+            schedule=schedule,
+            num_servers=content.partition.num_servers,
         )
-        if receipt.outcome == Outcome.APPLIED and not receipt.duplicate:
-            self._stop_where_due(shard)
-        return receipt
+        # Whoever waits may wait for something that no longer comes.
+        self.waits.wake_all()
+        return settled
 
     def shards_to_pull(
         self, run_id: str, worker_id: str, incarnation: int, *, observer: bool, shard_ids: Iterable[int]
@@ -280,21 +258,19 @@ class Run:
         return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
 
     def tick(self) -> None:
-        """Does what time brings: forgets silent workers, ends a run whose time is over."""
-        now = self.clock()
-        self._attendance.expire(now)
-        condition, content = self.stop_condition, self._content
-        if condition is None or condition.unit != "seconds" or content is None:
-            return
-        if now - content.ready_at >= condition.limit:
-            self.finish(f"{condition.limit:g} seconds are over")
+        """Does what time brings: forgets silent workers, ends a run whose time is over.
+
+        It may run kernels, for rounds that others are done without: not for the event loop.
+        """
+        now, content = self.clock(), self._content
+        self.conduct.tick(now)
+        if content is not None:
+            self._ending.after_seconds(now - content.ready_at, content.shards.values())
 
     def finish(self, reason: str = "stopped on request") -> None:
         """Ends the run: pushes are refused, workers told to stop; pulls go on."""
         if self._content is not None:
-            for shard in self._content.shards.values():
-                shard.finish()
-            self._end(reason)
+            self._ending.finish(self._content.shards.values(), reason)
 
     def drain(self) -> None:
         """Refuses everything from now on, before the server ends; waiting calls end too."""
@@ -310,23 +286,18 @@ class Run:
                 raise NotInitialized("this server holds no run: there is nothing to reset")
             if run_id != content.run_id:
                 raise RunMismatch(f"this server holds {self.holding()}, not run {run_id!r}: name the run to reset")
-            log.warning("run reset", run=run_id, version=content.version_max)
             # Held versions of the forgotten run mean nothing in the next.
             self.epoch += 1
             self._clear()
         for shard in content.shards.values():
             shard.finish()
         self.waits.wake_all()
+        self.events.add("reset", "run reset", run=run_id)
 
     @property
     def done(self) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
         return self._attendance.done(expected_workers=self.config.expected_workers)
-
-    def holding(self) -> Holding:
-        """What the server holds, as a newcomer is told."""
-        last, now = self.statistics.last_update, self.clock()
-        return Holding(self.run_id, self.version_max, None if last is None else now - last)
 
     # Helpers.
 
@@ -341,37 +312,28 @@ class Run:
         self.gate.renew(opening, now=self.clock())
         return False
 
+    def _factory(self) -> ContentFactory:
+        return ContentFactory(self.behaviour, self.conduct.account, self.epoch)
+
     def _set_content(self, content: Content) -> None:
         if self.recorder is not None:
             self.recorder.begin(self._header(content), content.shards)
+        self.conduct.begin(content)
         self._content = content
         self.gate.done()
         for shard in content.shards.values():
             # A restored run may have reached its end already.
-            self._stop_where_due(shard)
+            self._look_for_the_end(self._ending, shard)
 
     def _header(self, content: Content) -> RunHeader:
-        return content.header(epoch=self.epoch, protocol=self.aggregation.name, staleness=self.staleness.name)
+        return content.header(epoch=self.epoch, behaviour=self.behaviour)
 
-    def _stop_where_due(self, shard: Shard) -> None:
-        """Ends the run where the shard's last update was the last of the run."""
-        condition = self.stop_condition
-        if condition is None:
-            return
-        if condition.unit == "updates" and shard.version >= condition.limit:
-            # Each shard takes its own count of updates: the other shards of the same push still get theirs.
-            shard.finish()
-            self._end(f"{condition.limit:g} updates are done")
-        elif condition.unit == "examples" and self.statistics.examples >= condition.limit:
-            self.finish(f"{self.statistics.examples} examples are done")
+    def _look_for_the_end(self, ending: Ending, shard: Shard) -> None:
+        ending.after_update(shard, examples=lambda: self.statistics.examples, shards=self.shards.values())
 
-    def _end(self, reason: str) -> None:
-        with self._lock:
-            if self._finished:
-                return
-            self._finished = True
+    def _ended(self, reason: str) -> None:
         self.waits.wake_all()
-        log.info("run finished", run=self.run_id, version=self.version_max, reason=reason)
+        self.events.add("finished", "run finished", run=self.run_id, version=self.version_max, reason=reason)
 
     def _require_content(self) -> Content:
         content = self._content
@@ -389,7 +351,3 @@ class Run:
     def _refuse_when_draining(self) -> None:
         if self._draining:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
-
-
-def _first_state(parameters: Floats) -> ShardState:
-    return ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())

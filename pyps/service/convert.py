@@ -10,7 +10,7 @@ from pyps import _kernels
 from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
 from pyps.core.receipt import Receipt
 from pyps.run import Greeting, RuleSettings, Run
-from pyps.run.handshake import Welcome
+from pyps.run.handshake import Pulse, Welcome
 from pyps.run.initialization import Opening
 from pyps.run.run import SOFTWARE
 from pyps_wire import common_pb2 as common
@@ -104,6 +104,8 @@ def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
         minibatch_count=request.minibatch_count or 1,
         newest_base_version=request.newest_base_version or None,
         clock=request.clock,
+        learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
+        norm=request.gradient_norm,
     )
 
 
@@ -133,7 +135,17 @@ def receipt_to(receipt: Receipt) -> common.Receipt:
         weight=receipt.weight,
         num_workers=receipt.num_workers,
         epoch=receipt.epoch,
+        min_version=receipt.min_version,
+        waiting_for=receipt.waiting_for,
     )
+
+
+def receipt_of(receipt: Receipt, run: Run) -> common.Receipt:
+    """A receipt as its worker gets it, with what the run asks of workers from now on."""
+    message = receipt_to(receipt)
+    message.ask_to_proceed = run.conduct.pacing.asks
+    message.batch_size = run.batch_size
+    return message
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
@@ -160,7 +172,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 
 def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.HelloReply:
     """Everything that a welcome caller needs to know."""
-    config = run.config
+    config, texts = run.config, run.behaviour.texts
     reply = wire.HelloReply(
         protocol_version=PROTOCOL_VERSION,
         features=FEATURES,
@@ -180,8 +192,13 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
         heartbeat_seconds=config.heartbeat_seconds,
         lease_seconds=config.lease_seconds,
         shards=shard_versions(run),
-        protocol=run.aggregation.name,
-        staleness=run.staleness.name,
+        protocol=texts["protocol"],
+        staleness=texts["staleness"],
+        ask_to_proceed=run.conduct.pacing.asks,
+        batch_size=run.batch_size,
+        accumulate=run.aggregation.accumulate,
+        clip_norm=run.behaviour.clip_norm,
+        current_version_only=run.aggregation.barrier,
         codecs=[int(codec) for codec in Codec],  # type: ignore[misc]
         server_index=run.server_index,
         num_servers=run.num_servers,
@@ -193,6 +210,22 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
         reply.model.CopyFrom(run.partition.model.to_proto())
         reply.fingerprint = run.partition.fingerprint
     return reply
+
+
+def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
+    """Where the run stands, and what is in force, which may have changed."""
+    texts = run.behaviour.texts
+    return wire.HeartbeatReply(
+        known=pulse.known,
+        epoch=pulse.epoch,
+        state=int(pulse.state),  # type: ignore[arg-type]
+        command=wire.HeartbeatReply.COMMAND_STOP if pulse.stop else wire.HeartbeatReply.COMMAND_UNSPECIFIED,
+        version=pulse.version,
+        protocol=texts["protocol"],
+        staleness=texts["staleness"],
+        accumulate=run.aggregation.accumulate,
+        current_version_only=run.aggregation.barrier,
+    )
 
 
 def for_people(text: str) -> str:

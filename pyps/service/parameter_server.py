@@ -7,30 +7,31 @@ where it was received, and written where it is sent from. A call that waits is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 
-from pyps import _kernels, logs
-from pyps.core.arrays import Floats
-from pyps.core.gradient import Codec, item_bytes
+from pyps import logs
+from pyps.core.gradient import Codec, Gradient, item_bytes
 from pyps.core.receipt import Receipt
 from pyps.core.shard import Shard
-from pyps.run import Run, RunState
+from pyps.core.whole_model import WholeModel
+from pyps.run import Run
 from pyps.run.initialization import Initialization
 from pyps.service import convert
+from pyps.service.frames import ExchangeReading, ParametersReading, Reading
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.security import abort
+from pyps.service.waiting import Arrivals, Parking, names_in_words
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PARAMETER_SERVER
-from pyps_wire.errors import BadRequest, NotInitialized, PypsError, ServerUnavailable, WaitTimedOut
-from pyps_wire.framing import PAYLOAD_FIELD
+from pyps_wire.errors import BadRequest, NotInitialized, PypsError, WaitTimedOut
 
 # Kernels on fewer bytes run on the event loop: handing them to a thread would cost more than they do.
 INLINE_BYTES_MAX = 65_536 * 4
@@ -43,6 +44,17 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logs.get("pyps.service")
+
+
+class Pushed(NamedTuple):
+    """One shard of a push as it was received."""
+
+    request: wire.PushRequest
+    gradient: Gradient
+
+
+# What answers the shards of a push that were handled together.
+Reply: TypeAlias = Callable[[Context, Sequence[Pushed], list[Receipt]], Awaitable[None]]
 
 
 class ParameterServer:
@@ -62,6 +74,7 @@ class ParameterServer:
             "Push": grpc.stream_stream_rpc_method_handler(_guarded(self.push)),
             "Pull": grpc.unary_stream_rpc_method_handler(_guarded(self.pull)),
             "Exchange": grpc.stream_stream_rpc_method_handler(_guarded(self.exchange)),
+            "Proceed": grpc.unary_unary_rpc_method_handler(_guarded(self.proceed)),
             "Heartbeat": grpc.unary_unary_rpc_method_handler(_guarded(self.heartbeat)),
             "Leave": grpc.unary_unary_rpc_method_handler(_guarded(self.leave)),
         }
@@ -91,56 +104,79 @@ class ParameterServer:
         if initialization is None:
             raise BadRequest("Initialize came without a message: the model comes first, then each shard")
         # On a thread whatever the size: it copies this server's whole part of the model.
-        await asyncio.get_running_loop().run_in_executor(self._executor, partial(self._run.commit, initialization))
+        await self._off_loop(partial(self._run.commit, initialization))
         return self._initialize_reply()
 
     async def push(self, _: object, context: Context) -> None:
         """Answers each pushed shard with its receipt, in order."""
-        while (message := await context.read()) is not grpc.aio.EOF:
-            check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-            with self._budget.holding(len(message)):
-                _, receipt = await self._push_one(message)
-                await _write(context, convert.receipt_to(receipt).SerializeToString())
+        await self._take_pushes(context, self._reply_receipts)
 
     async def exchange(self, _: object, context: Context) -> None:
         """Answers each pushed shard with its receipt and the newest parameters."""
-        while (message := await context.read()) is not grpc.aio.EOF:
-            check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-            with self._budget.holding(len(message)):
-                request, receipt = await self._push_one(message)
-            shard = self._run.shards.get(request.shard_id)
-            if shard is None:
-                raise NotInitialized("the run was reset while the push was under way")
-            reading = _ExchangeReading(receipt, self._run.epoch)
-            await self._send(context, shard, reading, Codec.FLOAT32, worker_id=request.sender.worker_id)
+        await self._take_pushes(context, self._reply_exchanged)
 
     async def pull(self, message: bytes, context: Context) -> None:
         """Sends the shards that are newer than those held, each as soon as it has the version wanted."""
         request = convert.parse(wire.PullRequest, message)
         codec = convert.codec_from(request.codec)
-        observer = request.role == common.ROLE_OBSERVER
+        worker_id = "" if request.role == common.ROLE_OBSERVER else request.sender.worker_id
         wants = {want.shard_id: want for want in request.wants}
         shards = self._run.shards_to_pull(
             request.sender.run_id,
             request.sender.worker_id,
             request.sender.incarnation,
-            observer=observer,
+            observer=request.role == common.ROLE_OBSERVER,
             shard_ids=wants,
         )
         epoch = self._run.epoch
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
         same_epoch = request.epoch == epoch
         min_versions = {i: want.min_version if same_epoch else 0 for i, want in wants.items()}
-        name = "an observer" if observer else request.sender.worker_id
-        arrivals = _Arrivals(self._run, shards, min_versions, name=name)
+        held = {i: want.held_version if same_epoch else -1 for i, want in wants.items()}
+        readings = {
+            shard.shard_id: ParametersReading(shard.shard_id, held.get(shard.shard_id, -1), epoch, codec)
+            for shard in shards
+        }
+        wait_seconds = request.wait_milliseconds / 1000
+        arrivals = Arrivals(
+            self._run, self._executor, shards, min_versions, worker_id=worker_id, wait_seconds=wait_seconds
+        )
+        whole = self._run.whole
         with arrivals:
-            while (shard := await arrivals.next(request.wait_milliseconds / 1000)) is not None:
-                want = wants.get(shard.shard_id)
-                held = want.held_version if want is not None and same_epoch else -1
-                reading = _ParametersReading(shard.shard_id, held, epoch, codec)
-                await self._send(
-                    context, shard, reading, codec, worker_id=None if observer else request.sender.worker_id
-                )
+            while (shard := await arrivals.next()) is not None:
+                if whole is None:
+                    await self._send(context, shard, readings[shard.shard_id], codec, worker_id=worker_id)
+        if whole is not None:
+            await self._send_whole(context, whole, readings, codec, worker_id=worker_id)
+
+    async def proceed(self, message: bytes, context: Context) -> bytes:
+        """Answers when the worker may begin its next step."""
+        request = convert.parse(wire.ProceedRequest, message)
+        run, sender, clock = self._run, request.sender, request.clock
+
+        def describe() -> str:
+            pacing = run.conduct.pacing
+            others = pacing.waiting_for(sender.worker_id)
+            missing = f"{pacing.missing} of the expected workers, which have not asked yet" if pacing.missing else ""
+            return f"{sender.worker_id} waits to begin step {clock + 1}, for {names_in_words(others) or missing}"
+
+        parking = Parking(
+            run,
+            self._executor,
+            worker_id=sender.worker_id,
+            wait_seconds=request.wait_milliseconds / 1000,
+            describe=describe,
+            waits_for=lambda: run.conduct.pacing.waiting_for(sender.worker_id),
+        )
+        ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
+        try:
+            parking.look()
+            while not ask(wake=parking.wake):
+                await parking.wait()
+                parking.look()
+        finally:
+            run.conduct.pacing.forget(sender.worker_id, parking.wake)
+        return wire.ProceedReply(ask_to_proceed=run.conduct.pacing.asks).SerializeToString()
 
     async def heartbeat(self, message: bytes, context: Context) -> bytes:
         """Renews a lease and tells what the server wants."""
@@ -155,14 +191,7 @@ class ParameterServer:
             clock=request.clock,
             scalars=dict(request.scalars),
         )
-        command = wire.HeartbeatReply.COMMAND_STOP if pulse.stop else wire.HeartbeatReply.COMMAND_UNSPECIFIED
-        return wire.HeartbeatReply(
-            known=pulse.known,
-            epoch=pulse.epoch,
-            state=int(pulse.state),  # type: ignore[arg-type]
-            command=command,
-            version=pulse.version,
-        ).SerializeToString()
+        return convert.heartbeat_reply(self._run, pulse).SerializeToString()
 
     async def leave(self, message: bytes, context: Context) -> bytes:
         """Ends a worker's membership."""
@@ -174,31 +203,92 @@ class ParameterServer:
             failed=request.cause == wire.LeaveRequest.CAUSE_FAILED,
             message=convert.for_people(request.message),
         )
+        await self._off_loop(self._run.conduct.complete_rounds)
         return wire.LeaveReply(num_workers=left).SerializeToString()
 
-    async def _push_one(self, message: bytes) -> tuple[wire.PushRequest, Receipt]:
-        request, payload = convert.parse_frame(wire.PushRequest, message)
-        gradient = convert.gradient_from(request, payload)
-        push = partial(self._run.push, gradient, request.shard_id, run_id=request.sender.run_id)
-        return request, await self._compute(len(payload), push)
+    async def _take_pushes(self, context: Context, reply: Reply) -> None:
+        """Handles each pushed shard as it comes or, under one mutex for the model, each push once it is all there."""
+        staged: list[Pushed] = []
+        with contextlib.ExitStack() as held:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
+                held.enter_context(self._budget.holding(len(message)))
+                request, payload = convert.parse_frame(wire.PushRequest, message)
+                pushed = Pushed(request, convert.gradient_from(request, payload))
+                if staged and staged[0].request.sequence != request.sequence:
+                    await reply(context, staged, await self._push_staged(staged))
+                    staged = []
+                staged.append(pushed)
+                if self._run.whole is not None and len(staged) != request.num_shards:
+                    continue
+                await reply(context, staged, await self._push_staged(staged))
+                staged = []
+                held.close()
+            if staged:
+                await reply(context, staged, await self._push_staged(staged))
 
-    async def _send(
-        self, context: Context, shard: Shard, reading: _Reading, codec: Codec, *, worker_id: str | None
-    ) -> None:
+    async def _push_staged(self, staged: Sequence[Pushed]) -> list[Receipt]:
+        run_id = staged[0].request.sender.run_id
+        gradients = [(pushed.request.shard_id, pushed.gradient) for pushed in staged]
+        if self._run.whole is not None or len(gradients) > 1:
+            return await self._off_loop(partial(self._run.push_whole, gradients, run_id=run_id))
+        [(shard_id, gradient)] = gradients
+        push = partial(self._run.push, gradient, shard_id, run_id=run_id)
+        return [await self._compute(len(gradient.payload), push, shard=self._run.shards.get(shard_id))]
+
+    async def _reply_receipts(self, context: Context, staged: Sequence[Pushed], receipts: list[Receipt]) -> None:
+        for receipt in receipts:
+            await _write(context, convert.receipt_of(receipt, self._run).SerializeToString())
+
+    async def _reply_exchanged(self, context: Context, staged: Sequence[Pushed], receipts: list[Receipt]) -> None:
+        worker_id = staged[0].request.sender.worker_id
+        readings = {receipt.shard_id: ExchangeReading(receipt, self._run) for receipt in receipts}
+        whole, shards = self._run.whole, self._run.shards
+        if whole is not None:
+            await self._send_whole(context, whole, readings, Codec.FLOAT32, worker_id=worker_id)
+            return
+        for shard_id, reading in readings.items():
+            if shard_id not in shards:
+                raise NotInitialized("the run was reset while the push was under way")
+            await self._send(context, shards[shard_id], reading, Codec.FLOAT32, worker_id=worker_id)
+
+    async def _send(self, context: Context, shard: Shard, reading: Reading, codec: Codec, *, worker_id: str) -> None:
         """Sends a shard's parameters as `reading` frames them; one frame is in memory at a time."""
         payload_bytes = shard.length * item_bytes(codec)
         with self._budget.holding(payload_bytes):
-            read = partial(shard.read, reading, worker_id=worker_id)
-            frame = await self._compute(payload_bytes, read)
+            read = partial(shard.read, reading, worker_id=worker_id or None)
+            frame = await self._compute(payload_bytes, read, shard=shard)
             if frame is None:
                 return
             await _write(context, frame)
         self._run.statistics.pulled(worker_id or "observer", payload_bytes)
 
-    async def _compute(self, num_bytes: int, work: Callable[[], T]) -> T:
+    async def _send_whole(
+        self,
+        context: Context,
+        whole: WholeModel,
+        readings: Mapping[int, Reading],
+        codec: Codec,
+        *,
+        worker_id: str,
+    ) -> None:
+        """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
+        sizes = {shard_id: whole.shards[shard_id].length * item_bytes(codec) for shard_id in readings}
+        with self._budget.holding(sum(sizes.values())):
+            frames = await self._off_loop(partial(whole.read, readings, worker_id=worker_id or None))
+            for shard_id, frame in frames.items():
+                if frame is not None:
+                    await _write(context, frame)
+                    self._run.statistics.pulled(worker_id or "observer", sizes[shard_id])
+
+    async def _compute(self, num_bytes: int, work: Callable[[], T], *, shard: Shard | None = None) -> T:
         """Runs work on that many bytes: here when it is little, else on a thread, so that the loop goes on."""
-        if num_bytes < INLINE_BYTES_MAX:
+        # A push may be the one that makes an update of all the gradients that wait.
+        if num_bytes + (shard.pending_bytes if shard is not None else 0) < INLINE_BYTES_MAX:
             return work()
+        return await self._off_loop(work)
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _initialize_reply(self) -> bytes:
@@ -207,117 +297,6 @@ class ParameterServer:
             epoch=self._run.epoch,
             shards=convert.shard_versions(self._run),
         ).SerializeToString()
-
-
-@dataclass(frozen=True)
-class _ParametersReading:
-    """Frames a shard for Pull under its lock; None when the caller's version is as new."""
-
-    shard_id: int
-    held_version: int
-    epoch: int
-    codec: Codec
-
-    def __call__(self, version: int, parameters: Floats) -> bytes | None:
-        if version <= self.held_version:
-            return None
-        header = wire.Parameters(
-            shard_id=self.shard_id,
-            version=version,
-            epoch=self.epoch,
-            codec=int(self.codec),  # type: ignore[arg-type]
-        )
-        return _kernels.join_frame(header.SerializeToString(), PAYLOAD_FIELD, parameters, self.codec)
-
-
-@dataclass(frozen=True)
-class _ExchangeReading:
-    """Frames a shard for Exchange under its lock, behind the receipt of the push."""
-
-    receipt: Receipt
-    epoch: int
-
-    def __call__(self, version: int, parameters: Floats) -> bytes | None:
-        header = wire.ExchangeReply(
-            receipt=convert.receipt_to(self.receipt),
-            version=version,
-            epoch=self.epoch,
-            codec=common.CODEC_FLOAT32,
-        )
-        return _kernels.join_frame(header.SerializeToString(), PAYLOAD_FIELD, parameters, Codec.FLOAT32)
-
-
-_Reading = _ParametersReading | _ExchangeReading
-
-
-class _Arrivals:
-    """Shards in the order in which they get the version that a pull waits for. A context manager, for one call."""
-
-    def __init__(self, run: Run, shards: list[Shard], min_versions: dict[int, int], *, name: str):
-        self._run = run
-        self._name = name
-        self._shards = run.shards
-        self._min_versions = min_versions
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        # The shards still to be sent; those that are ready are found by looking, woken by _changed.
-        self._waiting = {shard.shard_id: shard for shard in shards}
-        self._cancels: list[Callable[[], bool]] = []
-        self._began = self._loop.time()
-
-    def __enter__(self) -> _Arrivals:
-        for shard_id, shard in self._waiting.items():
-            min_version = self._min_versions.get(shard_id, 0)
-            if shard.version < min_version:
-                self._cancels.append(shard.when_version(min_version, self._wake))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # A call that was answered, refused, cancelled or abandoned leaves nothing behind.
-        for cancel in self._cancels:
-            cancel()
-
-    async def next(self, wait_seconds: float) -> Shard | None:
-        """The next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
-        while self._waiting:
-            self._changed.clear()
-            for shard_id, shard in self._waiting.items():
-                if self._ready(shard):
-                    return self._waiting.pop(shard_id)
-            self._refuse_when_pointless()
-            try:
-                with self._run.waits.waiting(self._describe(), self._wake):
-                    async with asyncio.timeout_at(self._began + wait_seconds):
-                        await self._changed.wait()
-            except TimeoutError:
-                raise WaitTimedOut(f"{wait_seconds:g} s were not enough: {self._describe()}") from None
-        return None
-
-    def _ready(self, shard: Shard) -> bool:
-        # A finished shard never gets a newer version: what it has is the answer.
-        if shard.version >= self._min_versions.get(shard.shard_id, 0) or shard.finished:
-            return True
-        return self._run.state == RunState.FINISHED
-
-    def _refuse_when_pointless(self) -> None:
-        if self._run.state == RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
-        if self._run.shards is not self._shards:
-            raise NotInitialized("the run was reset while the pull waited")
-
-    def _describe(self) -> str:
-        shard = next(iter(self._waiting.values()))
-        wanted = self._min_versions.get(shard.shard_id, 0)
-        alive = ", ".join(sorted(member.worker_id for member in self._run.membership.alive())[:8])
-        return (
-            f"{self._name} waits for version {wanted} of shard {shard.shard_id}, which is at {shard.version}; "
-            f"live workers: {alive or 'none'}"
-        )
-
-    def _wake(self) -> None:
-        # Called from any thread, also while the server ends.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._changed.set)
 
 
 async def _write(context: Context, message: bytes) -> None:

@@ -1,0 +1,317 @@
+"""How the workers and the shards of a run work together: the behaviour in force, rounds, pace, stalls."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from pyps.core import aggregation, schedule, staleness
+from pyps.core.aggregation import Aggregation
+from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import Gradient, require_rate
+from pyps.core.pacing import Pacer
+from pyps.core.receipt import Outcome, Receipt
+from pyps.core.recorder import Recorder
+from pyps.core.roster import Roster
+from pyps.core.schedule import Constant
+from pyps.core.shard import Shard
+from pyps.run import handshake
+from pyps.run.attendance import Attendance
+from pyps.run.content import Content
+from pyps.run.events import Events
+from pyps.run.pacing import Pacing
+from pyps.run.pending_account import PendingAccount
+from pyps.run.schedule_owner import ScheduleOwner
+from pyps.run.stalls import Stalls
+from pyps.statistics import Statistics
+from pyps_wire.errors import ScheduleOwned
+
+if TYPE_CHECKING:
+    from pyps.config import ServerConfig
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a change of protocol made of the gradients that waited."""
+
+    gradients: int
+    updates: int
+
+
+class Conduct:
+    """Keeps protocol, pace and membership in step. Every method may be called from any thread.
+
+    What completes rounds or settles gradients runs kernels under shards' locks: not for the event loop.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        attendance: Attendance,
+        statistics: Statistics,
+        events: Events,
+        clock: Callable[[], float],
+        recorder: Recorder | None,
+    ):
+        self._config = config
+        self._attendance = attendance
+        self._membership = attendance.membership
+        self._statistics = statistics
+        self._events = events
+        self._clock = clock
+        self.account = PendingAccount(config.max_pending_bytes, recorder)
+        self.owner = ScheduleOwner()
+        self.pacing = Pacing(None)
+        # Called after an update, with its shard.
+        self.on_update: Callable[[Shard], None] = lambda shard: None
+        # Held for one change, or one look at rounds, at a time; taken before any shard's lock.
+        self._lock = Lock()
+        # Guarded by _lock; read without it, since each is replaced as a whole.
+        self.behaviour = config.behaviour
+        self._content: Content | None = None
+        self._stalls = Stalls(stall_seconds=config.stall_seconds)
+        # The workers with whom rounds were looked at last.
+        self._roster = Roster()
+        self._told: tuple[str, ...] = ()
+
+    def begin(self, content: Content) -> None:
+        """Takes the shards in, which serve from now on."""
+        with self._lock:
+            self._content = content
+            for shard in content.shards.values():
+                self.account.note(shard)
+            self.pacing.replace(self._new_pacer(content))
+            self.pacing.advanced(content.version_max)
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The protocol in force, a warm-up before it included."""
+        return self.behaviour.aggregation
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What people should know about the protocol with the workers that count, in sentences."""
+        num_workers = self._membership.roster.num_expected
+        return self.aggregation.warnings(num_workers) if num_workers else ()
+
+    # What a push brings.
+
+    def push(self, content: Content, gradient: Gradient, shard_id: int) -> Receipt:
+        """Handles one pushed shard; see `Shard.push`."""
+        shard = content.shard(shard_id)
+        began = self._clock()
+        roster = self._hear(gradient, now=began)
+        receipt = shard.push(gradient, roster=roster)
+        self._answered(shard, gradient, receipt, roster, began=began)
+        return receipt
+
+    def push_whole(self, content: Content, gradients: Sequence[tuple[int, Gradient]]) -> list[Receipt]:
+        """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
+        shards = [content.shard(shard_id) for shard_id, _ in gradients]
+        began, roster = self._clock(), self._membership.roster
+        for _, gradient in gradients:
+            roster = self._hear(gradient, now=began)
+        receipts = content.whole.push(gradients, roster=roster)
+        for shard, (_, gradient), receipt in zip(shards, gradients, receipts, strict=True):
+            self._answered(shard, gradient, receipt, roster, began=began)
+        return receipts
+
+    def _hear(self, gradient: Gradient, *, now: float) -> Roster:
+        """Takes note of whose push it is; returns the workers that count with it."""
+        clock = gradient.clock or None
+        roster = self._attendance.pushed(gradient.worker_id, gradient.incarnation, now=now, clock=clock)
+        if gradient.learning_rate is not None and self.owner.claim(gradient.worker_id, schedule=self._own_schedule):
+            self._events.add("owner", "worker owns the schedule of the learning rate", worker=gradient.worker_id)
+        return roster
+
+    def _answered(self, shard: Shard, gradient: Gradient, receipt: Receipt, roster: Roster, *, began: float) -> None:
+        now = self._clock()
+        self._statistics.pushed(
+            gradient.worker_id,
+            shard.shard_id,
+            receipt,
+            payload_bytes=len(gradient.payload),
+            examples=gradient.example_count,
+            now=now,
+            apply_seconds=now - began,
+        )
+        self.account.note(shard)
+        if receipt.duplicate:
+            return
+        if receipt.version_after > receipt.version_before:
+            self.pacing.advanced(receipt.version_after)
+            self.on_update(shard)
+        elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
+            # Somebody went while this push was on its way: whoever completed rounds then did not see it.
+            self._complete(shard, self._membership.roster)
+
+    @property
+    def _own_schedule(self) -> str:
+        """The server's schedule, empty where it has none."""
+        text = self.behaviour.schedule.text
+        return "" if text == Constant.name else text
+
+    # What a change of membership brings.
+
+    def departed(self, worker_id: str) -> None:
+        """Waits no longer for a worker's step; its rounds are completed by `complete_rounds`."""
+        self.pacing.depart(worker_id)
+        if self.owner.release(worker_id):
+            self._events.add("owner", "the schedule of the learning rate has no owner now", worker=worker_id)
+
+    def complete_rounds(self) -> None:
+        """Makes the updates that are due since other workers count."""
+        with self._lock:
+            content, before, roster = self._content, self._roster, self._membership.roster
+            if content is None or roster is before:
+                return
+            self._roster = roster
+            updates = sum(self._complete(shard, roster) for shard in content.shards.values())
+        gone = ", ".join(sorted({*before.workers} - {*roster.workers}))
+        if updates:
+            what = "rounds were completed without a worker that others waited for"
+            self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
+
+    def _look_for_stalls(self, now: float) -> None:
+        """Stops counting workers that live and yet hold the others up for too long."""
+        with self._lock:
+            content, roster = self._content, self._membership.roster
+            if content is None:
+                return
+            waited_for = self.pacing.waited_for()
+            for shard in content.shards.values():
+                if shard.num_pending:
+                    waited_for.update(shard.waiting_for(roster))
+            stalled = self._stalls.look(waited_for, self._membership, now=now)
+        for worker_id in stalled:
+            self._membership.stall(worker_id)
+            self._events.add(
+                "stalled",
+                "worker does not count until its next push: others waited too long for it",
+                worker=worker_id,
+                stall_seconds=self._config.stall_seconds,
+                warning=True,
+            )
+            self.departed(worker_id)
+
+    def tick(self, now: float) -> None:
+        """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
+        for worker_id in self._attendance.expire(now):
+            self.departed(worker_id)
+        content = self._content
+        if content is None:
+            return
+        restored = content.initializer is None
+        if restored and self._membership.roster.missing and now - content.ready_at > self._config.lease_seconds:
+            # Workers of a restored run that live have said so by now.
+            self._membership.expect_no_more()
+            self.pacing.open_gate()
+        self._look_for_stalls(now)
+        self.complete_rounds()
+        self._warn()
+
+    def _warn(self) -> None:
+        """Tells what people should know about the protocol, once, when the workers that count have settled."""
+        warnings = self.warnings
+        if warnings != self._told and self._membership.roster is self._roster:
+            self._told = warnings
+            for warning in warnings:
+                self._events.add("warning", warning, warning=True)
+
+    # What people change.
+
+    def configure(
+        self,
+        *,
+        protocol: str = "",
+        staleness: str = "",
+        learning_rate: float | None = None,
+        schedule: str = "",
+        num_servers: int,
+    ) -> Settled:
+        """Changes what is named, on all shards; everything is checked before anything changes.
+
+        Gradients that wait for a protocol that goes become one update of each shard, by that protocol's rule.
+        """
+        with self._lock:
+            behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
+            handshake.check_servers(behaviour.aggregation, num_servers)
+            if learning_rate is not None:
+                require_rate(learning_rate, where="the change")
+            settled = self._adopt(behaviour, learning_rate=learning_rate)
+        rate = "" if learning_rate is None else f"{learning_rate:g}"
+        self._events.add(
+            "configured",
+            "settings changed",
+            protocol=protocol and behaviour.aggregation.text,
+            staleness=staleness and behaviour.staleness.text,
+            schedule=schedule and behaviour.schedule.text,
+            learning_rate=rate,
+            gradients_settled=settled.gradients or "",
+            updates_made=settled.updates or "",
+        )
+        return settled
+
+    def adopt(self, behaviour: Behaviour) -> Settled:
+        """Puts a behaviour in force on all shards, whatever they went by before."""
+        with self._lock:
+            return self._adopt(behaviour, learning_rate=None)
+
+    # Helpers; those from here on are called under the lock.
+
+    def _changed(self, *, protocol: str, policy: str, schedule_text: str) -> Behaviour:
+        old = self.behaviour
+        changed = dataclasses.replace(
+            old,
+            aggregation=aggregation.parse(protocol) if protocol else old.aggregation,
+            staleness=staleness.parse(policy) if policy else old.staleness,
+            schedule=schedule.parse(schedule_text, epoch_examples=old.epoch_examples)
+            if schedule_text
+            else old.schedule,
+        )
+        changed.aggregation.check(self._membership.roster.num_expected)
+        if schedule_text and changed.schedule.text != Constant.name and self.owner.worker_id:
+            raise ScheduleOwned(
+                f"worker {self.owner.worker_id!r} owns the schedule and sends its learning rates: end its scheduler "
+                "before the server gets a schedule"
+            )
+        return changed
+
+    def _adopt(self, behaviour: Behaviour, *, learning_rate: float | None) -> Settled:
+        content, roster = self._content, self._membership.roster
+        new_protocol = behaviour.aggregation != self.behaviour.aggregation
+        self.behaviour = behaviour
+        if content is None:
+            return Settled(0, 0)
+        gradients = updates = 0
+        for shard in content.shards.values():
+            gradients += shard.num_pending
+            made = shard.configure(behaviour=behaviour, learning_rate=learning_rate, roster=roster)
+            updates += made
+            self._updated(shard, made)
+        if new_protocol:
+            self.pacing.replace(self._new_pacer(content))
+        return Settled(gradients if new_protocol else 0, updates)
+
+    def _complete(self, shard: Shard, roster: Roster) -> int:
+        made = shard.complete(roster)
+        self._updated(shard, made)
+        return made
+
+    def _updated(self, shard: Shard, made: int) -> None:
+        self.account.note(shard)
+        if made:
+            self._statistics.updated(shard.shard_id, made, now=self._clock())
+            self.pacing.advanced(shard.version)
+            self.on_update(shard)
+
+    def _new_pacer(self, content: Content) -> Pacer | None:
+        # Nothing crosses between servers: the first alone grants steps.
+        pacer = self.behaviour.aggregation.pacer() if content.server_index == 0 else None
+        if pacer is not None and self._membership.roster.missing:
+            pacer.quorum = self._config.expected_workers
+        return pacer

@@ -1,0 +1,144 @@
+"""What can be read off a run, by the services that answer for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from pyps.core.aggregation import Aggregation
+from pyps.core.behaviour import Behaviour
+from pyps.core.membership import Membership
+from pyps.core.roster import Roster
+from pyps.core.shard import Shard
+from pyps.core.staleness import StalenessPolicy
+from pyps.core.whole_model import WholeModel
+from pyps.run.attendance import Attendance
+from pyps.run.conduct import Conduct
+from pyps.run.content import Content
+from pyps.run.ending import Ending
+from pyps.run.gate import InitializationGate
+from pyps.run.handshake import Holding
+from pyps.run.settings import RuleSettings
+from pyps.run.state import RunState
+from pyps.statistics import Statistics
+from pyps_wire.partition import Model, Partition
+
+if TYPE_CHECKING:
+    from pyps.config import ServerConfig
+
+
+class RunFacts:
+    """The readable side of a run. Every property may be read from any thread, without a lock."""
+
+    config: ServerConfig
+    clock: Callable[[], float]
+    told: RuleSettings | None
+    statistics: Statistics
+    conduct: Conduct
+    gate: InitializationGate
+    _attendance: Attendance
+    _content: Content | None
+    _draining: bool
+    _ending: Ending
+
+    # What the run is.
+
+    @property
+    def state(self) -> RunState:
+        """Where the server stands with its run."""
+        if self._draining:
+            return RunState.DRAINING
+        if self._ending.over:
+            return RunState.FINISHED
+        if self._content is not None:
+            return RunState.READY
+        return RunState.INITIALIZING if self.gate.busy else RunState.EMPTY
+
+    @property
+    def run_id(self) -> str:
+        """The run held, or the one that the server was told to hold; empty when nobody named one yet."""
+        return self._content.run_id if self._content else self.config.run_id
+
+    @property
+    def partition(self) -> Partition | None:
+        """The plan of the whole model, None before initialisation."""
+        return self._content.partition if self._content else None
+
+    @property
+    def model(self) -> Model | None:
+        """The whole model, None before initialisation."""
+        return self._content.partition.model if self._content else None
+
+    @property
+    def server_index(self) -> int:
+        """This server's place among the run's servers."""
+        return self._content.server_index if self._content else 0
+
+    @property
+    def num_servers(self) -> int:
+        """The servers of the run; 0 before initialisation."""
+        return self._content.partition.num_servers if self._content else 0
+
+    @property
+    def optimizer(self) -> RuleSettings | None:
+        """The rule in force with its settings, or what the server was told; None when nobody said yet."""
+        return self._content.settings if self._content else self.told
+
+    @property
+    def shards(self) -> Mapping[int, Shard]:
+        """This server's shards by id; empty before initialisation."""
+        return self._content.shards if self._content else {}
+
+    @property
+    def version_max(self) -> int:
+        """The largest version among this server's shards: updates of the run."""
+        return self._content.version_max if self._content else 0
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the run was initialised or restored, in the run's clock."""
+        return self._content.ready_at if self._content else None
+
+    @property
+    def membership(self) -> Membership:
+        """The run's workers."""
+        return self._attendance.membership
+
+    @property
+    def roster(self) -> Roster:
+        """Those of them that the protocol reckons with."""
+        return self.membership.roster
+
+    # How it goes about its work.
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """Protocol, staleness policy, schedule and their like, as they are in force."""
+        return self.conduct.behaviour
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The protocol in force, a warm-up before it included."""
+        return self.conduct.behaviour.aggregation
+
+    @property
+    def staleness(self) -> StalenessPolicy:
+        """The staleness policy in force."""
+        return self.conduct.behaviour.staleness
+
+    @property
+    def whole(self) -> WholeModel | None:
+        """The shards under one mutex, where the protocol asks for that."""
+        content = self._content
+        return content.whole if content is not None and self.aggregation.whole_model else None
+
+    @property
+    def batch_size(self) -> int:
+        """The minibatch that the schedule asks of workers now; 0 where it has none or the run has not begun."""
+        content, growth = self._content, self.behaviour.batch_growth
+        return growth.size(content.first.examples) if content is not None and growth is not None else 0
+
+    def holding(self) -> Holding:
+        """What the server holds, as a newcomer is told."""
+        last, now = self.statistics.last_update, self.clock()
+        return Holding(self.run_id, self.version_max, None if last is None else now - last)

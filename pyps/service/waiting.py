@@ -1,0 +1,160 @@
+"""Calls that wait for other workers: coroutines, never threads, ended by a deadline that names those waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from pyps.core.shard import Shard
+from pyps.run import Run, RunState
+from pyps.run.waits import Wait
+from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
+
+NAMES_MAX = 8
+
+
+class Parking:
+    """A call's place to wait. For one call, on the event loop; only `wake` may be called from any thread."""
+
+    def __init__(
+        self,
+        run: Run,
+        executor: Executor,
+        *,
+        worker_id: str,
+        wait_seconds: float,
+        describe: Callable[[], str],
+        waits_for: Callable[[], tuple[str, ...]],
+    ):
+        self._run = run
+        self._executor = executor
+        self._wait = Wait(worker_id, describe, waits_for, self.wake)
+        self._wait_seconds = wait_seconds
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + wait_seconds
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Makes the call look again."""
+        # The server may have ended meanwhile, and the loop with it.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def look(self) -> None:
+        """To be called before looking whether there is anything to wait for: what comes after it wakes the call."""
+        self._woken.clear()
+
+    async def wait(self) -> None:
+        """Waits until it is worth looking again; WaitTimedOut at the deadline."""
+        began = self._loop.time()
+        try:
+            with self._run.waits.waiting(self._wait):
+                async with asyncio.timeout_at(self._deadline):
+                    await self._woken.wait()
+        except TimeoutError:
+            # The words take locks.
+            what = await self._loop.run_in_executor(self._executor, self._wait.describe)
+            raise WaitTimedOut(f"{self._wait_seconds:g} s were not enough: {what}") from None
+        finally:
+            if self._wait.worker_id:
+                self._run.statistics.blocked(self._wait.worker_id, self._loop.time() - began)
+
+
+class Arrivals:
+    """Shards in the order in which they get the version that a pull waits for. A context manager, for one call."""
+
+    def __init__(
+        self,
+        run: Run,
+        executor: Executor,
+        shards: list[Shard],
+        min_versions: dict[int, int],
+        *,
+        worker_id: str,
+        wait_seconds: float,
+    ):
+        self._run = run
+        self._worker_id = worker_id
+        self._shards = run.shards
+        self._min_versions = min_versions
+        # The shards still to be sent; those that are ready are found by looking.
+        self._waiting = {shard.shard_id: shard for shard in shards}
+        self._cancels: list[Callable[[], bool]] = []
+        self._parking = Parking(
+            run,
+            executor,
+            worker_id=worker_id,
+            wait_seconds=wait_seconds,
+            describe=self._describe,
+            waits_for=self._waits_for,
+        )
+
+    def __enter__(self) -> Arrivals:
+        for shard_id, shard in self._waiting.items():
+            min_version = self._min_versions.get(shard_id, 0)
+            if shard.version < min_version:
+                self._cancels.append(shard.when_version(min_version, self._parking.wake))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A call that was answered, refused, cancelled or abandoned leaves nothing behind.
+        for cancel in self._cancels:
+            cancel()
+
+    async def next(self) -> Shard | None:
+        """The next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
+        while self._waiting:
+            self._parking.look()
+            for shard_id, shard in self._waiting.items():
+                if self._ready(shard):
+                    return self._waiting.pop(shard_id)
+            self._refuse_when_pointless()
+            await self._parking.wait()
+        return None
+
+    def _ready(self, shard: Shard) -> bool:
+        # A finished shard never gets a newer version: what it has is the answer.
+        if shard.version >= self._min_versions.get(shard.shard_id, 0) or shard.finished:
+            return True
+        return self._run.state == RunState.FINISHED
+
+    def _refuse_when_pointless(self) -> None:
+        if self._run.state == RunState.DRAINING:
+            raise ServerUnavailable("this server is shutting down: try again once it is back")
+        if self._run.shards is not self._shards:
+            raise NotInitialized("the run was reset while the pull waited")
+
+    def _describe(self) -> str:
+        # Called from other threads too, while the call goes on.
+        waiting = list(self._waiting.values())
+        if not waiting:
+            return f"{self._worker_id or 'an observer'} waits no longer"
+        shard = waiting[0]
+        wanted = self._min_versions.get(shard.shard_id, 0)
+        return (
+            f"{self._worker_id or 'an observer'} waits for version {wanted} of shard {shard.shard_id}, which is at "
+            f"{shard.version}; {self._whom(shard)}"
+        )
+
+    def _whom(self, shard: Shard) -> str:
+        roster = self._run.roster
+        others = self._others(shard)
+        parts = [f"its round waits for {names_in_words(others)}"] if others else []
+        if roster.missing and shard.num_pending:
+            parts.append(f"{roster.missing} of the expected workers have not pushed yet")
+        alive = sorted(member.worker_id for member in self._run.membership.alive())
+        return "; ".join(parts) or f"live workers: {names_in_words(alive) or 'none'}"
+
+    def _waits_for(self) -> tuple[str, ...]:
+        return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))
+
+    def _others(self, shard: Shard) -> list[str]:
+        return [name for name in shard.waiting_for(self._run.roster) if name != self._worker_id]
+
+
+def names_in_words(names: list[str] | tuple[str, ...]) -> str:
+    """Workers in words, few of many."""
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return ", ".join(names[:NAMES_MAX]) + more
