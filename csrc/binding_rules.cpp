@@ -220,7 +220,8 @@ void adamw(py::handle parameters, py::handle first_moment, py::handle second_mom
            py::handle gradients, double rate, double beta1, double beta2, double root_scale,
            double eps, double weight_decay) {
   const Arrays arrays = adam_arrays(parameters, first_moment, second_moment, gradients);
-  const AdamwOptions options = {adam_options(rate, beta1, beta2, root_scale, eps, weight_decay)};
+  const AdamwOptions options = {adam_options(rate, beta1, beta2, root_scale, eps, weight_decay),
+                                rest_of(weight_decay)};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
   table.adamw(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.count(), options);
@@ -274,7 +275,7 @@ void bind_rules(py::module_& module) {
              "p = p - rate * m / (sqrt(v) * root_scale + eps)");
   module.def("adamw", &adamw, parameters, first_moment, second_moment, gradients, named, rate,
              arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay,
-             "p = p - weight_decay * p, then as adam.");
+             "p = (1 - weight_decay) * p, then as adam without decay.");
   module.def("bandwidth", &bandwidth, arg("arrays"), arg("gradient"),
              "Moves the memory that a rule over these arrays moves. For benchmarks.");
 }

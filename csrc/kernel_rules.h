@@ -55,7 +55,7 @@ inline float decayed(const Options& o, float g, float& p) {
 }
 
 inline float decayed(const AdamwOptions& o, float g, float& p) {
-  p = p - o.weight_decay * p;
+  p = o.parameter_share * p;
   return g;
 }
 

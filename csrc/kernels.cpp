@@ -140,7 +140,7 @@ double sum_of_squares_loop(const Byte* encoded, std::size_t count) {
   double sums[num_lanes] = {};
   const std::size_t whole = count - count % num_lanes;
   for (std::size_t start = 0; start < whole; start += num_lanes) {
-    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {  // Vectorised.
       const double value{C::decode(load<C>(encoded, start + lane))};
       sums[lane] += value * value;
     }

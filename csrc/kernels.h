@@ -85,7 +85,9 @@ struct AdamOptions {
 };
 
 // weight_decay is multiplied by the rate as it was before the division.
-struct AdamwOptions : AdamOptions {};
+struct AdamwOptions : AdamOptions {
+  float parameter_share;  // 1 - weight_decay
+};
 
 struct Summary {
   double sum_of_squares;
@@ -144,7 +146,7 @@ struct Kernels {
   void (*adam)(float* parameters, float* first_moment, float* second_moment, Gradients gradients,
                std::size_t count, AdamOptions options);
 
-  // p = p - weight_decay * p, which no moment sees; then as adam without decay.
+  // p = parameter_share * p, which no moment sees; then as adam without decay.
   void (*adamw)(float* parameters, float* first_moment, float* second_moment, Gradients gradients,
                 std::size_t count, AdamwOptions options);
 

@@ -129,7 +129,7 @@ def adamw(
     eps: float,
     weight_decay: float = 0.0,
 ) -> None:
-    """p = p - weight_decay * p, then as `adam` without decay: weight_decay is multiplied by the rate already."""
+    """p = (1 - weight_decay) * p, then as `adam` without decay: weight_decay is multiplied by the rate already."""
 
 def first_non_finite(gradient: Buffer, codec: int) -> int:
     """Returns the index of the first NaN or infinity, -1 when there is none."""

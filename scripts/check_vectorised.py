@@ -1,8 +1,8 @@
 """Checks that the compiler vectorised every kernel loop, for every instruction set.
 
 The kernels are plain loops: nothing but the compiler's own report says that they became SIMD code. The
-loops concerned are marked "// Vectorised." in csrc/kernels.cpp; each must be reported at the full width of
-its instruction set, once per codec. Needs CMake and GCC.
+loops concerned are marked "// Vectorised." in csrc/kernels.cpp and the kernel_*.h that it includes; each must
+be reported at the full width of its instruction set, as often as the compiler makes it. Needs CMake and GCC.
 
     python scripts/check_vectorised.py
 """
@@ -20,44 +20,54 @@ SOURCE = ROOT / "csrc" / "kernels.cpp"
 BUILD = ROOT / "build" / "vectorised"
 MARK = "// Vectorised."
 
+NUM_RULES = 8
+
 # How many loops the compiler makes of each: one per codec, twice where pieces and rest are separate. From
-# float32 to float32 it may call memcpy instead.
+# float32 to float32 it may call memcpy instead, and float32's sixteen lanes it unrolls first.
 INSTANTIATIONS = {
-    "sgd_loop": 6,
-    "adagrad_loop": 6,
+    # Each with and without decay, for three codecs and for a sum.
+    "update_loop": NUM_RULES * 2 * 4 * 2,
+    # The first gradient of a sum, and those that are added.
+    "sum_loop": 2 * 3 * 2,
     "exponent_carries": 6,
+    "sum_of_squares_loop": 2,
     "decode_loop": 2,
     "encode_loop": 2,
-    "bandwidth_loop": 1,
+    # Over one, two and three arrays.
+    "bandwidth_loop": 3,
 }
 VECTOR_BYTES = {"baseline": 16, "avx2": 32}
 
 
 def main() -> int:
-    loops = marked_loops(SOURCE.read_text().splitlines())
+    loops = {name: place for source in sources() for name, place in marked_loops(source).items()}
     if set(loops) != set(INSTANTIATIONS):
         print(f"marked loops {sorted(loops)}; expected {sorted(INSTANTIATIONS)}")
         return 1
     missing = 0
     for isa, command in compile_commands().items():
         widths = vectorised_lines(command)
-        for name, line in loops.items():
-            expected, found = INSTANTIATIONS[name], widths[line, VECTOR_BYTES[isa]]
+        for name, (file, line) in loops.items():
+            expected, found = INSTANTIATIONS[name], widths[file, line, VECTOR_BYTES[isa]]
             verdict = "ok" if found >= expected else "NOT VECTORISED"
             missing += found < expected
-            print(f"{isa:9} {name:15} {found} loops of {expected}, {VECTOR_BYTES[isa]} bytes: {verdict}")
+            print(f"{isa:9} {name:19} {found:3} loops of {expected}, {VECTOR_BYTES[isa]} bytes: {verdict}")
     return 1 if missing else 0
 
 
-def marked_loops(lines: list[str]) -> dict[str, int]:
-    """Maps the name of the function around each marked loop to the loop's line."""
+def sources() -> list[Path]:
+    return [SOURCE, *sorted(SOURCE.parent.glob("kernel_*.h"))]
+
+
+def marked_loops(source: Path) -> dict[str, tuple[str, int]]:
+    """Maps the name of the function around each marked loop to the loop's file and line."""
     loops = {}
     function = ""
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(source.read_text().splitlines(), start=1):
         if match := re.match(r"\w.*?(\w+)\(", line):
             function = match[1]
         if line.endswith(MARK):
-            loops[function] = number
+            loops[function] = (source.name, number)
     return loops
 
 
@@ -78,15 +88,15 @@ def compile_commands() -> dict[str, list[str]]:
     return commands
 
 
-def vectorised_lines(command: list[str]) -> Counter[tuple[int, int]]:
-    """Counts the loops that the compiler reports, by line and bytes of a vector."""
+def vectorised_lines(command: list[str]) -> Counter[tuple[str, int, int]]:
+    """Counts the loops that the compiler reports, by file, line and bytes of a vector."""
     output = command.index("-o")
     command = [*command[:output], *command[output + 2 :], "-o", "/dev/null", "-fopt-info-vec-optimized"]
     process = subprocess.run(command, cwd=BUILD, stderr=subprocess.PIPE, text=True)
     if process.returncode != 0:
         sys.exit(f"{process.stderr}\nThe report needs GCC; the compiler here is {command[0]}.")
-    found = re.findall(r"kernels\.cpp:(\d+):\d+: optimized: +loop vectorized using (\d+) byte", process.stderr)
-    return Counter((int(line), int(width)) for line, width in found)
+    found = re.findall(r"(\w+\.\w+):(\d+):\d+: optimized: +loop vectorized using (\d+) byte", process.stderr)
+    return Counter((file, int(line), int(width)) for file, line, width in found)
 
 
 if __name__ == "__main__":

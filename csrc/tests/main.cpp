@@ -4,10 +4,12 @@
 #include <cstdio>
 
 void test_kernels();
+void test_rules();
 void test_framing();
 
 int main() {
   test_kernels();
+  test_rules();
   test_framing();
   std::puts("native tests passed");
 }

@@ -1,0 +1,184 @@
+// The update rules against references for one element, bit for bit.
+
+#include <cmath>
+#include <functional>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "isa.h"
+#include "kernels.h"
+#include "values.h"
+
+namespace {
+
+// A float that is rounded after every operation: no fused multiply-add, whatever the compiler's
+// default.
+struct Rounded {
+  Rounded(float number) : value(number) {}
+  operator float() const { return value; }
+  volatile float value;
+};
+Rounded operator*(const Rounded& left, const Rounded& right) { return {left.value * right.value}; }
+Rounded operator+(const Rounded& left, const Rounded& right) { return {left.value + right.value}; }
+Rounded operator-(const Rounded& left, const Rounded& right) { return {left.value - right.value}; }
+Rounded operator/(const Rounded& left, const Rounded& right) {
+  return {right.value == 0.0f ? 0.0f : left.value / right.value};
+}
+Rounded root(const Rounded& of) { return {std::sqrt(of.value)}; }
+
+// Parameters and slots; the second is unused by rules of one slot.
+struct State {
+  std::vector<float> p, s, t;
+};
+
+struct Rule {
+  std::function<void(State&, pyps::Gradients, std::size_t)> kernel;
+  std::function<void(Rounded g, float& p, float& s, float& t)> reference;
+};
+
+constexpr float rate = 0.1f, keep = 0.9f, share = 0.25f, eps = 1e-8f, scale = 1.5f;
+
+std::vector<Rule> rules(float decay) {
+  const auto& k = pyps::kernels();
+  const pyps::AdamOptions adam = {rate, keep, share, keep, share, scale, eps, decay};
+  const auto decayed = [=](const Rounded& g, float p) {
+    return decay == 0 ? g : g + Rounded(decay) * Rounded(p);
+  };
+  const auto adam_reference = [](const Rounded& g, float& p, float& m, float& v) {
+    m = Rounded(keep) * Rounded(m) + Rounded(share) * g;
+    v = Rounded(keep) * Rounded(v) + Rounded(share) * (g * g);
+    p = Rounded(p) - Rounded(rate) * Rounded(m) / (root({v}) * Rounded(scale) + Rounded(eps));
+  };
+  return {
+      {[=](State& x, pyps::Gradients g, std::size_t n) { k.sgd(x.p.data(), g, n, {rate, decay}); },
+       [=](Rounded g, float& p, float&, float&) {
+         p = Rounded(p) - Rounded(rate) * decayed(g, p);
+       }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.momentum(x.p.data(), x.s.data(), g, n, {rate, keep, share, decay});
+       },
+       [=](Rounded g, float& p, float& v, float&) {
+         v = Rounded(keep) * Rounded(v) + Rounded(share) * decayed(g, p);
+         p = Rounded(p) - Rounded(rate) * Rounded(v);
+       }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.heavy_ball(x.p.data(), x.s.data(), g, n, {rate, keep, decay});
+       },
+       [=](Rounded g, float& p, float& v, float&) {
+         v = Rounded(keep) * Rounded(v) + Rounded(rate) * decayed(g, p);
+         p = Rounded(p) - Rounded(v);
+       }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.nesterov(x.p.data(), x.s.data(), g, n, {rate, keep, decay});
+       },
+       [=](Rounded g, float& p, float& v, float&) {
+         const Rounded d = decayed(g, p);
+         v = Rounded(keep) * Rounded(v) + d;
+         p = Rounded(p) - Rounded(rate) * (d + Rounded(keep) * Rounded(v));
+       }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.adagrad(x.p.data(), x.s.data(), g, n, {rate, eps, decay});
+       },
+       [=](Rounded g, float& p, float& a, float&) {
+         const Rounded d = decayed(g, p);
+         a = Rounded(a) + d * d;
+         p = Rounded(p) - Rounded(rate) * d / (root({a}) + Rounded(eps));
+       }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.rmsprop(x.p.data(), x.s.data(), g, n, {rate, keep, share, eps, decay});
+       },
+       [=](Rounded g, float& p, float& s, float&) {
+         const Rounded d = decayed(g, p);
+         s = Rounded(keep) * Rounded(s) + Rounded(share) * (d * d);
+         p = Rounded(p) - Rounded(rate) * d / (root({s}) + Rounded(eps));
+       }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.adam(x.p.data(), x.s.data(), x.t.data(), g, n, adam);
+       },
+       [=](Rounded g, float& p, float& m, float& v) { adam_reference(decayed(g, p), p, m, v); }},
+      {[=](State& x, pyps::Gradients g, std::size_t n) {
+         k.adamw(x.p.data(), x.s.data(), x.t.data(), g, n, {adam, 1 - decay});
+       },
+       [=](Rounded g, float& p, float& m, float& v) {
+         p = Rounded(1 - decay) * Rounded(p);
+         adam_reference(g, p, m, v);
+       }},
+  };
+}
+
+// Payloads of these codecs, each at another offset, with factors 1, 0.5, 0.25, ...
+struct Sum {
+  Sum(std::initializer_list<Codec> of, std::size_t count, std::size_t offset) : total(count) {
+    const pyps::Kernels& kernels = pyps::kernels();
+    payloads.reserve(of.size());
+    float factor = 1.0f;
+    for (const Codec codec : of) {
+      const auto index = static_cast<unsigned>(payloads.size());
+      payloads.emplace_back(count * size_of(codec), (offset + 3 * index) % 8);
+      unsigned char* data = payloads.back().data();
+      std::vector<float> values = random_values(count, 10 + index);
+      kernels.encode(data, values.data(), codec, count);
+      kernels.decode(values.data(), data, codec, count);
+      gradients.push_back({data, codec, factor});
+      for (std::size_t i = 0; i < count; ++i) {
+        const Rounded weighted = Rounded(factor) * Rounded(values[i]);
+        total[i] = index == 0 ? weighted : Rounded(total[i]) + weighted;
+      }
+      factor *= 0.5f;
+    }
+  }
+
+  std::vector<Payload> payloads;
+  std::vector<pyps::Gradient> gradients;
+  std::vector<float> total;
+};
+
+void test_rule(const Rule& rule, const Sum& sum) {
+  const std::size_t count = sum.total.size();
+  State found = {random_values(count, 1), std::vector<float>(count), std::vector<float>(count)};
+  State expected = found;
+  for (int update = 0; update < 2; ++update) {
+    rule.kernel(found, {sum.gradients.data(), sum.gradients.size()}, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      rule.reference(sum.total[i], expected.p[i], expected.s[i], expected.t[i]);
+    }
+    CHECK(same_bits(found.p, expected.p));
+    CHECK(same_bits(found.s, expected.s));
+    CHECK(same_bits(found.t, expected.t));
+  }
+}
+
+void test_bandwidth(std::size_t count) {
+  const std::vector<float> values = random_values(count, 1);
+  const std::vector<float> gradient = random_values(count, 2);
+  for (std::size_t num_arrays = 1; num_arrays <= 3; ++num_arrays) {
+    std::vector<std::vector<float>> arrays(num_arrays, values);
+    std::vector<float*> pointers;
+    for (std::vector<float>& array : arrays) pointers.push_back(array.data());
+    pyps::kernels().bandwidth(pointers.data(), num_arrays, gradient.data(), count);
+    for (const std::vector<float>& array : arrays) {
+      for (std::size_t i = 0; i < count; ++i) CHECK(array[i] == values[i] + gradient[i]);
+    }
+  }
+}
+
+}  // namespace
+
+void test_rules() {
+  for (const std::string& isa : pyps::available_isas()) {
+    pyps::select_isa(isa);
+    for (const std::size_t count : lengths) {
+      test_bandwidth(count);
+      for (std::size_t offset = 0; offset < 8; ++offset) {
+        for (const float decay : {0.0f, 0.01f}) {
+          for (const Rule& rule : rules(decay)) {
+            for (const Codec codec : codecs) test_rule(rule, Sum({codec}, count, offset));
+            test_rule(rule, Sum({codecs[1], codecs[0], codecs[2], codecs[0]}, count, offset));
+          }
+        }
+      }
+    }
+  }
+}

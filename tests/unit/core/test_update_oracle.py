@@ -1,0 +1,144 @@
+"""Every update rule against torch's own optimizer: 100 steps of one worker, each on its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pyps.core.arrays import Floats
+from pyps.core.update_rules import RULES, validate
+from shards import make_shard, pull, push
+
+LENGTH = 1000
+STEPS = 100
+
+Make = Callable[..., torch.optim.Optimizer]
+SGD: Make = torch.optim.SGD
+
+# (the rule, its settings, torch's optimizer)
+CASES: dict[str, tuple[str, dict[str, float], Make]] = {
+    "sgd": ("sgd", {}, SGD),
+    "sgd, decay": ("sgd", {"weight_decay": 0.01}, partial(SGD, weight_decay=0.01)),
+    "momentum": ("momentum", {"momentum": 0.9}, partial(SGD, momentum=0.9)),
+    "momentum, dampening, decay": (
+        "momentum",
+        {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.01},
+        partial(SGD, momentum=0.8, dampening=0.3, weight_decay=0.01),
+    ),
+    # With a constant rate the two forms of the heavy ball are one.
+    "heavy ball": (
+        "heavy_ball",
+        {"momentum": 0.9, "weight_decay": 0.01},
+        partial(SGD, momentum=0.9, weight_decay=0.01),
+    ),
+    "nesterov": ("nesterov", {"momentum": 0.9}, partial(SGD, momentum=0.9, nesterov=True)),
+    "nesterov, decay": (
+        "nesterov",
+        {"momentum": 0.9, "weight_decay": 0.01},
+        partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ),
+    "adagrad": ("adagrad", {}, torch.optim.Adagrad),
+    "adagrad, everything": (
+        "adagrad",
+        {"eps": 1e-6, "initial_accumulator_value": 0.1, "lr_decay": 0.02, "weight_decay": 0.01},
+        partial(torch.optim.Adagrad, eps=1e-6, initial_accumulator_value=0.1, lr_decay=0.02, weight_decay=0.01),
+    ),
+    "rmsprop": ("rmsprop", {}, torch.optim.RMSprop),
+    "rmsprop, everything": (
+        "rmsprop",
+        {"decay": 0.9, "eps": 1e-6, "weight_decay": 0.01},
+        partial(torch.optim.RMSprop, alpha=0.9, eps=1e-6, weight_decay=0.01),
+    ),
+    "adam": ("adam", {}, torch.optim.Adam),
+    "adam, everything": (
+        "adam",
+        {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01},
+        partial(torch.optim.Adam, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.01),
+    ),
+    "adamw": ("adamw", {}, torch.optim.AdamW),
+    "adamw, everything": (
+        "adamw",
+        {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1},
+        partial(torch.optim.AdamW, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
+    ),
+}
+
+
+class Bowl:
+    """A noisy quadratic bowl of unequal steepness; the noise of a step is the same for whoever takes it."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.start = random.standard_normal(LENGTH).astype(np.float32)
+        self._steepness = np.exp(random.uniform(-3, 0, LENGTH)).astype(np.float32)
+        self._noise = random.standard_normal((STEPS, LENGTH)).astype(np.float32) / 10
+
+    def gradient(self, parameters: Floats, step: int) -> Floats:
+        gradient: Floats = self._steepness * parameters + self._noise[step]
+        return gradient
+
+
+def trained_by_torch(make: Make, bowl: Bowl, rate: float) -> Floats:
+    parameters = torch.from_numpy(bowl.start.copy()).requires_grad_()
+    optimizer = make([parameters], lr=rate)
+    for step in range(STEPS):
+        parameters.grad = torch.from_numpy(bowl.gradient(parameters.detach().numpy(), step))
+        optimizer.step()
+    found: Floats = parameters.detach().numpy()
+    return found
+
+
+def trained_here(rule: str, settings: dict[str, float], bowl: Bowl) -> Floats:
+    shard = make_shard(bowl.start, rule=rule, settings=settings)
+    for step in range(STEPS):
+        push(shard, bowl.gradient(pull(shard)[1], step), sequence=step)
+    return pull(shard)[1]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.003])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_rule_follows_torch(case: tuple[str, dict[str, float], Make], rate: float) -> None:
+    rule, settings, make = case
+    bowl = Bowl()
+
+    expected = trained_by_torch(make, bowl, rate)
+    found = trained_here(rule, settings | {"learning_rate": rate}, bowl)
+
+    assert np.linalg.norm(expected - bowl.start) > 0.01 * np.linalg.norm(bowl.start)
+    assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected)
+
+
+def test_every_rule_has_an_oracle() -> None:
+    assert {rule for rule, _, _ in CASES.values()} == set(RULES)
+
+
+def test_settings_default_to_those_of_torch() -> None:
+    """Of the rules that torch has under their own names."""
+    names = {"learning_rate": "lr", "decay": "alpha"}
+    for rule, _, make in CASES.values():
+        if isinstance(make, partial):
+            continue
+        defaults: dict[str, Any] = make([torch.zeros(1)]).defaults
+        defaults["beta1"], defaults["beta2"] = defaults.get("betas", (None, None))
+        assert validate(rule, {}) == {name: defaults[names.get(name, name)] for name in RULES[rule].settings}
+
+
+def test_nesterov_serves_the_look_ahead_point() -> None:
+    """Sutskever et al. 2013: v' = m v - a grad(theta + m v), theta' = theta + v'; served is theta + m v."""
+    bowl, rate, momentum = Bowl(), 0.05, 0.9
+    theta, velocity = bowl.start.astype(np.float64), np.zeros(LENGTH)
+    shard = make_shard(bowl.start, rule="nesterov", settings={"learning_rate": rate, "momentum": momentum})
+    for step in range(STEPS):
+        ahead = (theta + momentum * velocity).astype(np.float32)
+        velocity = momentum * velocity - rate * bowl.gradient(ahead, step)
+        theta = theta + velocity
+        push(shard, bowl.gradient(pull(shard)[1], step), sequence=step)
+
+    served = pull(shard)[1]
+
+    assert np.linalg.norm(served - (theta + momentum * velocity)) <= 1e-5 * np.linalg.norm(theta)
