@@ -16,7 +16,6 @@ from pyps.core.staleness import StalenessPolicy
 from pyps.core.warmup import Staged, WarmUp
 from pyps_wire.errors import BadRequest
 
-
 CONSTANT = Schedule()
 
 

@@ -84,40 +84,30 @@ EXAMPLES_MAX = 2**32
 
 FLOAT32_MAX = 3.4028234663852886e38
 
-_ITEM_BYTES = {Codec.FLOAT32: 4, Codec.FLOAT16: 2, Codec.BFLOAT16: 2}
+# 0 is read as GRADIENT.
+_KINDS = (PayloadKind.GRADIENT, 0, PayloadKind.DELTA)
+_ITEM_BYTES: dict[int, int] = {Codec.FLOAT32: 4, Codec.FLOAT16: 2, Codec.BFLOAT16: 2}
 
 
 def item_bytes(codec: int) -> int:
     """Returns the size of one number of the payload."""
-    return _ITEM_BYTES[Codec(codec)]
+    return _ITEM_BYTES[codec]
 
 
 def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> None:
     """Raises BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
-    where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
-    if gradient.learning_rate is not None:
-        require_rate(gradient.learning_rate, where=where)
-    if not 0.0 <= gradient.norm < math.inf:
-        raise BadRequest(f"{where}: gradient_norm is {gradient.norm}; expected a finite number of at least 0")
-    if gradient.example_count > EXAMPLES_MAX:
-        raise BadRequest(f"{where}: example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
-    if gradient.kind == PayloadKind.NOTHING:
-        _require_nothing(gradient, where=where)
-        return
-    if gradient.codec not in _ITEM_BYTES:
-        raise BadRequest(f"{where}: codec is {gradient.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
-    if gradient.kind not in (0, PayloadKind.GRADIENT, PayloadKind.DELTA):
-        raise BadRequest(f"{where}: payload kind is {gradient.kind}; expected GRADIENT (1), DELTA (2) or NOTHING (3)")
-    _require_extents(gradient.extents, where=where, shard_length=shard_length)
-    count = sum(length for _, length in gradient.stretches(shard_length))
-    expected = count * item_bytes(gradient.codec)
-    size = memoryview(gradient.payload).nbytes
-    if size != expected:
-        codec_name = Codec(gradient.codec).name.lower()
-        raise WrongSize(
-            f"{where}: the payload is {size} bytes long; {count} of the shard's {shard_length} parameters"
-            f" as {codec_name} are {expected} bytes"
-        )
+    try:
+        _require_sound(gradient)
+        if gradient.kind == PayloadKind.NOTHING:
+            return
+        count = shard_length
+        if gradient.extents:
+            _require_extents(gradient.extents, shard_length=shard_length)
+            count = sum(length for _, length in gradient.extents)
+        _require_size(gradient, count, shard_length=shard_length)
+    except BadRequest as error:
+        where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
+        raise type(error)(f"{where}: {error}") from None
 
 
 def require_few_extents(count: int) -> None:
@@ -138,28 +128,51 @@ def require_possible_version(gradient: Gradient, *, shard_id: int, version: int)
         )
 
 
-def require_rate(learning_rate: float, *, where: str) -> None:
+def require_rate(learning_rate: float) -> None:
     """Raises BadRequest unless the learning rate is one that the kernels can take."""
     if not 0.0 <= learning_rate <= FLOAT32_MAX:
-        raise BadRequest(f"{where}: learning_rate is {learning_rate}; expected a finite float32 of at least 0")
+        raise BadRequest(f"learning_rate is {learning_rate}; expected a finite float32 of at least 0")
 
 
-def _require_nothing(gradient: Gradient, *, where: str) -> None:
-    if gradient.extents or memoryview(gradient.payload).nbytes:
-        raise BadRequest(f"{where}: a push of NOTHING came with a payload or extents; expected none")
+def _require_sound(gradient: Gradient) -> None:
+    if gradient.learning_rate is not None:
+        require_rate(gradient.learning_rate)
+    if not 0.0 <= gradient.norm < math.inf:
+        raise BadRequest(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
+    if gradient.example_count > EXAMPLES_MAX:
+        raise BadRequest(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
+    if gradient.kind == PayloadKind.NOTHING:
+        if gradient.extents or len(gradient.payload):
+            raise BadRequest("a push of NOTHING came with a payload or extents; expected none")
+        return
+    if gradient.codec not in _ITEM_BYTES:
+        raise BadRequest(f"codec is {gradient.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
+    if gradient.kind not in _KINDS:
+        raise BadRequest(f"payload kind is {gradient.kind}; expected GRADIENT (1), DELTA (2) or NOTHING (3)")
 
 
-def _require_extents(extents: tuple[Extent, ...], *, where: str, shard_length: int) -> None:
+def _require_size(gradient: Gradient, count: int, *, shard_length: int) -> None:
+    expected = count * _ITEM_BYTES[gradient.codec]
+    size = memoryview(gradient.payload).nbytes
+    if size != expected:
+        codec_name = Codec(gradient.codec).name.lower()
+        raise WrongSize(
+            f"the payload is {size} bytes long; {count} of the shard's {shard_length} parameters"
+            f" as {codec_name} are {expected} bytes"
+        )
+
+
+def _require_extents(extents: tuple[Extent, ...], *, shard_length: int) -> None:
     require_few_extents(len(extents))
     end = 0
     for offset, length in extents:
         if length < 1:
-            raise BadRequest(f"{where}: the extent at {offset} is {length} parameters long; expected at least 1")
+            raise BadRequest(f"the extent at {offset} is {length} parameters long; expected at least 1")
         if offset < end:
             raise BadRequest(
-                f"{where}: the extent at {offset} begins before {end}, where the one before it ends;"
+                f"the extent at {offset} begins before {end}, where the one before it ends;"
                 " expected ascending, disjoint extents"
             )
         end = offset + length
     if end > shard_length:
-        raise WrongSize(f"{where}: the last extent ends at {end}; the shard has {shard_length} parameters")
+        raise WrongSize(f"the last extent ends at {end}; the shard has {shard_length} parameters")

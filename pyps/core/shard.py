@@ -9,19 +9,20 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from pyps import _kernels
-from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Drop, Park, Part, Refuse
+from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Refuse
 from pyps.core.arrays import Floats, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.clipping import clipped, norm_of
 from pyps.core.gradient import Gradient, PayloadKind, require_fitting, require_possible_version, require_rate
 from pyps.core.ledger import FORGOTTEN, Ledger
-from pyps.core.receipt import WAITING_FOR_MAX, Outcome, Reason, Receipt
+from pyps.core.receipt import Reason, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.shard_state import ShardState, first_slots
 from pyps.core.staleness import WeighingContext
-from pyps.core.update import Target, apply_update, rate_of
+from pyps.core.update import Target, apply_update
 from pyps.core.update_rules import UpdateRule, validate
+from pyps.core.verdict import receipt_of, rejection
 from pyps.core.waiters import Waiter, Waiters
 
 __all__ = ["Shard", "ShardState"]
@@ -108,7 +109,7 @@ class Shard:
             while (decision := self._completed(roster)) is not None:
                 if updates == 0 and self._recorder is not None:
                     self._recorder.completed(self.shard_id, roster, self._version)
-                self._apply(decision.parts)
+                self._update(decision)
                 updates += 1
             reached = self._waiters.take_reached(self._version)
         _call(reached)
@@ -124,7 +125,7 @@ class Shard:
         rate that cannot be or a protocol that cannot work with the roster.
         """
         if learning_rate is not None:
-            require_rate(learning_rate, where=f"shard {self.shard_id}")
+            require_rate(learning_rate)
         if behaviour is not None:
             behaviour.aggregation.check(roster.num_expected)
         updates = 0
@@ -134,7 +135,7 @@ class Shard:
             if behaviour is not None:
                 decision = self._settled(behaviour)
                 if decision is not None:
-                    self._apply(decision.parts)
+                    self._update(decision)
                     updates = 1
                 self._behaviour = behaviour
             if learning_rate is not None:
@@ -259,20 +260,20 @@ class Shard:
                 f"shard {self.shard_id} no longer remembers push {gradient.sequence} of worker"
                 f" {gradient.worker_id!r}, so it may have been applied; go on with a new push"
             )
-            return self._rejected(gradient, roster, Refuse(Reason.FORGOTTEN, message))
+            return self._rejected(gradient, roster, Reason.FORGOTTEN, message)
         return None if answer is None else replace(answer, duplicate=True)
 
     def _refusal(self, gradient: Gradient, roster: Roster, non_finite_index: int) -> Receipt | None:
         """Returns the receipt of a push that cannot be used and leaves no trace, not even in the ledger."""
         if self._finished:
             message = f"the run is finished; shard {self.shard_id} stays at version {self._version}"
-            return self._rejected(gradient, roster, Refuse(Reason.FINISHED, message))
+            return self._rejected(gradient, roster, Reason.FINISHED, message)
         if gradient.epoch != self.epoch:
             message = (
                 f"the gradient is of epoch {gradient.epoch}, shard {self.shard_id} of epoch {self.epoch}"
                 " since the server was restored; pull again, then go on"
             )
-            return self._rejected(gradient, roster, Refuse(Reason.EPOCH, message))
+            return self._rejected(gradient, roster, Reason.EPOCH, message)
         require_possible_version(gradient, shard_id=self.shard_id, version=self._version)
         if non_finite_index >= 0:
             message = (
@@ -280,7 +281,7 @@ class Shard:
                 f" {gradient.parameter_index(non_finite_index)} of shard {self.shard_id}; nothing of this"
                 " gradient was applied to the shard"
             )
-            return self._rejected(gradient, roster, Refuse(Reason.NOT_FINITE, message))
+            return self._rejected(gradient, roster, Reason.NOT_FINITE, message)
         return None
 
     def _decide(self, gradient: Gradient, roster: Roster, norm: float | None) -> Receipt:
@@ -291,13 +292,23 @@ class Shard:
         if not contribution.weighing.accept and isinstance(decision, Apply | Park):
             decision = self._too_stale(contribution)
         learning_rate = self._learning_rate if gradient.learning_rate is None else gradient.learning_rate
-        receipt = self._receipt_of(decision, arrival, learning_rate)
+        rate = self._rate(learning_rate)
+        update_scale = self._update_scale(decision.parts) if isinstance(decision, Apply) else 1.0
+        receipt = receipt_of(
+            decision,
+            arrival,
+            shard_id=self.shard_id,
+            epoch=self.epoch,
+            rate=rate,
+            update_scale=update_scale,
+            waiting_for=self._waited_for(decision, arrival),
+        )
         if self._recorder is not None:
             self._recorder.pushed(self.shard_id, gradient, receipt, roster)
         # The rate is the run's, not the gradient's: it holds even where the gradient is not needed.
         self._learning_rate = learning_rate
         if isinstance(decision, Apply):
-            self._apply(decision.parts)
+            self._apply(decision.parts, rate=rate, update_scale=update_scale)
         elif isinstance(decision, Park):
             self._pending = (*self._pending, contribution)
         elif isinstance(decision, Acknowledge):
@@ -321,51 +332,9 @@ class Shard:
         message = f"the policy {policy!r} takes no gradient that is {staleness} updates old"
         return Refuse(Reason.STALE, message, min_version=self._version)
 
-    def _receipt_of(self, decision: Decision, arrival: Arrival, learning_rate: float) -> Receipt:
-        contribution, roster = arrival.contribution, arrival.roster
-        gradient, weighing = contribution.gradient, contribution.weighing
-        if isinstance(decision, Refuse | Drop):
-            return self._rejected(gradient, roster, decision, contribution.staleness)
-        rate = learning_rate * self._behaviour.rate_factor(self._version, self._examples)
-        weight, version_after, update_scale = weighing.weight, self._version, 1.0
-        min_version = 0
-        waiting_for: tuple[str, ...] = ()
-        if isinstance(decision, Apply):
-            weight *= decision.share_of(contribution)
-            version_after += 1
-            update_scale = self._update_scale(decision.parts)
-        elif isinstance(decision, Park):
-            min_version = decision.min_version
-            waiting_for = self._waited_for((*arrival.pending, contribution), roster)
-        return Receipt(
-            shard_id=self.shard_id,
-            sequence=gradient.sequence,
-            outcome=Outcome.PENDING if isinstance(decision, Park) else Outcome.APPLIED,
-            version_before=self._version,
-            version_after=version_after,
-            staleness=contribution.staleness,
-            rate=rate_of(contribution, rate=rate, update_scale=update_scale),
-            rate_scale=weighing.rate_scale * update_scale,
-            weight=weight,
-            num_workers=roster.num_workers,
-            epoch=self.epoch,
-            min_version=min_version,
-            waiting_for=waiting_for,
-        )
-
-    def _rejected(self, gradient: Gradient, roster: Roster, decision: Refuse | Drop, staleness: int = 0) -> Receipt:
-        return Receipt(
-            shard_id=self.shard_id,
-            sequence=gradient.sequence,
-            outcome=Outcome.REJECTED,
-            reason=decision.reason if isinstance(decision, Refuse) else Reason.DROPPED,
-            message=decision.message,
-            version_before=self._version,
-            version_after=self._version,
-            staleness=staleness,
-            num_workers=roster.num_workers,
-            epoch=self.epoch,
-            min_version=decision.min_version,
+    def _rejected(self, gradient: Gradient, roster: Roster, reason: Reason, message: str) -> Receipt:
+        return rejection(
+            Refuse(reason, message), gradient, self._version, roster, shard_id=self.shard_id, epoch=self.epoch
         )
 
     def _completed(self, roster: Roster) -> Apply | None:
@@ -379,10 +348,20 @@ class Shard:
             return None
         return aggregation.at(self._version).settle(self._pending)
 
-    def _apply(self, parts: Sequence[Part]) -> None:
-        rate = self._learning_rate * self._behaviour.rate_factor(self._version, self._examples)
+    def _rate(self, learning_rate: float) -> float:
+        return learning_rate * self._behaviour.rate_factor(self._version, self._examples)
+
+    def _update_scale(self, parts: Sequence[Part]) -> float:
+        return self._behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
+
+    def _update(self, decision: Apply) -> None:
+        """Makes an update that no push brought about."""
+        rate, update_scale = self._rate(self._learning_rate), self._update_scale(decision.parts)
+        self._apply(decision.parts, rate=rate, update_scale=update_scale)
+
+    def _apply(self, parts: Sequence[Part], *, rate: float, update_scale: float) -> None:
         target = Target(self._parameters, self._slots, self.rule, self.hyperparameters, rate, self._version)
-        apply_update(target, parts, update_scale=self._update_scale(parts))
+        apply_update(target, parts, update_scale=update_scale)
         self._version += 1
         for part in parts:
             self._examples += part.contribution.gradient.example_count
@@ -392,12 +371,11 @@ class Shard:
         if self._recorder is not None:
             self._recorder.updated(self.shard_id, self._version, self._readable)
 
-    def _update_scale(self, parts: Sequence[Part]) -> float:
-        return self._behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
-
-    def _waited_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+    def _waited_for(self, decision: Decision, arrival: Arrival) -> tuple[str, ...]:
+        if not isinstance(decision, Park):
+            return ()
         aggregation = self._behaviour.aggregation.at(self._version)
-        return aggregation.waiting_for(pending, roster)[:WAITING_FOR_MAX]
+        return aggregation.waiting_for((*arrival.pending, arrival.contribution), arrival.roster)
 
 
 def _first_non_finite(gradient: Gradient) -> int:

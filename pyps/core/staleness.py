@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pyps.core import spec
 from pyps_wire.errors import BadRequest
@@ -30,8 +30,7 @@ class Weighing:
     rate_scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class WeighingContext:
+class WeighingContext(NamedTuple):
     """What a policy may know beside the staleness."""
 
     worker_id: str

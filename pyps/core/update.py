@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats
@@ -12,8 +12,7 @@ from pyps.core.gradient import Extent, Gradient, PayloadKind, item_bytes
 from pyps.core.update_rules import AddDelta, Slots, UpdateRule, WeightedGradient
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What an update changes: a shard's parameters and slots, through one rule at one version.
 
     `rate` is the step size before any gradient's staleness: the learning rate after schedules.
@@ -32,10 +31,12 @@ def apply_update(target: Target, parts: Sequence[Part], *, update_scale: float =
 
     `update_scale` shortens the update as a whole, beside what each gradient's own staleness does to it.
     """
-    gradients = _of_kind(parts, 0, PayloadKind.GRADIENT)
-    deltas = _of_kind(parts, PayloadKind.DELTA)
+    gradients = [part for part in parts if part.contribution.gradient.kind in _GRADIENTS]
     if gradients:
         _apply_parts(target, gradients, target.rule, rate=target.rate, update_scale=update_scale)
+    if len(gradients) == len(parts):
+        return
+    deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
     if deltas:
         _apply_parts(target, deltas, _ADD_DELTA, rate=1.0, update_scale=update_scale)
 
@@ -47,10 +48,8 @@ def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.
 
 
 _ADD_DELTA = AddDelta()
-
-
-def _of_kind(parts: Sequence[Part], *kinds: int) -> list[Part]:
-    return [part for part in parts if part.contribution.gradient.kind in kinds]
+# 0 is read as GRADIENT.
+_GRADIENTS = (PayloadKind.GRADIENT, 0)
 
 
 def _apply_parts(target: Target, parts: Sequence[Part], rule: UpdateRule, *, rate: float, update_scale: float) -> None:
@@ -82,7 +81,9 @@ def _scaled_in_the_step(parts: Sequence[Part], update_scale: float) -> tuple[lis
     Such a rule would cancel a factor common to all gradients. So their mean rate scale multiplies the step,
     and only its ratio to each one's own enters the sum and the slots.
     """
-    mean = sum(part.share * _rate_scale(part) for part in parts) / sum(part.share for part in parts)
+    shares = sum(part.share for part in parts)
+    # Of gradients without examples among others' nothing, no share is left.
+    mean = sum(part.share * _rate_scale(part) for part in parts) / shares if shares else 0.0
     if mean == 0.0:
         return [part.share * _weight(part) for part in parts], 0.0
     return [part.share * _weight(part) * (_rate_scale(part) / mean) for part in parts], mean * update_scale
@@ -100,8 +101,8 @@ def _stretches(
     gradients: Sequence[Gradient], factors: Sequence[float], length: int
 ) -> Iterator[tuple[slice, list[WeightedGradient]]]:
     """Yields each stretch that is covered by the same gradients, at least one, with their numbers there."""
-    weighted = list(zip(gradients, factors, strict=True))
-    if not any(gradient.extents for gradient in gradients):
+    weighted = zip(gradients, factors, strict=True)
+    if all(not gradient.extents for gradient in gradients):
         # The usual case: one call, which reads the received bytes as they are.
         yield slice(0, length), [WeightedGradient(g.payload, g.codec, factor) for g, factor in weighted]
         return
