@@ -6,9 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
+from hypothesis import settings
 
 from support import PythonProcess, ServerProcess
 
+# A busy machine must not fail a property by its clock.
+settings.register_profile("pyps", deadline=None)
+settings.load_profile("pyps")
 # Tests talk over loopback only; a proxy of the machine must not stand between.
 for _name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY", "GRPC_PROXY"):
     os.environ.pop(_name, None)

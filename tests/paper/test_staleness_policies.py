@@ -1,0 +1,232 @@
+"""What a staleness policy does to an update: pitfalls 11 to 13, invariant S5 and section 2.14 of the algorithm notes.
+
+Modulation is that of Zhang, Gupta, Lian, Liu (IJCAI 2016), the constant rate and the mean staleness of an update
+those of Gupta, Zhang, Wang (ICDM 2016), exponential decay that of Chan and Lane (2014), the polynomial and the hinge
+those of Xie et al. (FedAsync, 2019); dropping is Rudra's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from pyps.core.arrays import Floats
+from pyps.core.receipt import Outcome, Reason
+from pyps.core.shard import Shard
+from pyps.core.staleness import StalenessPolicy, Weighing, WeighingContext
+from pyps.core.update_rules import RULES
+from shards import crew, make_shard, pull, push
+
+VERSION = 5000
+ADAPTIVE = sorted(name for name, rule in RULES.items() if rule.adaptive)
+PLAIN = sorted(name for name, rule in RULES.items() if not rule.adaptive)
+# What each policy makes of a gradient that is 10 updates old, where the protocol's split is 4.
+AT_10 = {
+    "none": 1.0,
+    "divide": 1 / 10,
+    "divide_plus_one": 1 / 11,
+    "constant": 1 / 4,
+    "per_update": 1 / 10,
+    "exponential": math.exp(-1),
+    "polynomial": 1 / math.sqrt(11),
+    "hinge": 1 / 61,
+    "drop": 1.0,
+}
+
+
+def train(shard: Shard, stalenesses: Sequence[int], *, steps: int = 1, seed: int = 3) -> Floats:
+    """Pushes gradients of these stalenesses, as many times as told, and returns how far the parameters came.
+
+    Each comes from another worker of four; the gradients are the same for every shard of that length.
+    """
+    random = np.random.default_rng(seed)
+    begin = pull(shard)[1]
+    for sequence in range(steps):
+        version = shard.version
+        for index, staleness in enumerate(stalenesses):
+            values = random.standard_normal(shard.length)
+            push(
+                shard,
+                values,
+                workers=crew(4),
+                worker_id=f"w{index:02d}",
+                sequence=sequence,
+                base_version=version - staleness,
+            )
+    return pull(shard)[1] - begin
+
+
+def shard_of(policy: str | StalenessPolicy, *, rule: str = "sgd", protocol: str = "async", **fields: Any) -> Shard:
+    settings: Mapping[str, float] = {"learning_rate": 0.125, **fields.pop("settings", {})}
+    return make_shard(
+        np.zeros(16), rule=rule, settings=settings, protocol=protocol, policy=policy, version=VERSION, **fields
+    )
+
+
+# S5: equally stale gradients.
+
+
+@pytest.mark.parametrize("rule", [*PLAIN, *ADAPTIVE])
+@pytest.mark.parametrize("policy", AT_10)
+def test_s5_an_update_of_equally_stale_gradients_moves_by_the_policys_share(policy: str, rule: str) -> None:
+    """S5, whatever the rule and the policy; with four workers each update of softsync:n=4 is made of one gradient."""
+    moved = {name: train(shard_of(name, rule=rule, protocol="softsync:n=4"), [10]) for name in ("none", policy)}
+    np.testing.assert_allclose(moved[policy], moved["none"] * AT_10[policy], rtol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [0, 1, 2, 4, 16])
+def test_s5_a_mean_is_divided_as_a_whole_where_all_are_equally_stale(tau: int) -> None:
+    """Exactly 1 / max(1, tau): these divisors round nothing. Dividing by the sum of weights would cancel them."""
+    moved = {policy: train(shard_of(policy, protocol="softsync:n=1"), [tau] * 4) for policy in ("none", "divide")}
+    assert (moved["divide"] == moved["none"] / max(1, tau)).all()
+
+
+# Pitfall 11: staleness 0.
+
+
+def test_pitfall_11_a_fresh_gradient_keeps_its_rate_under_every_policy_but_the_constant_one() -> None:
+    scales = {policy: push(shard_of(policy), np.ones(16)).rate_scale for policy in AT_10}
+    assert scales == dict.fromkeys(AT_10, 1.0)
+    assert push(shard_of("constant"), np.ones(16), workers=crew(4)).rate_scale == 1 / 4
+
+
+def test_pitfall_11_divide_and_divide_plus_one_differ_by_two_at_a_staleness_of_one() -> None:
+    divide, divide_plus_one = (
+        push(shard_of(policy), np.ones(16), base_version=VERSION - 1).rate for policy in ("divide", "divide_plus_one")
+    )
+    assert divide == 2 * divide_plus_one == 0.125
+
+
+# Pitfall 12: the order of modulation, mean and momentum.
+
+
+def test_pitfall_12_each_gradient_is_modulated_then_all_are_divided_by_their_number_then_comes_momentum() -> None:
+    """g_i = (1/c) sum alpha(tau_l) G_l; v = m v + g_i; theta -= v (softsync's form: the rate is inside g_i)."""
+    shard = shard_of("divide", rule="heavy_ball", protocol="softsync:n=1", settings={"momentum": 0.5})
+    stalenesses = [0, 2, 4, 8]
+    moved = train(shard, stalenesses, steps=3)
+
+    random = np.random.default_rng(3)
+    velocity = theta = np.zeros(16)
+    for _ in range(3):
+        mean = sum(0.125 / max(1, tau) * random.standard_normal(16) for tau in stalenesses) / 4
+        velocity = 0.5 * velocity + mean
+        theta = theta - velocity
+    np.testing.assert_allclose(moved, theta, rtol=1e-5)
+
+
+def test_per_update_divides_the_mean_by_the_mean_staleness() -> None:
+    """alpha0 / <sigma^i>, where `divide` gives each gradient its own rate."""
+    mean_staleness = (0 + 2 + 4 + 8) / 4
+    moved = {
+        policy: train(shard_of(policy, protocol="softsync:n=1"), [0, 2, 4, 8])
+        for policy in ("none", "per_update", "divide")
+    }
+    np.testing.assert_allclose(moved["per_update"], moved["none"] / mean_staleness, rtol=1e-5)
+    assert not np.allclose(moved["divide"], moved["per_update"], rtol=1e-2)
+
+
+def test_the_receipt_that_makes_an_update_tells_what_the_update_as_a_whole_lost() -> None:
+    shard = shard_of("per_update", protocol="softsync:n=2")
+    first = push(shard, np.ones(16), workers=crew(4), worker_id="w00", base_version=VERSION - 2)
+    second = push(shard, np.ones(16), workers=crew(4), worker_id="w01", base_version=VERSION - 6)
+    assert (first.outcome, first.rate_scale) == (Outcome.PENDING, 1.0)
+    assert (second.outcome, second.rate_scale, second.rate) == (Outcome.APPLIED, 1 / 4, 0.125 / 4)
+
+
+# Pitfall 13: rules that divide by the gradients' size.
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_pitfall_13_at_a_constant_staleness_of_ten_the_displacement_is_a_tenth(rule: str) -> None:
+    """2.14, for Adam and the other adaptive rules, over many steps; a decay depends on where the parameters are."""
+    settings = {"weight_decay": 0.0}
+    moved = {
+        policy: train(shard_of(policy, rule=rule, settings=settings), [10], steps=100) for policy in ("none", "divide")
+    }
+    np.testing.assert_allclose(moved["divide"], moved["none"] / 10, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_pitfall_13_what_enters_the_slots_is_not_scaled(rule: str) -> None:
+    slots = []
+    for policy in ("none", "divide"):
+        shard = shard_of(policy, rule=rule)
+        train(shard, [10], steps=20)
+        slots.append({name: slot.tobytes() for name, slot in shard.state().slots.items()})
+    assert slots[0] == slots[1]
+    assert slots[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalesTheGradient(StalenessPolicy):
+    """What an adaptive rule undoes: the gradient itself, not the step."""
+
+    name: ClassVar[str] = "scales_the_gradient"
+
+    def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
+        return Weighing(weight=1.0 / max(1, staleness))
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "adam", "rmsprop"])
+def test_pitfall_13_scaling_the_gradient_itself_would_do_nothing(rule: str) -> None:
+    """Why a policy has two numbers."""
+    settings = {"eps": 0.0}
+    whole = train(shard_of("none", rule=rule, settings=settings), [10], steps=20)
+    scaled = train(shard_of(ScalesTheGradient(), rule=rule, settings=settings), [10], steps=20)
+    np.testing.assert_allclose(scaled, whole, rtol=1e-3)
+
+
+def test_2_14_an_adaptive_mean_keeps_the_ratio_of_its_gradients_and_scales_the_step_by_their_mean() -> None:
+    """Relative weights w / mean(w) in the mean, the step times mean(w); Adam's first step is the sign of the mean."""
+    shard = shard_of("divide", rule="adam", protocol="softsync:n=1", settings={"eps": 0.0})
+    moved = train(shard, [1, 2, 5, 10])
+    scales = np.array([1, 1 / 2, 1 / 5, 1 / 10])
+    random = np.random.default_rng(3)
+    gradients = np.array([random.standard_normal(16) for _ in range(4)])
+    mean = (scales / scales.mean()) @ gradients / 4
+    # Adam's t is the shard's count of updates, so that its first moments are hardly corrected this late.
+    expected = -0.125 * scales.mean() * (0.1 * mean) / np.sqrt(0.001 * mean**2)
+    np.testing.assert_allclose(moved, expected * correction(VERSION + 1), rtol=1e-3)
+
+
+def correction(step: int) -> float:
+    """Returns what Adam's two corrections for the slots' first values come to."""
+    return float(np.sqrt(1 - 0.999**step) / (1 - 0.9**step))
+
+
+# Policies by name.
+
+
+def test_constant_gives_softsync_one_rate_for_the_run() -> None:
+    """Gupta et al. 2016: alpha0 / n, whatever the staleness; n is the split that is in effect."""
+    rates = [
+        push(shard_of("constant", protocol="softsync:n=2"), np.ones(16), workers=crew(4), base_version=version).rate
+        for version in (VERSION, VERSION - 30)
+    ]
+    assert rates == [0.125 / 2, 0.125 / 2]
+
+
+@pytest.mark.parametrize(("tau", "taken"), [(10, True), (11, False)])
+def test_drop_refuses_what_is_more_than_its_spread_old(tau: int, taken: bool) -> None:
+    """Rudra: dropped where ts + spread < T. A gradient that is refused leaves no trace."""
+    shard = shard_of("drop")
+    receipt = push(shard, np.ones(16), base_version=VERSION - tau)
+    assert (receipt.outcome == Outcome.APPLIED) == taken == pull(shard)[1].any()
+    assert (receipt.reason == Reason.STALE) == (not taken)
+    assert shard.version == VERSION + taken
+
+
+@pytest.mark.parametrize("rule", [*PLAIN, *ADAPTIVE])
+def test_a_rate_that_vanishes_leaves_finite_numbers_where_they_were(rule: str) -> None:
+    """exp(-beta tau) is 0 in floating point once beta tau is large."""
+    shard = shard_of("exponential:beta=1", rule=rule)
+    moved = train(shard, [4000], steps=3)
+    assert not moved.any()
+    assert shard.version == VERSION + 3
+    assert all(np.isfinite(slot).all() for slot in shard.state().slots.values())
