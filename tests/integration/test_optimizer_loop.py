@@ -127,7 +127,11 @@ def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server) -> N
                 its.zero_grad()
                 module(torch.tensor([1, 2, 3])).square().mean().backward()
                 its.step()
-        assert list(optimizer.snapshot()) == ["0.weight"]
+        snapshot = optimizer.snapshot()
+        assert list(snapshot) == ["0.weight", "1.weight"]
+        evaluated = network()
+        evaluated.load_state_dict(snapshot)
+        np.testing.assert_array_equal(parameters_of(evaluated), parameters_of(model))
     assert status(server).model_parameters == 35
     assert model[1].weight is model[0].weight
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
@@ -150,60 +154,17 @@ def test_each_group_has_its_own_learning_rate(start_server) -> None:
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
-def test_a_state_dict_goes_round(start_server) -> None:
-    server = start_server()
-    model = mlp()
-    with remote(model, server) as optimizer:
-        saved = copy.deepcopy(optimizer.state_dict())
-        optimizer.load_state_dict(saved)
-        assert optimizer.state_dict() == saved
-        assert saved["param_groups"][0]["lr"] == 0.1
-        (batch,) = batches(1)
-        backward(model, batch)
-        optimizer.step()
-        assert optimizer.global_step == 1
-
-
-def test_a_state_dict_with_another_rate_or_with_slots_is_refused(start_server) -> None:
+def test_a_state_dict_with_another_setting_or_with_slots_is_refused(start_server) -> None:
     server = start_server()
     model = mlp()
     with remote(model, server) as optimizer:
         changed = copy.deepcopy(optimizer.state_dict())
-        changed["param_groups"][0]["lr"] = 0.2
-        with pytest.raises(SettingsChanged, match=r"from 0\.1 to 0\.2"):
+        changed["param_groups"][0]["weight_decay"] = 0.2
+        with pytest.raises(SettingsChanged, match=r"weight_decay of parameter group 0 was changed from 0 to 0\.2"):
             optimizer.load_state_dict(changed)
-        assert optimizer.param_groups[0]["lr"] == 0.1
+        assert optimizer.param_groups[0]["weight_decay"] == 0
         with pytest.raises(SettingsChanged, match="slots live on the servers"):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"sum": torch.zeros(1)}}})
-
-
-def test_a_scheduler_is_refused_at_the_first_step(start_server) -> None:
-    server = start_server()
-    model = mlp()
-    with remote(model, server) as optimizer:
-        torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
-        backward(model, next(batches(1)))
-        with pytest.raises(SettingsChanged, match=r"held by the servers.*remove the scheduler"):
-            optimizer.step()
-        assert optimizer.global_step == 0
-
-
-def test_a_scheduler_of_the_torch_optimizer_is_refused_too(start_server) -> None:
-    server = start_server()
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with RemoteOptimizer(model, sgd, server.data) as optimizer:
-        torch.optim.lr_scheduler.StepLR(sgd, step_size=1000)
-        with pytest.raises(SettingsChanged, match="remove the scheduler"):
-            optimizer.step()
-
-
-def test_an_optimizer_that_has_a_scheduler_is_refused_before_any_connection() -> None:
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=10)
-    with pytest.raises(UnsupportedOptimizer, match="remove the scheduler"):
-        RemoteOptimizer(model, sgd, "127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +175,7 @@ def test_an_optimizer_that_has_a_scheduler_is_refused_before_any_connection() ->
             [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)],
             [
                 "1.running_mean and 2 other buffers are not shared: each worker keeps its own, and pyps export "
-                "does not contain them."
+                "does not contain them (buffers='average' shares them)."
             ],
         ),
     ],
@@ -265,7 +226,6 @@ def test_a_second_worker_starts_from_the_runs_parameters(start_server) -> None:
         assert {name: tensor.tolist() for name, tensor in other.snapshot().items()} == {
             name: parameter.tolist() for name, parameter in first.named_parameters()
         }
-        assert other.num_workers == 2 or other.global_step == 1
 
 
 def test_a_second_worker_of_another_shape_is_refused_by_tensor_and_shapes(start_server) -> None:
@@ -287,8 +247,8 @@ def test_a_second_worker_of_another_rate_is_refused_with_the_difference(start_se
 
 def test_an_optimizer_that_the_servers_lack_is_refused_before_any_connection() -> None:
     model = mlp()
-    with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adam"):
-        RemoteOptimizer(model, torch.optim.Adam(model.parameters()), "127.0.0.1:1")
+    with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
+        RemoteOptimizer(model, torch.optim.Adamax(model.parameters()), "127.0.0.1:1")
 
 
 def test_an_adaptive_rule_with_rare_pulls_asks_for_a_local_rate() -> None:

@@ -1,0 +1,263 @@
+"""Every torch optimizer that the servers have a rule for, and torch's schedulers: one worker through real servers takes
+the steps of the rule by itself, bit for bit, and those of torch to 1e-6."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from pyps.core.gradient import Codec
+from pyps.core.update_rules import RULES, WeightedGradient, validate
+from pyps_client import RemoteOptimizer
+from pyps_client.torch.translate import translate
+from pyps_wire.common_pb2 import OptimizerSettings
+from pyps_wire.errors import ScheduleOwned, SettingsChanged
+from training import addresses, backward, batches, gradients_of, mlp, parameters_of, status
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.001),
+    "dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.5),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.001),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01, weight_decay=0.001),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001, alpha=0.9, weight_decay=0.001),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.001, weight_decay=0.001),
+    # Torch rounds 1 - lr * weight_decay to float32, each step anew; these two it need not round.
+    "adamw": lambda p: torch.optim.AdamW(p, lr=2**-10, weight_decay=2**-3),
+}
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 10, gamma=0.7),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 100),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=101, cycle_momentum=False),
+    "warm-up": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=20), lr_scheduler.ExponentialLR(o, 0.95)], [20]
+    ),
+}
+
+
+class Serial:
+    """A rule's own run on one vector, without servers."""
+
+    def __init__(self, settings: OptimizerSettings, parameters: np.ndarray) -> None:
+        self.rule = RULES[settings.rule]
+        self.hyperparameters = validate(self.rule, dict(settings.groups[0].hyperparameters))
+        self.parameters = parameters
+        self.slots = self.rule.make_slots(len(parameters), self.hyperparameters)
+        self.version = 0
+
+    def step(self, gradient: np.ndarray, rate: float) -> None:
+        gradients = [WeightedGradient(gradient.tobytes(), Codec.FLOAT32, 1.0)]
+        self.rule.apply(
+            *(self.parameters, self.slots, gradients),
+            rate=rate,
+            version=self.version,
+            hyperparameters=self.hyperparameters,
+        )
+        self.version += 1
+
+
+def assert_close(mine: torch.nn.Module, torchs: torch.nn.Module) -> None:
+    difference = np.linalg.norm(parameters_of(mine) - parameters_of(torchs))
+    assert difference <= 1e-6 * np.linalg.norm(parameters_of(torchs))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_equals_the_rule_alone_bit_for_bit_and_torch_to_1e_6(start_server, name) -> None:
+    servers = [start_server() for _ in range(2)]
+    model, twin = mlp(), mlp()
+    remote, local = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
+    serial = Serial(translate(remote), parameters_of(model))
+    with RemoteOptimizer(model, remote, addresses(servers)) as optimizer:
+        for batch in batches(100):
+            backward(model, batch)
+            serial.step(gradients_of(model), serial.hyperparameters["learning_rate"])
+            # The same gradients: an adaptive rule's own would amplify the last bit of each step.
+            for parameter, its in zip(model.parameters(), twin.parameters(), strict=True):
+                its.grad = parameter.grad.clone()
+            optimizer.step()
+            local.step()
+        np.testing.assert_array_equal(parameters_of(model), serial.parameters)
+        assert optimizer.global_step == 100
+    assert_close(model, twin)
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        *((name, "on ours") for name in SCHEDULERS),
+        ("warm-up", "on the torch optimizer before"),
+        ("one-cycle", "on the torch optimizer after"),
+    ],
+)
+def test_a_scheduler_moves_the_servers_rate_as_it_moves_torchs(start_server, name, made) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+    remote, local = OPTIMIZERS["momentum"](model.parameters()), OPTIMIZERS["momentum"](twin.parameters())
+    local_scheduler = SCHEDULERS[name](local)
+    before = SCHEDULERS[name](remote) if made == "on the torch optimizer before" else None
+    serial = Serial(translate(remote), parameters_of(model))
+    with RemoteOptimizer(model, remote, server.data) as optimizer:
+        scheduler = before or SCHEDULERS[name](optimizer if made == "on ours" else remote)
+        for batch in batches(100):
+            backward(model, batch)
+            serial.step(gradients_of(model), local.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            backward(twin, batch)
+            local.step()
+            local_scheduler.step()
+        np.testing.assert_array_equal(parameters_of(model), serial.parameters)
+    assert_close(model, twin)
+
+
+def test_each_group_has_its_own_schedule(start_server) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+
+    def adam(module: torch.nn.Sequential) -> torch.optim.Optimizer:
+        groups = [{"params": module[4].parameters(), "lr": 0.01}, {"params": module[:4].parameters()}]
+        return torch.optim.Adam(groups, lr=0.001)
+
+    def scheduler_of(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1.0])
+
+    local = adam(twin)
+    local_scheduler = scheduler_of(local)
+    with RemoteOptimizer(model, adam(model), server.data) as optimizer:
+        scheduler = scheduler_of(optimizer)
+        for batch in batches(30):
+            for module, its, moved in ((model, optimizer, scheduler), (twin, local, local_scheduler)):
+                backward(module, batch)
+                its.step()
+                moved.step()
+        assert [receipt.rate for receipt in optimizer.receipts] == pytest.approx([0.01 * 0.9**29, 0.001])
+    assert_close(model, twin)
+
+
+def test_a_scheduler_of_the_loss_moves_the_rate_by_hand(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data) as optimizer:
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        rates = []
+        for batch in batches(3):
+            backward(model, batch)
+            optimizer.step()
+            rates.append(optimizer.receipts[0].rate)
+            scheduler.step(1.0)
+    assert rates == [0.1, 0.1, 0.05]
+
+
+def test_a_checkpointed_scheduler_goes_on_where_it_was_after_the_workers_restart(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    file = io.BytesIO()
+    with RemoteOptimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), server.data, run_id="r", worker_id="w"
+    ) as optimizer:
+        scheduler = lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for batch in batches(5):
+            backward(model, batch)
+            optimizer.step()
+            scheduler.step()
+        torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    with RemoteOptimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), server.data, run_id="r", worker_id="w"
+    ) as optimizer:
+        scheduler = lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+        rates = []
+        for batch in batches(3):
+            backward(model, batch)
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.receipts[0].rate)
+    assert rates == [0.025, 0.0125, 0.0125]
+
+
+def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RemoteOptimizer(model, sgd, server.data) as optimizer:
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved["param_groups"][0]["lr"] == 0.1
+        saved["param_groups"][0]["lr"] = 0.2
+        optimizer.load_state_dict(saved)
+        assert optimizer.state_dict() == saved
+        # A scheduler of the torch optimizer would still move the groups.
+        assert sgd.param_groups[0] is optimizer.param_groups[0]
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert optimizer.receipts[0].rate == 0.2
+
+
+def test_local_steps_are_of_the_present_rate(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data, pull_every=10) as optimizer:
+        scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+        expected = parameters_of(model)
+        for count, batch in enumerate(batches(3)):
+            backward(model, batch)
+            expected = expected - np.float32(0.1 * 0.5**count) * gradients_of(model)
+            optimizer.step()
+            scheduler.step()
+            np.testing.assert_allclose(parameters_of(model), expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first(start_server) -> None:
+    server = start_server()
+
+    def worker(name: str, **options) -> tuple[torch.nn.Module, RemoteOptimizer]:
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = RemoteOptimizer(model, sgd, server.data, run_id="r", worker_id=name, **options)
+        lr_scheduler.ConstantLR(optimizer, factor=0.5)
+        return model, optimizer
+
+    def step(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
+        backward(model, next(batches(1)))
+        optimizer.step()
+
+    first, second = worker("a"), worker("b")
+    step(*first)
+    with pytest.raises(ScheduleOwned, match="'a'"):
+        step(*second)
+    second[1].close("failed")
+    follower = worker("c", owns_schedule=False)
+    step(*follower)
+    assert follower[1].receipts[0].rate == pytest.approx(0.05)
+    for _, optimizer in (first, follower):
+        optimizer.close()
+
+
+def test_a_schedule_on_the_servers_and_one_on_a_worker_are_two_owners(start_server) -> None:
+    server = start_server("--schedule", "step:every=10,factor=0.5")
+    model = mlp()
+    with (
+        pytest.raises(ScheduleOwned, match="--schedule"),
+        RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data) as optimizer,
+    ):
+        lr_scheduler.StepLR(optimizer, 10)
+        backward(model, next(batches(1)))
+        optimizer.step()
+    assert status(server).version_max == 0
+
+
+def test_a_scheduler_that_cycles_the_momentum_is_refused_at_the_first_step(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with RemoteOptimizer(model, OPTIMIZERS["momentum"](model.parameters()), server.data) as optimizer:
+        lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        backward(model, next(batches(1)))
+        with pytest.raises(SettingsChanged, match="make the scheduler with cycle_momentum=False"):
+            optimizer.step()
+        assert optimizer.global_step == 0
