@@ -27,8 +27,9 @@ $(STAMP): pyproject.toml client/pyproject.toml constraints.txt CMakeLists.txt $(
 		--editable 'client[torch]' --editable '.[demo]' --group dev
 	@touch $(STAMP)
 
-demo: $(STAMP) ## Watch four workers train on real data through two servers (under a minute once installed)
-	$(BIN)/pyps demo --picture out/demo.png
+demo: $(STAMP) ## Watch four workers train on real data; PROTOCOL=softsync:n=2 STALENESS=none OPTIMIZER=adam change how
+	$(BIN)/pyps demo --picture out/demo.png $(if $(PROTOCOL),--protocol '$(PROTOCOL)') $(if $(STALENESS),--staleness '$(STALENESS)') \
+		$(if $(OPTIMIZER),--optimizer '$(OPTIMIZER)') $(if $(WARMUP),--warmup '$(WARMUP)')
 
 test: $(STAMP) ## Run the tests, all but those that need a Docker engine
 	$(BIN)/python -m pytest --ignore=tests/compose $(PYTEST_FLAGS)

@@ -29,6 +29,16 @@ from pyps_client import RemoteOptimizer
 from pyps_client.data import count_examples, worker_sampler
 from pyps_wire.errors import PypsError
 
+# What each torch optimizer is made with where nothing else is said.
+OPTIMIZERS = {
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "sgd": (torch.optim.SGD, {"lr": 0.3}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.003}),
+    "adam": (torch.optim.Adam, {"lr": 0.005}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.005}),
+}
 # Images that no worker trains on.
 HELD_OUT = 360
 SPLIT_SEED = 42
@@ -43,7 +53,7 @@ def main() -> None:
     model = network().to(device)
     optimizer = RemoteOptimizer(
         model,
-        torch.optim.Adagrad(model.parameters(), lr=arguments.learning_rate),
+        torch_optimizer(model, arguments),
         servers=arguments.servers,
         push_every=arguments.push_every,
         overlap=arguments.overlap,
@@ -67,6 +77,12 @@ def main() -> None:
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def torch_optimizer(model: nn.Module, arguments: argparse.Namespace) -> torch.optim.Optimizer:
+    kind, settings = OPTIMIZERS[arguments.optimizer]
+    rate = {} if arguments.learning_rate is None else {"lr": arguments.learning_rate}
+    return kind(model.parameters(), **{**settings, **rate})
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -95,8 +111,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--servers", help="host:port[,host:port]; PYPS_SERVERS by default")
     parser.add_argument("--epochs", type=int, default=40, help="passes over this worker's part of the data")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--learning-rate", type=float, default=0.05)
-    parser.add_argument("--push-every", type=int, default=1, help="minibatches summed in a push")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad")
+    parser.add_argument("--learning-rate", type=float, help="by default one that suits the optimizer")
+    parser.add_argument("--push-every", type=int, help="minibatches summed in a push; 1, or what the servers ask for")
     parser.add_argument("--overlap", choices=["off", "step"], default="off")
     return parser.parse_args()
 

@@ -28,8 +28,10 @@ def run(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,
     workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=WORKERS_MAX)] = 1,
-    protocol: Annotated[str, typer.Option(help="How pushes become updates.")] = "",
-    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient: none, divide.")] = "",
+    protocol: Annotated[str, typer.Option(help="How pushes become updates, as async, softsync:n=4, hardsync.")] = "",
+    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as none, divide.")] = "",
+    warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=200,protocol=serial.")] = "",
+    schedule: Annotated[str, typer.Option(help="The learning rate over time, as cosine:length=5000.")] = "",
     optimizer: Annotated[
         str,
         typer.Option(help="Update rule and settings, as adagrad:learning_rate=0.05; empty takes the workers'."),
@@ -64,6 +66,8 @@ def run(
     flags = {
         "--protocol": protocol,
         "--staleness": staleness,
+        "--warmup": warmup,
+        "--schedule": schedule,
         "--optimizer": optimizer,
         "--stop-after": stop_after,
         "--config": str(config) if config else "",

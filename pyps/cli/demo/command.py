@@ -36,12 +36,18 @@ def demo(
     workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=64)] = 4,
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=16)] = 2,
     epochs: Annotated[int, typer.Option(help="Passes of each worker over its part of the data.", min=1)] = 40,
+    protocol: Annotated[str, typer.Option(help="How pushes become updates, as softsync:n=2 or hardsync.")] = "async",
+    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as divide or none.")] = "divide",
+    optimizer: Annotated[
+        str, typer.Option(help="The workers' torch optimizer: adagrad, sgd, momentum, nesterov, rmsprop, adam, adamw.")
+    ] = "adagrad",
+    warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=50,protocol=serial.")] = "",
     picture: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("pyps-demo.png"),
 ) -> None:
     """Watch workers train a small network on real images through servers on this machine.
 
-    Downpour with Adagrad on the servers, each gradient's step divided by its staleness. Ends with the
-    accuracy on images that no worker saw, a table of what staleness cost, and a picture.
+    By default Downpour with Adagrad on the servers, each gradient's step divided by its staleness. Ends with
+    the accuracy on images that no worker saw, a table of what staleness cost, and a picture.
     """
     console = Console()
     for module, requirement in NEEDED.items():
@@ -49,15 +55,17 @@ def demo(
             console.print(f"pyps: the demo needs {module}: pip install '{requirement}'.", markup=False)
             raise typer.Exit(1)
     settings = JobSettings(
-        command=(sys.executable, str(worker_script()), "--epochs", str(epochs)),
+        command=(sys.executable, str(worker_script()), "--epochs", str(epochs), "--optimizer", optimizer),
         num_servers=servers,
         num_workers=workers,
         server_flags=(
-            *("--protocol", "async", "--staleness", "divide"),
+            *("--protocol", protocol, "--staleness", staleness),
+            *(("--warmup", warmup) if warmup else ()),
             *("--heartbeat-seconds", str(HEARTBEAT_SECONDS), "--expected-workers", str(workers)),
         ),
     )
-    raise typer.Exit(Demo(settings, console=console, picture=picture).run())
+    mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {staleness}, {optimizer}"
+    raise typer.Exit(Demo(settings, mode=mode, console=console, picture=picture).run())
 
 
 def worker_script() -> Path:
@@ -91,7 +99,9 @@ class History:
 class Demo:
     """One demonstration, from the start of its servers to the picture."""
 
-    def __init__(self, settings: JobSettings, *, console: Console, picture: Path) -> None:
+    def __init__(self, settings: JobSettings, *, mode: str, console: Console, picture: Path) -> None:
+        # What is shown, in a few words.
+        self._mode = mode
         self._console = console
         self._picture = picture
         self._screen = Screen(console)
@@ -124,8 +134,8 @@ class Demo:
         settings = self._job.settings
         addresses = ",".join(server.control for server in self._job.addresses)
         self._screen.line(
-            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}: Downpour, "
-            f"Adagrad, steps divided by staleness.\nLook inside meanwhile: pyps status --servers {addresses}"
+            f"{counted(settings.num_workers, 'worker')} on {counted(settings.num_servers, 'server')}: {self._mode}.\n"
+            f"Look inside meanwhile: pyps status --servers {addresses}"
         )
         self._screen.line("The workers load torch and the images.")
         with self._screen:

@@ -72,7 +72,7 @@ class ProgressReader:
             listings = self._ask("ListWorkers", pb.ListWorkersRequest())
         except PypsError:
             return None
-        applied = [status.pushes_applied for status in statuses]
+        applied = [taken(status) for status in statuses]
         return Progress(
             seconds=seconds,
             ready=all(status.state in (RUN_STATE_READY, RUN_STATE_FINISHED) for status in statuses),
@@ -121,7 +121,7 @@ def merge_workers(
 def merge_worker(known: Sequence[tuple[pb.WorkerInfo, int]]) -> WorkerProgress:
     """One worker from what each server knows, beside that server's number of shards."""
     infos = [info for info, _ in known]
-    applied = [info.pushes_applied for info in infos]
+    applied = [taken(info) for info in infos]
     losses = [info.scalars["loss"] for info in infos if "loss" in info.scalars]
     return WorkerProgress(
         worker_id=infos[0].worker_id,
@@ -129,11 +129,16 @@ def merge_worker(known: Sequence[tuple[pb.WorkerInfo, int]]) -> WorkerProgress:
         steps=max(info.clock for info in infos),
         loss=losses[-1] if losses else None,
         # A push has a part for each shard; before the run is initialised there are none.
-        pushes=max((info.pushes_applied / num_shards for info, num_shards in known if num_shards), default=0.0),
+        pushes=max((taken(info) / num_shards for info, num_shards in known if num_shards), default=0.0),
         staleness_mean=mean([info.staleness_mean for info in infos], applied),
         staleness_max=max(info.staleness_max for info in infos),
         rate_scale_mean=mean([info.rate_scale_mean for info in infos], applied),
     )
+
+
+def taken(counts: pb.Status | pb.WorkerInfo) -> int:
+    """The pushed shards that became part of an update, or wait for theirs."""
+    return counts.pushes_applied + counts.pushes_pending
 
 
 def mean(values: Sequence[float], counts: Sequence[int]) -> float:
