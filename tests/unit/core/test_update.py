@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import Extent, PayloadKind
+from pyps.core.gradient import Codec, Extent, PayloadKind
 from pyps.core.staleness import Weighing
 from pyps.core.update import Target, apply_update
 from pyps.core.update_rules import RULES, validate
@@ -78,3 +79,58 @@ def test_gradients_are_added_in_the_order_of_the_parts() -> None:
     forward, _ = updated("sgd", 1, *(part(v, share=1.0) for v in (large, small, [-(2.0**25)])))
     backward, _ = updated("sgd", 1, *(part(v, share=1.0) for v in (large, [-(2.0**25)], small)))
     assert (forward.tolist(), backward.tolist()) == ([0.0], floats(-1.0).tolist())
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "heavy_ball", "nesterov"])
+def test_the_scale_of_an_update_shrinks_its_gradients_where_they_are_the_step(rule: str) -> None:
+    scaled, scaled_slots = updated(rule, 1, part([2.0]), part([4.0]), update_scale=0.25)
+    smaller, smaller_slots = updated(rule, 1, part([0.5]), part([1.0]))
+    assert (scaled.tolist(), scaled_slots) == (smaller.tolist(), smaller_slots)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "rmsprop", "adam", "adamw"])
+def test_the_scale_of_an_update_shrinks_the_step_alone_under_an_adaptive_rule(rule: str) -> None:
+    whole, slots = updated(rule, 1, part([2.0]), part([4.0]))
+    scaled, scaled_slots = updated(rule, 1, part([2.0]), part([4.0]), update_scale=0.25)
+    assert scaled.tolist() == [pytest.approx(whole[0] / 4, rel=1e-6)]
+    assert scaled_slots == slots
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "rmsprop", "adam", "adamw"])
+def test_an_adaptive_rule_moves_a_tenth_as_far_at_a_tenth_of_the_rate(rule: str) -> None:
+    fresh, _ = updated(rule, 1, part([2.0], share=1.0))
+    stale, _ = updated(rule, 1, part([2.0], share=1.0, rate_scale=0.1))
+    assert stale[0] == pytest.approx(fresh[0] / 10, rel=1e-6)
+
+
+def test_an_update_of_nothing_leaves_no_trace() -> None:
+    nothing = part([], kind=PayloadKind.NOTHING)
+    parameters, slots = updated("momentum", 2, nothing, nothing)
+    assert (parameters.tolist(), slots["velocity"].tolist()) == ([0.0, 0.0], [0.0, 0.0])
+    parameters, _ = updated("sgd", 2, nothing, part([2.0, 4.0]))
+    assert parameters.tolist() == [-1.0, -2.0]
+
+
+def test_gradients_are_cut_at_each_others_borders() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        parts, expected = [], np.zeros(40)
+        for codec, dtype in ((Codec.FLOAT32, np.float32), (Codec.FLOAT16, np.float16), (Codec.FLOAT32, np.float32)):
+            borders = np.sort(random.choice(41, 2 * random.integers(1, 5), replace=False)).reshape(-1, 2)
+            extents = tuple(Extent(int(start), int(end - start)) for start, end in borders)
+            values = random.integers(-8, 8, sum(length for _, length in extents)).astype(dtype)
+            parts.append(part([], share=1.0, codec=codec, payload=values.tobytes(), extents=extents))
+            expected[np.concatenate([np.arange(start, end) for start, end in borders])] -= values
+        parts.append(part(list(range(40)), share=1.0))
+
+        parameters, _ = updated("sgd", 40, *parts)
+
+        assert parameters.tolist() == (expected - np.arange(40)).tolist()
+
+
+def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is() -> None:
+    settled = validate("sgd", {"learning_rate": 1.0, "weight_decay": 0.5})
+    target = Target(floats(4.0, 4.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
+    first, second = part([1.0], extents=(Extent(0, 1),)), part([3.0], extents=(Extent(0, 1),))
+    apply_update(target, [first, second])
+    assert target.parameters.tolist() == [4.0 - (2.0 + 0.5 * 4.0), 4.0]
