@@ -210,4 +210,4 @@ def test_saving_without_a_folder_is_one_sentence(start_server: Start, shell: She
 
 
 def test_replay_says_where_there_is_nothing_to_replay(shell: Shell, tmp_path: Path) -> None:
-    assert f"there is no record in {tmp_path}" in shell.run("replay", str(tmp_path), status=1)
+    assert f"there is no update log in {tmp_path}" in shell.run("replay", str(tmp_path), status=1)

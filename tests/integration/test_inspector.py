@@ -170,7 +170,7 @@ def test_calls_that_change_the_server_are_taken_from_its_own_machine_only(start_
     port = server.control.rpartition(":")[2]
     with WireWorker(f"127.0.0.1:{server.data.rpartition(':')[2]}") as worker:
         worker.join()
-    for method in ("SaveCheckpoint", "Reset", "Stop"):
+    for method in ("SaveCheckpoint", "Reset", "Stop", "Configure"):
         with pytest.raises(grpc.RpcError) as refused:
             inspect(f"{host}:{port}", method)
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED

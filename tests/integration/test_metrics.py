@@ -24,11 +24,23 @@ FAMILIES = {
     "pyps_epoch": "gauge",
     "pyps_workers": "gauge",
     "pyps_workers_alive": "gauge",
+    "pyps_workers_counted": "gauge",
+    "pyps_workers_missing": "gauge",
+    "pyps_batch_size": "gauge",
     "pyps_updates": "counter",
     "pyps_pushes": "counter",
     "pyps_payload_bytes": "counter",
     "pyps_staleness": "histogram",
     "pyps_rate_scale_mean": "gauge",
+    "pyps_step_lost": "gauge",
+    "pyps_pushes_rejected": "counter",
+    "pyps_blocked_seconds": "counter",
+    "pyps_learning_rate": "gauge",
+    "pyps_worker_staleness": "histogram",
+    "pyps_shard_staleness": "histogram",
+    "pyps_worker_blocked_seconds": "counter",
+    "pyps_worker_step_lost": "gauge",
+    "pyps_pending_gradients": "gauge",
     "pyps_last_update_timestamp_seconds": "gauge",
     "pyps_apply_seconds": "histogram",
     "pyps_shards": "gauge",
@@ -41,6 +53,9 @@ FAMILIES = {
     "process_resident_memory_bytes": "gauge",
     "python_info": "gauge",
 }
+
+MODEL = Model((Tensor("t", (32,)),), shard_size=16)
+LOW_BOUNDS = ("0.0", "1.0", "2.0")
 
 
 def scrape(server: ServerProcess, token: str = "") -> dict[str, Metric]:
@@ -92,6 +107,38 @@ def test_the_page_counts_what_happened(start_server: Start) -> None:
     )
     info = families["pyps_info"].samples[0].labels
     assert (info["run_id"], info["protocol"], info["rule"]) == ("run-1", "async", "sgd")
+    assert (info["staleness"], info["schedule"], info["warmup"]) == ("divide", "constant", "")
+
+
+def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server: Start) -> None:
+    server = start_server()
+    with WireWorker(server.data, model=MODEL) as a, WireWorker(server.data, "b", model=MODEL) as b:
+        a.join()
+        b.join()
+        a.push(*(a.push_request(1.0, shard_id=shard_id) for shard_id in (0, 0, 0, 1)))
+        b.push(b.push_request(1.0, shard_id=1), b.push_request(float("nan"), shard_id=1))
+        families = scrape(server)
+    for label, name, counts in (("shard", "0", (1, 2, 3)), ("shard", "1", (1, 2, 2)), ("worker", "b", (0, 1, 1))):
+        buckets = [value(families, f"pyps_{label}_staleness_bucket", **{label: name}, le=le) for le in LOW_BOUNDS]
+        assert tuple(buckets) == counts
+    assert value(families, "pyps_worker_staleness_sum", worker="a") == 0 + 1 + 2 + 0
+    assert value(families, "pyps_worker_step_lost", worker="a") == pytest.approx(1 - (1 + 1 + 1 / 2 + 1) / 4)
+    assert value(families, "pyps_step_lost") == pytest.approx(1 - (1 + 1 + 1 / 2 + 1 + 1) / 5)
+    assert value(families, "pyps_pushes_rejected_total", reason="not_finite") == 1
+    assert value(families, "pyps_pushes_rejected_total", reason="dropped") == 0
+    assert value(families, "pyps_learning_rate", group="0") == 1.0
+    assert value(families, "pyps_workers_counted") == 2
+
+
+def test_a_round_under_way_is_told(start_server: Start) -> None:
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2")
+    with WireWorker(server.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        families = scrape(server)
+    assert value(families, "pyps_pending_gradients") == 1
+    assert value(families, "pyps_memory_bytes", kind="pending") == 148
+    assert (value(families, "pyps_workers_counted"), value(families, "pyps_workers_missing")) == (1, 1)
 
 
 def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
@@ -102,6 +149,7 @@ def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
         families = scrape(server)
     assert value(families, "pyps_shards") == 126
     assert not families["pyps_shard_version"].samples
+    assert not families["pyps_shard_staleness"].samples
     assert (value(families, "pyps_version_min"), value(families, "pyps_version_max")) == (0, 1)
 
 
