@@ -61,6 +61,13 @@ class Staged(Aggregation):
     warm_up: WarmUp
     main: Aggregation
 
+    def __post_init__(self) -> None:
+        if self.warm_up.release_every and self.main.barrier:
+            raise BadRequest(
+                f"warmup's release_every lets the workers in one after the other, and {self.main.text} waits for"
+                " the gradients of the others; leave release_every out"
+            )
+
     def at(self, version: int) -> Aggregation:
         stage = self.warm_up.stage if version < self.warm_up.updates else self.main
         return stage.at(version)
