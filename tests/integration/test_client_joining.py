@@ -275,7 +275,9 @@ def test_settings_of_the_launch_are_checked_at_once() -> None:
 def test_a_worker_that_leaves_is_gone_at_once(start_server: Start) -> None:
     server = start_server()
     with make_client(server.data, worker_id="stays") as stays:
-        with make_client(server.data, worker_id="leaves"):
+        with make_client(server.data, worker_id="leaves") as leaves:
+            # A worker counts from its first push.
+            leaves.push(gradients_like(small_model(), 0))
             receipts = stays.push(gradients_like(small_model(), 0))
             assert {receipt.num_workers for receipt in receipts} == {2}
         receipts = stays.push(gradients_like(small_model(), 1))

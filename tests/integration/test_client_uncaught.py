@@ -26,13 +26,13 @@ def train():
 train()
 """
 
-SCHEDULER = """\
+CHANGED_DECAY = """\
 import sys, torch
 from pyps_client import RemoteOptimizer
 
 model = torch.nn.Linear(2, 1)
 optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), sys.argv[1], worker_id="w")
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+optimizer.param_groups[0]["weight_decay"] = 0.5
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 """
@@ -57,7 +57,7 @@ UNNAMED = {
     ("text", "sentence", "line"),
     [
         (WRONG_SHAPE, "pyps: The gradient of 'w' has shape [4]; expected [3].", 8),
-        (SCHEDULER, "pyps: A learning-rate scheduler was made for this optimizer", 8),
+        (CHANGED_DECAY, "pyps: weight_decay of parameter group 0 was changed from 0 to 0.5", 8),
     ],
 )
 def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(
