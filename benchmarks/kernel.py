@@ -1,5 +1,8 @@
 """How fast are the kernels, against memory itself and against torch's own Adagrad?
 
+The second table has every rule, alone and over the mean of four float32 gradients: how many bytes a second
+it moves, and how much that is of what a bandwidth loop over the same number of arrays moves.
+
 One thread, 25.6 million parameters in shards. In each round every contender makes one pass over all shards,
 in an order that turns from round to round; the table shows the medians over the rounds and the medians of
 the ratios within a round. The guard is the scan of a shard's whole payload for NaN before anything of that
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 
 from pyps import _kernels
+from pyps.core.update_rules import RULES, UpdateRule, WeightedGradient, validate
 
 NUM_PARAMETERS = 25_600_000
 RATE, EPS = 0.01, 1e-10
@@ -38,18 +42,15 @@ def main() -> None:
     _kernels.select(options.isa)
     torch.set_num_threads(1)
 
-    contenders = make_contenders(options.shard_size)
-    for run in contenders.values():
-        run()
     print_header(options.shard_size, options.rounds)
-    print_table(measure(contenders, options.rounds))
+    print_table(measure(make_contenders(options.shard_size), options.rounds))
+    print()
+    print_rules(measure(make_rules(options.shard_size), options.rounds))
 
 
 def make_contenders(shard_size: int) -> dict[str, Contender]:
-    whole, rest = divmod(NUM_PARAMETERS, shard_size)
-    sizes = [shard_size] * whole + [rest] * (rest > 0)
-    random = np.random.default_rng(0)
-    gradients = [random.standard_normal(size, np.float32) for size in sizes]
+    sizes = shard_sizes(shard_size)
+    gradients = make_gradients(sizes)
     payloads = {name: [_kernels.encode(gradient, codec) for gradient in gradients] for name, codec in CODECS.items()}
     # All of ours, and the bandwidth loop, share these: equal memory, equal pages.
     parameters = [np.zeros(size, np.float32) for size in sizes]
@@ -81,22 +82,91 @@ def make_contenders(shard_size: int) -> dict[str, Contender]:
     return contenders
 
 
+def make_rules(shard_size: int) -> dict[str, Contender]:
+    """Returns the bandwidth loops over one, two and three arrays, and every rule over one and four gradients."""
+    sizes = shard_sizes(shard_size)
+    gradients = make_gradients(sizes)
+    # Shared by all: equal memory, equal pages.
+    arrays = [[np.zeros(size, np.float32) for size in sizes] for _ in range(3)]
+
+    def bandwidth_loop(num_arrays: int) -> Contender:
+        return timed(arrays[:num_arrays], gradients, lambda own, g: _kernels.bandwidth(own, g[0].data), num_gradients=1)
+
+    contenders = {bandwidth_name(num): bandwidth_loop(num) for num in (1, 2, 3)}
+    for name, rule in RULES.items():
+        for num_gradients, text in ((1, name), (4, f"{name}, mean of 4")):
+            own = arrays[: 1 + len(rule.slot_names)]
+            contenders[text] = timed(own, gradients, update_of(rule), num_gradients=num_gradients)
+    return contenders
+
+
+def bandwidth_name(num_arrays: int) -> str:
+    return f"bandwidth loop, {num_arrays} array{'s' * (num_arrays > 1)}"
+
+
+def update_of(rule: UpdateRule) -> Callable[[list[np.ndarray], list[np.ndarray]], None]:
+    settings = validate(rule, {})
+
+    def update(own: list[np.ndarray], gradients: list[np.ndarray]) -> None:
+        slots = dict(zip(rule.slot_names, own[1:], strict=True))
+        weighted = [WeightedGradient(g.data, _kernels.FLOAT32, 1.0 / len(gradients)) for g in gradients]
+        rule.apply(own[0], slots, weighted, rate=RATE, version=10, hyperparameters=settings)
+
+    return update
+
+
+def timed(
+    arrays: list[list[np.ndarray]],
+    gradients: list[np.ndarray],
+    update: Callable[[list[np.ndarray], list[np.ndarray]], None],
+    *,
+    num_gradients: int,
+) -> Contender:
+    """Returns a pass of `update` over all shards; the gradients beside a shard's own are other shards'."""
+
+    def run() -> float:
+        for slots in arrays[1:]:
+            for slot in slots:
+                slot.fill(1.0)
+        seconds = 0.0
+        for index, gradient in enumerate(gradients):
+            equals = [g for g in gradients if g.size == gradient.size]
+            summed = [gradient, *(equals[(index + k) % len(equals)] for k in range(1, num_gradients))]
+            own = [shards[index] for shards in arrays]
+            start = time.perf_counter()
+            update(own, summed)
+            seconds += time.perf_counter() - start
+        return seconds
+
+    return run
+
+
+def shard_sizes(shard_size: int) -> list[int]:
+    whole, rest = divmod(NUM_PARAMETERS, shard_size)
+    return [shard_size] * whole + [rest] * (rest > 0)
+
+
+def make_gradients(sizes: list[int]) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.standard_normal(size, np.float32) for size in sizes]
+
+
 def bandwidth(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
-    _kernels.bandwidth(p, a, g)
+    _kernels.bandwidth([p, a], g)
 
 
 def adagrad(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
-    _kernels.adagrad(p, a, g, codec, rate=RATE, eps=EPS)
+    _kernels.adagrad(p, a, [(g, codec, 1.0)], rate=RATE, eps=EPS)
 
 
 def guarded_adagrad(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
     assert _kernels.first_non_finite(g, codec) == -1
-    _kernels.adagrad(p, a, g, codec, rate=RATE, eps=EPS)
+    _kernels.adagrad(p, a, [(g, codec, 1.0)], rate=RATE, eps=EPS)
 
 
 def guarded_sgd(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
     assert _kernels.first_non_finite(g, codec) == -1
-    _kernels.sgd(p, g, codec, rate=RATE)
+    _kernels.sgd(p, [(g, codec, 1.0)], rate=RATE)
 
 
 def torch_adagrad(gradients: list[np.ndarray], **implementation: bool) -> Contender:
@@ -114,6 +184,8 @@ def torch_adagrad(gradients: list[np.ndarray], **implementation: bool) -> Conten
 
 
 def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    for run in contenders.values():
+        run()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     for index in range(rounds):
@@ -139,6 +211,21 @@ def print_table(seconds: dict[str, list[float]]) -> None:
         print(
             f"{name:28} {median * 1e3:7.1f} {median / NUM_PARAMETERS * 1e9:13.3f} {of_bandwidth:25.2f} {of_torch:15.2f}"
         )
+
+
+def print_rules(seconds: dict[str, list[float]]) -> None:
+    print(f"{'':28} {'ms':>7} {'ns/parameter':>13} {'GB/s':>7} {'of bandwidth loop':>18}")
+    for name, rule in RULES.items():
+        num_arrays = 1 + len(rule.slot_names)
+        for text, num_gradients in ((name, 1), (f"{name}, mean of 4", 4)):
+            own, loop = seconds[text], seconds[bandwidth_name(num_arrays)]
+            # Each array is read and written, each gradient read.
+            bytes_moved, bytes_of_loop = 8 * num_arrays + 4 * num_gradients, 8 * num_arrays + 4
+            nanoseconds = statistics.median(own) / NUM_PARAMETERS * 1e9
+            print(
+                f"{text:28} {statistics.median(own) * 1e3:7.1f} {nanoseconds:13.3f}"
+                f" {bytes_moved / nanoseconds:7.1f} {speed(own, loop) * bytes_moved / bytes_of_loop:18.2f}"
+            )
 
 
 def speed(own: list[float], other: list[float]) -> float:
