@@ -43,7 +43,7 @@ class Event:
     def __str__(self) -> str:
         """One line without a line's end."""
         what = self._told_push(self.receipt) if self.receipt is not None else self._told()
-        return f"{self.time:9.3f}  {self.worker_id or '-':<4}  {self.kind:<9} {what}".rstrip()
+        return f"{self.time:9.3f}  {self.worker_id or '-':<6} {self.kind:<9} {what}".rstrip()
 
     def _told(self) -> str:
         if self.shard_id < 0:

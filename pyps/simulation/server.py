@@ -113,6 +113,7 @@ class VirtualServer:
         if worker_id in self._waiting:
             whom = self._pacer.waiting_for(worker_id)
             self._say(Kind.WAIT, worker_id, note=_whom(whom, self._pacer.missing))
+            self._watch(whom)
 
     def when_readable(self, worker_id: str, shard_id: int, min_version: int, then: Callable[[float], None]) -> None:
         """Calls back with the time at which the shard can be read, once it has the version."""
@@ -120,6 +121,7 @@ class VirtualServer:
         if shard.version < min_version and not shard.finished:
             whom = shard.waiting_for(self.roster)
             self._say(Kind.WAIT, worker_id, shard_id, min_version, note=_whom(whom, self.roster.missing))
+            self._watch(whom)
         shard.when_version(min_version, lambda: then(self._resumes_at[shard_id]))
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
@@ -218,8 +220,6 @@ class VirtualServer:
         self._tell(
             Event(self._scheduler.now, Kind.PUSH, gradient.worker_id, receipt.shard_id, gradient.base_version, receipt)
         )
-        if receipt.waiting_for and self.plan.stall_seconds < float("inf"):
-            self._scheduler.at(self._scheduler.now + self.plan.stall_seconds, self._stall)
         self._advanced()
         then(receipt)
 
@@ -242,16 +242,28 @@ class VirtualServer:
             self._say(Kind.EXPIRE, member.worker_id)
             self._departed(member.worker_id)
 
-    def _stall(self) -> None:
-        """Stops counting those that have kept others waiting for too long."""
+    def _watch(self, worker_ids: Sequence[str]) -> None:
+        """Looks later whether those that are waited for now have moved."""
         now = self._scheduler.now
-        for shard in self.shards.values():
-            for worker_id in shard.waiting_for(self.roster):
-                member = self._membership.get(worker_id)
-                silent = member is not None and now - (member.pushed_at or 0.0) >= self.plan.stall_seconds
-                if silent and self._membership.stall(worker_id):
-                    self._say(Kind.STALL, worker_id)
-                    self._departed(worker_id)
+        if self.plan.stall_seconds < float("inf"):
+            self._scheduler.at(now + self.plan.stall_seconds, partial(self._stall, worker_ids, since=now))
+
+    def _stall(self, worker_ids: Sequence[str], *, since: float) -> None:
+        """Stops counting those that are waited for still and have not pushed since then."""
+        for worker_id in worker_ids:
+            member = self._membership.get(worker_id)
+            pushed = member is not None and (member.pushed_at or 0.0) > since
+            if worker_id in self._waited_for() and not pushed:
+                self._membership.stall(worker_id)
+                self._say(Kind.STALL, worker_id)
+                self._departed(worker_id)
+
+    def _waited_for(self) -> set[str]:
+        shards = [shard for shard in self.shards.values() if shard.num_pending]
+        waited_for = {worker_id for shard in shards for worker_id in shard.waiting_for(self.roster)}
+        if self._pacer is not None:
+            waited_for.update(*(self._pacer.waiting_for(worker_id) for worker_id in self._pacer.waiting))
+        return waited_for
 
     def _departed(self, worker_id: str) -> None:
         """Completes what waited for the worker alone."""

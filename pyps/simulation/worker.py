@@ -56,7 +56,7 @@ class WorkerPlan:
     dies_at: float = float("inf")
     # A later life of the same worker has a larger one.
     incarnation: int = 1
-    # The shards it works on; None for all.
+    # The shards it works on, in the order in which it sends them; None for all.
     shards: tuple[int, ...] | None = None
 
 
@@ -88,7 +88,8 @@ class VirtualWorker:
         # Shards whose answer is still to come.
         self._outstanding: set[int] = set()
         self._at(plan.joins_at, self._join)
-        scheduler.at(plan.dies_at, self._die, worker_id=self.worker_id)
+        if plan.dies_at < float("inf"):
+            scheduler.at(plan.dies_at, self._die, worker_id=self.worker_id)
 
     @property
     def at_work(self) -> bool:

@@ -17,7 +17,7 @@ from shards import gradient, make_shard, pull, roster
 from simulated import Cluster, cluster, crew, name, noisy
 
 L = 30
-GRADIENTS = 12_000
+GRADIENTS = 8_000
 
 
 def mean_staleness(run: Cluster) -> float:

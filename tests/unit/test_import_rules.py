@@ -90,6 +90,10 @@ RULES: dict[str, Callable[[Import], bool]] = {
         and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", "pyps_wire.errors", "pyps.core"))
         and not (i.for_types and i.is_of("typing_extensions"))
     ),
+    "simulation imports numpy and the core, and knows no clock but its own": lambda i: (
+        i.is_by("pyps.simulation")
+        and not (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD) or i.is_of("numpy", "pyps.core", "pyps.simulation"))
+    ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
     "grpc stays in service, server, cli and the client's transport": lambda i: (
         i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.server", "pyps.cli", *CLIENT_TRANSPORT)

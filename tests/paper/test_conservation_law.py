@@ -1,0 +1,92 @@
+"""The law of conservation of staleness for every protocol (algorithm notes 1.3).
+
+The papers (Zhang, Gupta, Lian, Liu, IJCAI 2016; Gupta, Zhang, Wang, ICDM 2016) measure a mean staleness of about n
+under n-softsync. It is no property of machines: sum over workers what each saw pass between pull and push, and
+the sum telescopes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from pyps.core.receipt import Outcome
+from pyps.simulation.event import Kind
+from pyps.simulation.timing import exponential, lognormal
+from simulated import Cluster, cluster, crew
+
+PROTOCOLS = (
+    *("async", "softsync:n=1", "softsync:n=3", "hardsync", "backup:b=2", "ssp:s=0", "ssp:s=4"),
+    *("ssp:s=0,strict_bsp=true", "serial", "asgd", "asgd:mutex=shard"),
+)
+WORKERS = 6
+
+
+def both_sides(run: Cluster) -> tuple[int, int]:
+    """SUM (T_push - T_pull) by the receipts, and SUM (T_last push - T_first pull) - SUM (T_pull[k+1] - T_push[k]).
+
+    T is counted from the order of the log; a push's own update comes after its T.
+    """
+    timed: dict[str, list[tuple[Kind, int]]] = defaultdict(list)
+    told = version = 0
+    for event in run.simulation.events:
+        if event.kind is Kind.PULL:
+            timed[event.worker_id].append((event.kind, version))
+        elif event.kind is Kind.PUSH and event.receipt is not None:
+            timed[event.worker_id].append((event.kind, version))
+            told += event.receipt.version_before - event.version
+            version += event.receipt.outcome == Outcome.APPLIED
+    from_the_log = 0
+    for events in timed.values():
+        last_push = max(index for index, (kind, _) in enumerate(events) if kind is Kind.PUSH)
+        cycles = events[: last_push + 1]
+        between = sum(after - before for (kind, before), (_, after) in pairwise(cycles) if kind is Kind.PUSH)
+        from_the_log += cycles[-1][1] - cycles[0][1] - between
+    return told, from_the_log
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_law_holds_to_the_last_update(protocol: str) -> None:
+    run = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=600)
+    told, from_the_log = both_sides(run)
+    assert told == from_the_log
+
+
+# L is the number of workers between pull and push: all of them where nobody waits, one where they take turns.
+MEANS = {
+    "async": WORKERS - 1,
+    "asgd": WORKERS - 1,
+    "softsync:n=1": (WORKERS - 1) / 6,
+    "softsync:n=3": (WORKERS - 1) / 2,
+    "hardsync": 0,
+    "serial": 0,
+    "ssp:s=0,strict_bsp=true": 0,
+}
+
+
+@pytest.mark.parametrize("protocol", MEANS)
+def test_the_mean_is_l_less_one_over_c(protocol: str) -> None:
+    ages = cluster(protocol, workers=crew(WORKERS, lognormal(sigma=0.3))).run(pushes=3000).staleness()[300:]
+    assert sum(ages) / len(ages) == pytest.approx(MEANS[protocol], rel=0.01)
+
+
+def test_backup_workers_make_no_stale_update() -> None:
+    """Late gradients are dropped, those of updates are all fresh (Chen et al. 2016)."""
+    run = cluster("backup:b=2", workers=crew(WORKERS, exponential())).run(pushes=600)
+    assert set(run.staleness()) == {0}
+    dropped = [receipt for receipt in run.simulation.receipts() if receipt.outcome == Outcome.REJECTED]
+    assert len(dropped) > 100
+
+
+def test_under_ssp_blocked_workers_do_not_count() -> None:
+    """The bound is on clocks: staleness stays below async's, and the tighter the bound, the fresher."""
+
+    def mean(protocol: str) -> float:
+        ages = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=1500).staleness()
+        return sum(ages) / len(ages)
+
+    means = [mean(protocol) for protocol in ("ssp:s=0", "ssp:s=1", "ssp:s=4", "async")]
+    assert means == sorted(means)
+    assert means[0] < WORKERS - 1

@@ -1,0 +1,103 @@
+"""The virtual cluster itself: its times agree with queueing theory, and equal inputs give equal runs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pyps.simulation.event import Kind
+from pyps.simulation.server import ServerPlan
+from pyps.simulation.timing import Timing, exponential, fixed, lognormal, normal, scripted
+from pyps.simulation.worker import Computed, Step, WorkerPlan
+from simulated import cluster, crew, noisy, ones
+
+
+@pytest.mark.parametrize("protocol", ["async", "hardsync", "ssp:s=1", "serial"])
+def test_equal_seeds_give_equal_events_and_equal_bits(protocol: str) -> None:
+    runs = [
+        cluster(protocol, parameters=[np.zeros(5)], workers=crew(4, exponential()), compute=noisy, seed=seed)
+        for seed in (7, 7, 8)
+    ]
+    one, same, other = (run.run(pushes=60) for run in runs)
+    assert one.simulation.trace() == same.simulation.trace()
+    assert one.parameters().tobytes() == same.parameters().tobytes()
+    assert one.simulation.trace() != other.simulation.trace()
+
+
+def test_another_workers_coming_does_not_change_a_workers_dice() -> None:
+    def times_of_a(workers: int) -> list[float]:
+        run = cluster("async", workers=crew(workers, exponential(), steps=5)).run()
+        return [event.time for event in run.events(Kind.PUSH, "a")]
+
+    assert times_of_a(1) == times_of_a(6)
+
+
+# Expected values of the largest of L times of mean 1: harmonic numbers for exponential times; simulated else.
+
+
+def largest_of(workers: int, timing: Timing) -> float:
+    random = np.random.default_rng(11)
+    return float(np.mean([max(timing(0, random) for _ in range(workers)) for _ in range(4000)]))
+
+
+@pytest.mark.parametrize("workers", [4, 8, 30])
+@pytest.mark.parametrize("timing", [exponential(), lognormal(sigma=0.5)], ids=["exponential", "lognormal"])
+def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Timing) -> None:
+    rounds = 12_000 // workers
+    run = cluster("hardsync", workers=crew(workers, timing, steps=rounds)).run()
+    assert run.shards[0].version == rounds
+    assert run.simulation.now / rounds == pytest.approx(largest_of(workers, timing), rel=0.05)
+
+
+def test_the_harmonic_number_for_exponential_times() -> None:
+    assert largest_of(8, exponential()) == pytest.approx(sum(1 / k for k in range(1, 9)), rel=0.03)
+
+
+@pytest.mark.parametrize(("workers", "service"), [(2, 0.1), (8, 0.1), (8, 0.25), (20, 0.1)])
+def test_throughput_of_a_busy_server_is_bounded_by_its_service_time(workers: int, service: float) -> None:
+    server = ServerPlan(service_seconds=service)
+    run = cluster("async", workers=crew(workers, fixed(1.0)), server=server).run(seconds=200.0)
+    # With equal times the queue settles: nobody meets anybody, or the server is never free.
+    assert run.simulation.num_taken / 200 == pytest.approx(min(workers / (1 + service), 1 / service), rel=0.02)
+
+
+def test_times_have_the_mean_that_was_asked_for() -> None:
+    random = np.random.default_rng(3)
+    for timing in (normal(2.0, variation=0.1), lognormal(2.0, sigma=0.5), exponential(2.0)):
+        assert np.mean([timing(step, random) for step in range(20_000)]) == pytest.approx(2.0, rel=0.03)
+    assert [scripted([3.0, 1.0])(step, random) for step in range(4)] == [3.0, 1.0, 1.0, 1.0]
+
+
+def test_a_worker_that_has_no_gradient_for_a_shard_pushes_nothing_to_it() -> None:
+    def first_shard_only(step: Step) -> Computed:
+        return Computed({0: np.ones(1, np.float32)})
+
+    run = cluster("hardsync", parameters=[[0.0], [0.0]], workers=2, compute=first_shard_only).run(pushes=8)
+    # The round counts on both shards, and changes the numbers of one.
+    assert [shard.version for shard in run.shards] == [2, 2]
+    assert [run.parameters(shard_id).tolist() for shard_id in range(2)] == [[-2.0], [0.0]]
+
+
+def test_the_run_ends_where_it_is_told_to() -> None:
+    run = cluster("async", workers=2).run(seconds=3.5)
+    assert (run.simulation.now, run.shards[0].version) == (3.0, 6)
+    run.run(pushes=9)
+    assert run.shards[0].version == 9
+    assert math.isclose(run.simulation.now, 5.0)
+
+
+def test_workers_that_are_told_that_the_run_is_finished_leave() -> None:
+    run = cluster("async", workers=3)
+    run.simulation.at(2.5, run.shards[0].finish)
+    run.run()
+    assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "b", "c"}
+    assert run.shards[0].version == 6
+
+
+def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished() -> None:
+    run = cluster("hardsync", workers=[WorkerPlan("a"), WorkerPlan("slow", fixed(100.0))], compute=ones)
+    run.simulation.at(50.0, run.shards[0].finish)
+    run.run()
+    assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "slow"}
