@@ -92,7 +92,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
     ),
     "simulation imports numpy and the core, and knows no clock but its own": lambda i: (
         i.is_by("pyps.simulation")
-        and not (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD) or i.is_of("numpy", "pyps.core", "pyps.simulation"))
+        and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.core", "pyps.simulation"))
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
     "grpc stays in service, server, cli and the client's transport": lambda i: (
