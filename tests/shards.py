@@ -107,6 +107,23 @@ def nothing(**fields: Any) -> Gradient:
     return gradient([], **{"kind": PayloadKind.NOTHING, **fields})
 
 
+def contribution(worker_id: str = "a", values: npt.ArrayLike = (1.0,), **fields: Any) -> aggregation.Contribution:
+    """Returns a fresh gradient as a protocol sees it."""
+    return aggregation.Contribution(gradient(values, worker_id=worker_id, **fields), 0, staleness.Weighing())
+
+
+def arrival(
+    worker_id: str,
+    *pending: aggregation.Contribution,
+    workers: Roster,
+    version: int = 0,
+    **fields: Any,
+) -> aggregation.Arrival:
+    """Returns the arrival of a gradient on that version, unless the fields say otherwise, while others wait."""
+    arrived = contribution(worker_id, **{"base_version": version, **fields})
+    return aggregation.Arrival(arrived, pending, version, workers)
+
+
 def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, **fields: Any) -> Receipt:
     """Pushes a gradient computed on the shard's present version, unless the fields say otherwise."""
     return shard.push(gradient(values, **{"base_version": shard.version, **fields}), roster=workers or roster())

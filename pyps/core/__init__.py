@@ -3,15 +3,23 @@
 Read `shard.py` first; it uses the others in this order:
 
     gradient.py      what a worker pushes
+    roster.py        which workers count now
     ledger.py        which pushes were answered already (exactly-once)
-    receipt.py       what a push is answered with
+    behaviour.py     what was picked of the following: protocol, policy, schedule, clipping
     staleness.py     what a gradient's age costs it
-    aggregation.py   how pushed gradients become updates
+    clipping.py      what its norm costs it
+    aggregation.py   how pushed gradients become updates: the protocols, which are in protocols/
+    warmup.py        one protocol for the first updates, then another
+    schedule.py      how the learning rate changes; batch_growth.py, how the minibatch does
+    verdict.py       what was decided, as a receipt (receipt.py)
     update.py        one update of the parameters
-    update_rules.py  the arithmetic of an update: SGD, Adagrad
-    recorder.py      who is told of every push and pull of a shard
+    update_rules.py  the arithmetic of an update: SGD, momentum, Adagrad, Adam and their kin
+    waiters.py       who is called when a version is reached
+    recorder.py      who is told of all that happens to a shard
+    shard_state.py   all that a shard is, for checkpoints
     arrays.py        float32 arrays as the kernels like them
+    spec.py          behaviours picked by a line of text
 
-Beside the shards, for the whole server: `membership.py` (which workers live), `election.py` (who
-initialises).
+Beside the shards, for the whole server: `membership.py` (which workers live), `election.py` (who initialises),
+`pacing.py` (who may begin a step), `whole_model.py` (one mutex around all shards).
 """

@@ -48,6 +48,8 @@ class Barrier(Aggregation):
         return Apply(self.parts(_in_worker_order(pending))) if pending else None
 
     def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+        if not pending:
+            return ()
         gathered = {contribution.gradient.worker_id for contribution in pending}
         return tuple(worker_id for worker_id in roster.workers if worker_id not in gathered)
 

@@ -39,7 +39,7 @@ class Aggregation(ABC):
         return Apply(mean(pending)) if pending else None
 
     def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
-        """Returns the workers for whose gradients the present round waits, ascending."""
+        """Returns the workers for whose gradients those that are here wait, ascending."""
         return ()
 
     def split(self, roster: Roster) -> float:
