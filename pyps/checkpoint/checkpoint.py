@@ -68,8 +68,9 @@ class RunHeader:
     num_servers: int
     model: Model
     optimizer: RuleSettings
-    # As it is in force, which a run may change while it goes on.
+    # As it is in force, and as the server was told at its start: a run may be changed while it goes on.
     behaviour: BehaviourTexts
+    told: BehaviourTexts
 
     def with_epoch(self, epoch: int) -> RunHeader:
         """Returns the same header with another epoch."""
@@ -87,6 +88,7 @@ class RunHeader:
             "model": {"shard_size": self.model.shard_size, "tensors": tensors},
             "optimizer": {"rule": self.optimizer.rule, "groups": groups},
             "behaviour": dict(self.behaviour),
+            "told": dict(self.told),
         }
 
     @classmethod
@@ -103,6 +105,7 @@ class RunHeader:
             model=Model(tensors, model["shard_size"]),
             optimizer=RuleSettings.make(optimizer["rule"], tuple(optimizer["groups"])),
             behaviour=Behaviour.parse(**plain["behaviour"]).texts,
+            told=Behaviour.parse(**plain["told"]).texts,
         )
 
 

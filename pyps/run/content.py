@@ -56,8 +56,8 @@ class Content:
             )
         return shard
 
-    def header(self, *, epoch: int, behaviour: Behaviour) -> RunHeader:
-        """What the run is, apart from its shards."""
+    def header(self, *, epoch: int, behaviour: Behaviour, told: Behaviour) -> RunHeader:
+        """What the run is, apart from its shards; `told` is the behaviour that the server was started with."""
         # Imported here: checkpoints know runs, and a run knows only the head of a checkpoint.
         from pyps.checkpoint import RunHeader
 
@@ -69,6 +69,7 @@ class Content:
             model=self.partition.model,
             optimizer=self.settings,
             behaviour=behaviour.texts,
+            told=told.texts,
         )
 
 

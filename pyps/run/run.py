@@ -174,7 +174,10 @@ class Run(RunFacts):
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
-        """Goes on from a checkpoint under a new epoch; refuses one that contradicts what the server was told."""
+        """Goes on from a checkpoint under a new epoch; refuses one that contradicts what the server was told.
+
+        What was changed while the run went on stays in force, unless the server is told otherwise than before.
+        """
         header = restored.header
         if self.config.run_id and header.run_id != self.config.run_id:
             raise RunMismatch(
@@ -183,8 +186,9 @@ class Run(RunFacts):
             )
         num_groups = header.model.num_groups
         settle(self.told, header.optimizer, num_groups=num_groups, source="--optimizer", asker="the checkpoint")
-        handshake.check_servers(self.aggregation, header.num_servers)
         told, kept = self.behaviour, Behaviour.parse(**header.behaviour)
+        in_force = kept if told.texts == header.told else told
+        handshake.check_servers(in_force.aggregation, header.num_servers)
         with self._lock:
             self.epoch = header.epoch + 1
             # Gradients that wait are settled by the protocol that kept them, should another be told now.
@@ -192,9 +196,12 @@ class Run(RunFacts):
             content = self._factory().restored(restored, now=self.clock())
             self.statistics.restore_examples({i: shard.examples for i, shard in content.shards.items()})
             self._set_content(content)
-        self.conduct.adopt(told)
-        if told != kept:
+        self.conduct.adopt(in_force)
+        if in_force != kept:
             self.events.add("configured", "the server was told other settings than the checkpoint holds", **told.texts)
+        elif in_force != told:
+            what = "what was changed while the run went on is still in force, not what the server was told"
+            self.events.add("configured", what, **kept.texts)
         self.on_ready()
 
     def header(self) -> RunHeader:
@@ -326,7 +333,7 @@ class Run(RunFacts):
             self._look_for_the_end(self._ending, shard)
 
     def _header(self, content: Content) -> RunHeader:
-        return content.header(epoch=self.epoch, behaviour=self.behaviour)
+        return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
 
     def _look_for_the_end(self, ending: Ending, shard: Shard) -> None:
         ending.after_update(shard, examples=lambda: self.statistics.examples, shards=self.shards.values())

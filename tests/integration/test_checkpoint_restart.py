@@ -231,11 +231,11 @@ def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Star
         second.push(second.push_request(1.0))
         second.leave()
         wait_until(lambda: 2 in checkpoints_in(tmp_path), what="the checkpoint of the end")
-        written = server.output().count("checkpoint written")
+        written = checkpoints_in(tmp_path)
         # Several periods on, the same checkpoint is the newest: there was nothing new to save.
         uptime = inspect(server.control, "GetStatus").uptime_seconds
         wait_until(lambda: inspect(server.control, "GetStatus").uptime_seconds > uptime + 1.2, what="time to pass")
-        assert server.output().count("checkpoint written") == written
+        assert checkpoints_in(tmp_path) == written
         # Work that comes afterwards is another end.
         with WireWorker(server.data, "c") as third:
             third.hello()
@@ -364,3 +364,50 @@ def check_full_disk(start_server: Start, folder: Path, *, make_room: Callable[[S
         assert Checkpoint(Path(second)).load().shards[0].version == 2
     assert server.terminate() == 0
     assert "Traceback" not in server.output()
+
+
+def in_force(server: ServerProcess) -> tuple[str, str, float]:
+    status = inspect(server.control, "GetStatus")
+    return status.protocol, status.staleness, status.learning_rates[0].base
+
+
+def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server: Start, tmp_path: Path) -> None:
+    flags = ("--checkpoint-dir", str(tmp_path), "--staleness", "divide")
+    first = start_server(*flags)
+    with WireWorker(first.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        changes = pb.ConfigureRequest(protocol="softsync:n=1", staleness="none", learning_rate=0.25)
+        inspect(first.control, "Configure", changes)
+        assert first.terminate() == 0
+
+    # As a supervisor starts it again: the same flags, and nothing is lost.
+    second = start_server(*flags, "--resume")
+    assert in_force(second) == ("softsync:n=1", "none", 0.25)
+    assert "is still in force, not what the server was told" in second.output()
+    assert second.terminate() == 0
+
+    # As a person starts it who wants something else.
+    third = start_server(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
+    assert in_force(third) == ("hardsync", "hinge:a=2,b=1", 0.25)
+    assert "the server was told other settings than the checkpoint holds" in third.output()
+
+
+def test_a_round_under_way_goes_on_after_a_restart(start_server: Start, tmp_path: Path) -> None:
+    flags = ("--checkpoint-dir", str(tmp_path), "--protocol", "hardsync", "--expected-workers", "2")
+    first = start_server(*flags)
+    with WireWorker(first.data) as a, WireWorker(first.data, "b") as b:
+        for worker in (a, b):
+            worker.join()
+            worker.push(worker.push_request(1.0))
+        assert a.push(a.push_request(2.0, base_version=1))[0].outcome == common.OUTCOME_PENDING
+        assert first.terminate() == 0
+        second = start_server(*flags, "--resume")
+        assert inspect(second.control, "GetStatus").pending_gradients == 1
+        with WireWorker(second.data) as again, WireWorker(second.data, "b") as late:
+            for worker, old in ((again, a), (late, b)):
+                worker.sender.CopyFrom(old.sender)
+                worker.join()
+            receipt = late.push(late.push_request(4.0, base_version=1, sequence=9))[0]
+            assert (receipt.outcome, receipt.duplicate) == (common.OUTCOME_APPLIED, False)
+            assert values_of(again.pull()[0])[0] == -1.0 - 3.0

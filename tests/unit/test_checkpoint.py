@@ -42,6 +42,7 @@ HEADER = RunHeader(
     model=MODEL,
     optimizer=RuleSettings.make("adagrad", ({"learning_rate": 0.1},)),
     behaviour=make_behaviour("async", "divide").texts,
+    told=make_behaviour("hardsync").texts,
 )
 
 

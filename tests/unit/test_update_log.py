@@ -45,6 +45,7 @@ HEADER = RunHeader(
     model=Model((Tensor("t", (16,)),)),
     optimizer=SETTINGS,
     behaviour=make_behaviour("async", "divide").texts,
+    told=make_behaviour("async").texts,
 )
 
 
