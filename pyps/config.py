@@ -83,7 +83,9 @@ class ServerConfig:
     schedule: str = setting("constant", "How the learning rate changes, as step:every=1000,factor=0.5.")
     epoch_examples: int = setting(0, "Examples in an epoch, for what counts in epochs.", minimum=0)
     batch_growth: str = setting("", "How the workers' minibatch grows, as start=8,maximum=64,every=2 (epochs).")
-    clip_norm: float = setting(0.0, "Largest norm of a push; a longer one is scaled down, 0 takes all.", minimum=0.0)
+    clip_norm: float = setting(
+        0.0, "Largest norm of a push; a longer one is scaled down, 0 takes all.", minimum=0.0, maximum=1e30
+    )
     stall_seconds: float = setting(
         300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
     )

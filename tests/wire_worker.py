@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -149,6 +149,56 @@ class WireWorker:
         """Sends the messages in one stream and returns their receipts."""
         return list(self.stub.Push(iter(requests), timeout=CALL_SECONDS, metadata=self.metadata))
 
+    def push_step(
+        self, values: float, base_versions: Mapping[int, int] | None = None, **fields: object
+    ) -> list[common.Receipt]:
+        """One push of all of this server's shards, under one sequence number."""
+        sequence, shards = next(self._sequences), self.plan.of_server(self.server_index)
+        requests = [
+            self.push_request(
+                values,
+                shard.shard_id,
+                (base_versions or {}).get(shard.shard_id, 0),
+                sequence=sequence,
+                num_shards=len(shards),
+                **fields,
+            )
+            for shard in shards
+        ]
+        return self.push(*requests)
+
+    def train(
+        self, num_steps: int, *, value: float = 1.0, clock: int = 0, wait_seconds: float = 30.0
+    ) -> list[common.Receipt]:
+        """Takes steps as a client should: asks where asked to, pulls what it is to wait for, pushes; all receipts."""
+        receipts: list[common.Receipt] = []
+        ask, min_versions = self.hello().ask_to_proceed, dict[int, int]()
+        for step in range(clock, clock + num_steps):
+            if ask:
+                self.proceed(step, wait_seconds=wait_seconds)
+            wants = [
+                wire.PullRequest.Want(
+                    shard_id=shard.shard_id, held_version=-1, min_version=min_versions.get(shard.shard_id, 0)
+                )
+                for shard in self.plan.of_server(self.server_index)
+            ]
+            versions = {shard.shard_id: shard.version for shard in self.pull(wants, wait_seconds=wait_seconds)}
+            answers = self.push_step(value, versions, clock=step)
+            ask = answers[-1].ask_to_proceed
+            min_versions = {receipt.shard_id: receipt.min_version for receipt in answers}
+            receipts += answers
+        return receipts
+
+    def proceed(self, clock: int, *, wait_seconds: float = 30.0) -> wire.ProceedReply:
+        """Asks for the step after `clock` steps and waits for the answer."""
+        return self.stub.Proceed(
+            self.proceed_request(clock, wait_seconds), timeout=wait_seconds + CALL_SECONDS, metadata=self.metadata
+        )
+
+    def proceed_request(self, clock: int, wait_seconds: float = 30.0) -> wire.ProceedRequest:
+        """The question for the step after `clock` steps."""
+        return wire.ProceedRequest(sender=self.sender, clock=clock, wait_milliseconds=round(wait_seconds * 1000))
+
     def push_frames(self, frames: Iterable[bytes]) -> list[common.Receipt]:
         """Sends raw frames, as the real client does."""
         call = self.channel.stream_stream(METHODS["Push"])
@@ -174,6 +224,11 @@ class WireWorker:
             **fields,
         )
         return list(self.stub.Pull(request, timeout=timeout, metadata=self.metadata))
+
+    def observe(self) -> list[wire.Parameters]:
+        """Pulls everything without being a worker."""
+        request = wire.PullRequest(sender=self.sender, role=common.ROLE_OBSERVER)
+        return list(self.stub.Pull(request, timeout=CALL_SECONDS, metadata=self.metadata))
 
     def pull_frames(self) -> list[tuple[wire.Parameters, Floats]]:
         """Pulls everything as raw frames, as the real client does."""

@@ -241,7 +241,7 @@ class Conduct:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
             handshake.check_servers(behaviour.aggregation, num_servers)
             if learning_rate is not None:
-                require_rate(learning_rate, where="the change")
+                require_rate(learning_rate)
             settled = self._adopt(behaviour, learning_rate=learning_rate)
         rate = "" if learning_rate is None else f"{learning_rate:g}"
         self._events.add(

@@ -46,7 +46,11 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
     texts = {
         "token_file": "/token",
         "checkpoint_dir": "/checkpoints",
-        "record_dir": "/record",
+        "update_log": "/log",
+        "protocol": "softsync:n=2",
+        "warmup": "updates=20,protocol=serial",
+        "schedule": "step:every=100,factor=0.5",
+        "batch_growth": "start=8,maximum=64,every=2,epoch_examples=1000",
         "ready_file": "/ready",
         "stop_after": "updates=5",
         "optimizer": "sgd:learning_rate=0.5",
@@ -57,8 +61,6 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         "run_id": "r",
     }
     for field in dataclasses.fields(ServerConfig):
-        if field.name == "protocol":
-            continue  # There is only one protocol yet.
         if isinstance(field.default, bool):
             text = "true"
         elif isinstance(field.default, int | float):
@@ -92,7 +94,7 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
         assert flag_name(field.name) in words
         assert variable_name(field.name) in words
     in_one_line = " ".join(shown.split())
-    assert "--staleness none|divide What" in in_one_line
+    assert "How pushes become updates: async, softsync, hardsync" in in_one_line
     assert "one. [default: 7610; env: PYPS_PORT]" in in_one_line
     assert in_one_line.count("[default: ") == len(dataclasses.fields(ServerConfig))
 
@@ -115,7 +117,18 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
         ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
         ({"port": "7611"}, {}, ["7611", "differ"]),
         ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
-        ({}, {"PYPS_STALENESS": "nonsense"}, ["PYPS_STALENESS", "'nonsense'", "divide"]),
+        ({}, {"PYPS_STALENESS": "nonsense"}, ["PYPS_STALENESS", "'nonsense'", "divide", "polynomial"]),
+        ({"staleness": "drop:spred=1"}, {}, ["--staleness", "'spred=1'", "spread="]),
+        ({"protocol": "nonsense"}, {}, ["--protocol", "'nonsense'", "async", "hardsync", "softsync"]),
+        ({"protocol": "softsync:n=0"}, {}, ["--protocol", "softsync", "n is 0"]),
+        ({"protocol": "ssp"}, {}, ["--protocol", "ssp", "s=3"]),
+        ({"protocol": "backup:b=4", "expected_workers": "4"}, {}, ["--protocol", "backup:b=4", "nobody", "4 workers"]),
+        ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
+        ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
+        ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
+        ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "epoch_examples"]),
+        ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "epoch_examples"]),
+        ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
     ],
 )
 def test_a_bad_value_is_refused_in_one_sentence_that_names_its_origin(flags, environment, words):
@@ -190,6 +203,24 @@ def test_an_unknown_variable_is_told_with_the_nearest_known_one(name, hint):
     warnings: list[str] = []
     assert made({}, {name: "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
     assert warnings == [f"{name} in the environment is no setting and is ignored; {hint}"]
+
+
+def test_behaviour_is_made_of_all_its_settings():
+    flags = {
+        "protocol": "softsync:n=2",
+        "warmup": "updates=20,protocol=hardsync",
+        "staleness": "polynomial:a=1",
+        "schedule": "step:every=2,factor=0.5,unit=epochs",
+        "epoch_examples": "100",
+        "batch_growth": "start=8,maximum=64",
+        "clip_norm": "2.5",
+    }
+    behaviour = made(flags).behaviour
+    assert behaviour.aggregation.at(0).name == "hardsync"
+    assert behaviour.aggregation.at(20).text == "softsync:n=2"
+    assert (behaviour.staleness.text, behaviour.clip_norm) == ("polynomial:a=1", 2.5)
+    assert behaviour.schedule.factor(0, 400) == 0.25
+    assert behaviour.batch_growth.size(200) == 16
 
 
 def test_stop_conditions_are_read():
