@@ -3,8 +3,10 @@
 // Each function takes the numbers of its rule's formula and checks them. How a rate, a schedule or a
 // bias correction makes those numbers stands in pyps/core/update_rules.py.
 
+#include <cmath>
 #include <deque>
 #include <initializer_list>
+#include <string>
 #include <vector>
 
 #include "binding_arguments.h"
@@ -57,25 +59,28 @@ class GradientList {
  private:
   void add(py::handle item, std::size_t count) {
     const std::string name = "gradients[" + std::to_string(weighted_.size()) + "]";
-    if (!py::isinstance<py::tuple>(item) || py::len(item) != 3) {
+    if (!py::isinstance<py::tuple>(item) || PyTuple_GET_SIZE(item.ptr()) != 3) {
       throw py::type_error(name + " is of type " + type_name(item) +
                            "; expected a tuple (payload, codec, factor)");
     }
-    const auto parts = py::reinterpret_borrow<py::tuple>(item);
-    const Codec codec = to_codec(to_number<int>(parts[1], name + "'s codec"));
-    const float factor =
-        to_float32(to_number<double>(parts[2], name + "'s factor"), (name + "'s factor").c_str());
-    const Bytes& payload = payloads_.emplace_back(py::object(parts[0]), name);
+    const auto part = [&](int index) { return py::handle(PyTuple_GET_ITEM(item.ptr(), index)); };
+    const Codec codec = to_codec(to_number<int>(part(1), name, "codec"));
+    const auto factor = static_cast<float>(to_number<double>(part(2), name, "factor"));
+    if (!std::isfinite(factor)) {
+      throw py::value_error(name + "'s factor is no number that is finite in float32");
+    }
+    const Bytes& payload = payloads_.emplace_back(part(0), name);
     payload.require_count(codec, count);
     weighted_.push_back({.payload = payload.data(), .codec = codec, .factor = factor});
   }
 
   template <class Number>
-  static Number to_number(py::handle object, const std::string& name) {
+  static Number to_number(py::handle object, const std::string& owner, const char* name) {
     try {
       return object.cast<Number>();
     } catch (const py::cast_error&) {
-      throw py::type_error(name + " is of type " + type_name(object) + "; expected a number");
+      throw py::type_error(owner + "'s " + name + " is of type " + type_name(object) +
+                           "; expected a number");
     }
   }
 
