@@ -345,9 +345,9 @@ def draw(path: Path, results: list[Result], laws: list[Law]) -> None:
             axis.axhline(control, color="black", linewidth=1, linestyle=style, label=protocol)
         axis.set_xticks(positions, [str(n) for n in SPLITS])
         axis.set(xlabel="n of n-softsync", ylabel="test error in %", title=f"rate {rate}")
-        # Room above for the legend.
-        axis.set_ylim(0, 1.4 * axis.get_ylim()[1])
-        axis.legend(loc="upper left", ncols=2)
+        # Whole percents that both rates' errors fit into, with room for the legend.
+        axis.set_ylim(0, 100 if axis.get_ylim()[1] > 10 else 10)
+        axis.legend(loc="best")
     expected, measured = [law.expected for law in laws], [law.measured for law in laws]
     law_axis.plot(expected, expected, color="black", linewidth=1, linestyle="--", label="(L - 1) / c")
     law_axis.plot(expected, measured, "o", color="tab:green", label="measured")
