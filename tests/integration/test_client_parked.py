@@ -195,3 +195,18 @@ def test_a_change_of_protocol_ends_the_waits_of_the_one_before(
         inspect(server.control, "Configure", pb.ConfigureRequest(protocol=after))
 
         assert pulling.result(30).keys() == small_model().keys()
+
+
+def test_64_workers_under_hardsync_complete_on_the_default_server(start_server: Start) -> None:
+    num_workers, num_steps = 64, 3
+    server = start_server("--protocol", "hardsync", "--expected-workers", f"{num_workers}")
+
+    def work(index: int) -> set[int]:
+        with client_of(server.data, f"worker-{index}", shard_size=4096) as client:
+            for number in range(num_steps):
+                step(client, seed=num_steps * index + number)
+            client.pull()
+            return set(client.session.held_versions.values())
+
+    with ThreadPoolExecutor(num_workers) as workers:
+        assert set().union(*workers.map(work, range(num_workers))) == {num_steps}
