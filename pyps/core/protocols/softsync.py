@@ -60,7 +60,8 @@ class Softsync(Aggregation):
         gradients_per_update = self.gradients_per_update(num_workers)
         if num_workers == 0 or gradients_per_update * self.n == num_workers:
             return ()
+        every = "gradient" if gradients_per_update == 1 else f"{gradients_per_update} gradients"
         return (
-            f"softsync:n={self.n} with {num_workers} workers makes an update of every {gradients_per_update}"
-            f" gradients, so the effective n is {num_workers / gradients_per_update:g}",
+            f"softsync:n={self.n} with {num_workers} workers makes an update of every {every},"
+            f" so the effective n is {num_workers / gradients_per_update:g}",
         )

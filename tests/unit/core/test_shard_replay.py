@@ -1,0 +1,200 @@
+"""A shard's log, done again in its order, gives the same receipts and the same bits (algorithm notes 1.4, U4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pyps.core.batch_growth import BatchGrowth
+from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.roster import Roster
+from pyps.core.shard import Shard
+from pyps.core.staleness import parse as parse_policy
+from pyps.core.update_rules import RULES
+from shards import (
+    Completed,
+    Configured,
+    Log,
+    crew,
+    digest,
+    gradient,
+    make_behaviour,
+    make_shard,
+    nothing,
+    pull,
+    replay,
+    roster,
+    run_together,
+)
+
+LENGTH = 40
+WORKERS = 5
+BEHAVIOURS = {
+    "plain": make_behaviour("async", "divide"),
+    "rounds": make_behaviour("hardsync", rate_schedule="exponential:decay=0.9,every=3"),
+    "few": make_behaviour("softsync:n=2", "per_update", clip_norm=4.0),
+    "backup": make_behaviour(
+        "backup:b=1",
+        "constant",
+        batch_growth=BatchGrowth.parse("start=8,maximum=64,lr_scaling=sqrt", epoch_examples=50),
+    ),
+    "staged": Behaviour.parse(protocol="softsync:n=1", warmup="updates=6,protocol=hardsync", staleness="drop:spread=3"),
+    "sums": make_behaviour("ssp:s=0,strict_bsp=true"),
+}
+
+
+class Scenario:
+    """Pushes of all kinds, with rosters, behaviours and rates that change, drawn from a seed."""
+
+    def __init__(self, shard: Shard, seed: int) -> None:
+        self.shard = shard
+        self.random = np.random.default_rng(seed)
+        self.roster = crew(WORKERS)
+        self.sequences = dict.fromkeys(self.roster.workers, 0)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.random.choice(
+                np.array([self.push, self.change_roster, self.change_behaviour, self.change_rate], dtype=object),
+                p=[0.85, 0.07, 0.05, 0.03],
+            )()
+
+    def push(self) -> None:
+        worker_id = str(self.random.choice(list(self.sequences)))
+        sequence = self.sequences[worker_id]
+        self.sequences[worker_id] += 1
+        base_version = max(0, self.shard.version - int(self.random.choice([0, 0, 0, 1, 4])))
+        fields = {
+            "worker_id": worker_id,
+            "sequence": sequence,
+            "base_version": base_version,
+            "example_count": int(self.random.integers(0, 20)),
+            "norm": float(self.random.uniform(0, 9)),
+            "learning_rate": float(self.random.uniform(0.05, 0.2)) if self.random.random() < 0.1 else None,
+        }
+        self.shard.push(self._payload()(**fields), roster=self.roster)
+
+    def _payload(self) -> Callable[..., Gradient]:
+        values = self.random.standard_normal(LENGTH).astype(np.float32)
+        kind = self.random.random()
+        if kind < 0.1:
+            return nothing
+        if kind < 0.2:
+            return lambda **fields: gradient(values / 100, kind=PayloadKind.DELTA, **fields)
+        if kind < 0.3:
+            half = values.astype(np.float16).tobytes()
+            return lambda **fields: gradient([], payload=half, codec=Codec.FLOAT16, **fields)
+        return lambda **fields: gradient(values, **fields)
+
+    def change_roster(self) -> None:
+        present = self.random.random(WORKERS) < 0.7
+        names = [worker_id for worker_id, here in zip(self.sequences, present, strict=True) if here]
+        self.roster = Roster(tuple(names))
+        self.shard.complete(self.roster)
+
+    def change_behaviour(self) -> None:
+        behaviour = BEHAVIOURS[str(self.random.choice(list(BEHAVIOURS)))]
+        if behaviour is not BEHAVIOURS["backup"] or self.roster.num_workers > 1:
+            self.shard.configure(behaviour=behaviour, roster=self.roster)
+
+    def change_rate(self) -> None:
+        self.shard.configure(learning_rate=float(self.random.uniform(0.05, 0.2)), roster=self.roster)
+
+
+def fresh(rule: str, first: str = "plain", recorder: Log | None = None) -> Shard:
+    parameters = np.random.default_rng(0).standard_normal(LENGTH)
+    return make_shard(
+        parameters, rule=rule, settings={"learning_rate": 0.1}, behaviour=BEHAVIOURS[first], recorder=recorder
+    )
+
+
+def slots(shard: Shard) -> dict[str, str]:
+    return {name: digest(slot) for name, slot in shard.state().slots.items()}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_mixed_log_gives_the_same_bits(rule: str) -> None:
+    log = Log()
+    shard = fresh(rule, recorder=log)
+    Scenario(shard, seed=len(rule)).run(600)
+    again = fresh(rule)
+    replay(log, again)
+    assert digest(pull(again)[1]) == digest(pull(shard)[1])
+    assert slots(again) == slots(shard)
+    one, other = again.state(), shard.state()
+    assert (one.version, one.examples, one.learning_rate, one.ledger) == (
+        other.version,
+        other.examples,
+        other.learning_rate,
+        other.ledger,
+    )
+    assert [waiting.gradient for waiting in one.pending] == [waiting.gradient for waiting in other.pending]
+
+
+def test_the_mixed_log_holds_all_that_can_happen() -> None:
+    """Else the replay above would show less than it says."""
+    log = Log()
+    shard = fresh("sgd", recorder=log)
+    Scenario(shard, seed=3).run(3000)
+    kinds = {type(event) for event in log.events[0]}
+    assert {Completed, Configured} <= kinds
+    outcomes = {(event.receipt.outcome.name, event.receipt.reason.name) for event in log.pushes(0)}
+    assert outcomes == {
+        ("APPLIED", "UNSPECIFIED"),
+        ("PENDING", "UNSPECIFIED"),
+        ("REJECTED", "STALE"),
+        ("REJECTED", "DROPPED"),
+        ("REJECTED", "REPEATED"),
+    }
+
+
+@pytest.mark.parametrize("first", sorted(BEHAVIOURS))
+def test_the_log_of_real_threads_gives_the_same_bits(first: str) -> None:
+    """Pushes, rosters and behaviours change from several threads; the order of the log is the order of the lock."""
+    log = Log()
+    shard = fresh("momentum", first, recorder=log)
+
+    def pusher(worker_id: str, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for sequence in range(60):
+            values = random.standard_normal(LENGTH).astype(np.float32)
+            sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=shard.version)
+            shard.push(sent, roster=crew(4))
+
+    def changer() -> None:
+        for index in range(30):
+            shard.complete(crew(1 + index % 4))
+            if index % 5 == 0:
+                shard.configure(behaviour=BEHAVIOURS[sorted(BEHAVIOURS)[index // 5]], roster=crew(4))
+
+    pushers = [lambda index=index: pusher(f"w{index:02d}", index) for index in range(4)]
+    run_together([*pushers, changer])
+    again = fresh("momentum", first)
+    replay(log, again)
+    assert digest(pull(again)[1]) == digest(pull(shard)[1])
+    assert slots(again) == slots(shard)
+
+
+@pytest.mark.parametrize("policy", ["none", "divide", "constant", "per_update", "drop:spread=3"])
+@pytest.mark.parametrize(
+    "protocol",
+    ["softsync:n=1", "hardsync", "hardsync:weighting=equal", "backup:b=0", "ssp:s=0", "ssp:s=0,strict_bsp=true"],
+)
+def test_one_worker_alone_has_the_same_bits_under_every_protocol(protocol: str, policy: str) -> None:
+    """U6, on the shard alone: no share, weight or rate scale but 1 may enter."""
+    assert parse_policy(policy).text == policy
+    shards = [
+        make_shard(np.ones(LENGTH), rule="adam", settings={"learning_rate": 0.1}, protocol=text, policy=policy)
+        for text in (protocol, "async")
+    ]
+    for shard in shards:
+        random = np.random.default_rng(1)
+        for sequence in range(20):
+            values = random.standard_normal(LENGTH).astype(np.float32)
+            sent = gradient(values, sequence=sequence, base_version=sequence, example_count=7 + sequence % 3)
+            assert shard.push(sent, roster=roster()).version_after == sequence + 1
+    assert digest(pull(shards[0])[1]) == digest(pull(shards[1])[1])
+    assert slots(shards[0]) == slots(shards[1])
