@@ -326,43 +326,6 @@ def test_a_tensor_without_a_gradient_does_not_hold_up_the_round_of_its_shard(sta
             np.testing.assert_allclose(tensor, expected, rtol=0, atol=1e-6)
 
 
-def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server: Start) -> None:
-    server = start_server("--batch-growth", "start=8,maximum=32,every=1", "--epoch-examples", "10")
-    sizes = []
-    with client_of(server, "a") as client:
-        for step in range(6):
-            sizes.append(client.batch_size)
-            client.push(gradients_like(small_model(), step), examples=5)
-
-    assert sizes == [8, 8, 16, 16, 32, 32]
-
-
-def test_a_server_that_clips_is_told_the_norm_of_the_whole_push(start_server: Start) -> None:
-    """Split over two servers, a gradient is scaled by its whole norm: as if it were on one."""
-    servers = start_servers(start_server, 2, "--clip-norm", "1")
-    model = small_model()
-    gradients = gradients_like(model, 0)
-    norm = np.sqrt(sum(np.sum(np.square(gradient, dtype=np.float64)) for gradient in gradients.values()))
-    with make_client(addresses(servers), optimizer=("sgd", {"learning_rate": RATE})) as client:
-        client.push(gradients)
-        pulled = client.pull()
-
-    for name, first in model.items():
-        np.testing.assert_allclose(pulled[name], first - RATE / norm * gradients[name], rtol=0, atol=1e-6)
-
-
-def test_the_owner_of_the_schedule_changes_the_rate_with_its_push(start_server: Start) -> None:
-    server = start_server("--staleness", "none")
-    model = small_model()
-    vector = np.concatenate([gradient.reshape(-1) for gradient in gradients_like(model, 0).values()])
-    with client_of(server, "owner") as client:
-        rates = [{receipt.rate for receipt in client.session.push([vector])}]
-        rates.append({receipt.rate for receipt in client.session.push([vector], learning_rates={0: 0.01})})
-        rates.append({receipt.rate for receipt in client.session.push([vector])})
-
-    assert rates == [{RATE}, {0.01}, {0.01}]
-
-
 def steps_of(worker: PythonProcess) -> int:
     """Steps that a worker has told of."""
     return worker.output().count("\nstep ")
