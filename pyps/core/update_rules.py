@@ -48,7 +48,8 @@ class Sgd(UpdateRule):
 class Momentum(UpdateRule):
     """v = m * v + (1 - dampening) * g; theta -= alpha * v: heavy-ball momentum in torch's form.
 
-    The first update takes v = g without dampening, as torch does. A new rate moves along the old velocity too.
+    A shard's first update takes v = g without dampening, as torch does. A new rate moves along the old
+    velocity too.
     """
 
     name = "momentum"
