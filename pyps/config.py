@@ -278,6 +278,8 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
             parse(config)
         except (PypsError, ValueError) as error:
             raise ConfigError(f"{origin(name)} cannot be used: {error}") from None
+    if config.log_gradients and config.update_log is None:
+        raise ConfigError(f"{origin('log_gradients')} needs a folder to log to: give --update-log too")
     if config.resume and config.checkpoint_dir is None:
         raise ConfigError(f"{origin('resume')} needs a folder to resume from: give --checkpoint-dir too")
     if config.lease_seconds <= config.heartbeat_seconds:

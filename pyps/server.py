@@ -201,6 +201,7 @@ class Server:
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
             if config.checkpoint_dir
             else "none (--checkpoint-dir)",
+            "update log": _update_log_in_words(config),
         }
 
     def _log_ready(self) -> None:
@@ -311,6 +312,14 @@ def _update_log_of(config: ServerConfig) -> UpdateLog | None:
     return UpdateLog(
         config.update_log, log_gradients=config.log_gradients, payload_bytes_max=config.log_gradients_max_bytes
     )
+
+
+def _update_log_in_words(config: ServerConfig) -> str:
+    if config.update_log is None:
+        return "none (--update-log)"
+    if not config.log_gradients:
+        return f"{config.update_log}, without gradients (--log-gradients)"
+    return f"{config.update_log}, with gradients up to {in_bytes(config.log_gradients_max_bytes)}"
 
 
 def _versions(run: Run) -> dict[int, int]:

@@ -67,7 +67,8 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
             text = str(field.default + 10)
         else:
             text = texts[field.name]
-        others = {"checkpoint_dir": "/checkpoints"} if field.name == "resume" else {}
+        needed = {"resume": "checkpoint_dir", "log_gradients": "update_log"}.get(field.name)
+        others = {needed: texts[needed]} if needed else {}
         by_flag = made({field.name: text, **others})
         by_environment = made(others, {f"PYPS_{field.name.upper()}": text})
         bare = isinstance(field.default, int | float)
@@ -114,6 +115,7 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
         ({"stop_after": "updates=-1"}, {}, ["--stop-after", "'updates=-1'", "updates=N"]),
         ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
         ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
+        ({"log_gradients": True}, {}, ["--log-gradients", "--update-log"]),
         ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
         ({"port": "7611"}, {}, ["7611", "differ"]),
         ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
