@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -34,6 +35,25 @@ def crew(server: ServerProcess, num_workers: int, **fields: object) -> Iterator[
         for worker in workers:
             assert worker.hello().state == common.RUN_STATE_READY
         yield workers
+
+
+@contextlib.contextmanager
+def beating(workers: Iterable[WireWorker], seconds: float = 0.2) -> Iterator[None]:
+    """Gives signs of life for the workers, as their clients would."""
+    workers, ends = list(workers), threading.Event()
+
+    def beat() -> None:
+        while not ends.wait(seconds):
+            for worker in workers:
+                worker.heartbeat()
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        heart.join(20)
 
 
 def at_once(calls: Iterable[Callable[[], T]], deadline_seconds: float = 60.0) -> list[T]:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from support import wait_until
-from wire_crew import QUICK_LEASES, crew, events_of, status_of, wait_for_event
+from wire_crew import QUICK_LEASES, beating, crew, events_of, status_of, wait_for_event
 from wire_worker import WireWorker, refusal_of
 
 
@@ -115,19 +115,8 @@ def test_a_dead_worker_s_turn_passes_within_its_lease(start_server):
         dead.join()
         alive.join()
         dead.proceed(0)
-        ends = threading.Event()
-
-        def live() -> None:
-            while not ends.wait(0.2):
-                alive.heartbeat()
-
-        heart = threading.Thread(target=live)
-        heart.start()
-        try:
+        with beating([alive]):
             alive.proceed(0, wait_seconds=15)
-        finally:
-            ends.set()
-            heart.join(20)
     assert "dead" in wait_for_event(server, "expired")
     assert not any("alive" in message for message in events_of(server, "expired"))
 

@@ -1,0 +1,157 @@
+"""Protocol, rate and schedule changed while the run goes on; one owner of the learning rate."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.errors import METADATA_KEY
+from pyps_wire.partition import Model, Tensor
+from support import wait_until
+from wire_crew import QUICK_LEASES, configure, crew, events_of, status_of, wait_for_event
+from wire_worker import WireWorker, refusal_of, values_of
+
+
+def parked_pull(worker: WireWorker, min_version: int, seconds: float = 40.0):
+    """Starts a pull of shard 0 that waits for a version."""
+    want = wire.PullRequest.Want(shard_id=0, held_version=min_version - 1, min_version=min_version)
+    request = wire.PullRequest(
+        sender=worker.sender, epoch=worker.epoch, wants=[want], wait_milliseconds=round(seconds * 1000)
+    )
+    return worker.stub.Pull(request, timeout=seconds + 10)
+
+
+def test_gradients_that_wait_become_an_update_when_the_protocol_goes_and_parked_pulls_are_answered(start_server):
+    server = start_server("--protocol", "hardsync", "--staleness", "none", "--expected-workers", "3")
+    with crew(server, 3) as [first, second, third]:
+        for worker, value in ((first, 1.0), (second, 3.0)):
+            assert worker.push(worker.push_request(value))[0].outcome == common.OUTCOME_PENDING
+        pulls = [parked_pull(worker, 1) for worker in (first, second)]
+        wait_until(lambda: len(status_of(server).waiting_for) == 2, 20, "both pulls")
+        reply = configure(server, protocol="async")
+        assert (reply.protocol, reply.gradients_settled, reply.updates_made) == ("async", 2, 1)
+        for pull in pulls:
+            [shard] = pull
+            assert (shard.version, set(values_of(shard))) == (1, {-2.0})
+        assert third.push(third.push_request(1.0))[0].version_after == 2
+        heartbeat = first.heartbeat()
+        assert (heartbeat.protocol, heartbeat.current_version_only) == ("async", False)
+    assert "protocol async" in wait_for_event(server, "configured")
+
+
+def test_a_protocol_with_turns_begins_and_ends_while_workers_train(start_server):
+    server = start_server("--staleness", "none")
+    with crew(server, 2) as [first, second]:
+        assert not first.push(first.push_request(1.0))[0].ask_to_proceed
+        configure(server, protocol="serial")
+        assert first.push(first.push_request(1.0, base_version=1))[0].ask_to_proceed
+        first.proceed(2)
+        call = second.stub.Proceed.future(second.proceed_request(0), timeout=40)
+        wait_until(lambda: status_of(server).waiting_for, 20, "the second worker's question")
+        # The next pacer knows who computes.
+        configure(server, protocol="ssp:s=0")
+        assert call.result(20).ask_to_proceed
+        first.push(first.push_request(1.0, base_version=2))
+        call = first.stub.Proceed.future(first.proceed_request(3), timeout=40)
+        wait_until(lambda: status_of(server).waiting_for, 20, "the first worker's question")
+        configure(server, protocol="async")
+        assert not call.result(20).ask_to_proceed
+
+
+def test_a_change_to_a_barrier_gathers_from_the_next_push_on(start_server):
+    server = start_server("--staleness", "none")
+    with crew(server, 2) as [first, second]:
+        first.push(first.push_request(1.0))
+        second.push(second.push_request(1.0))
+        configure(server, protocol="hardsync")
+        assert first.hello().current_version_only
+        assert first.push(first.push_request(1.0, base_version=1))[0].reason == common.REASON_STALE
+        assert first.push(first.push_request(1.0, base_version=2))[0].outcome == common.OUTCOME_PENDING
+        assert second.push(second.push_request(3.0, base_version=2))[0].version_after == 3
+        assert set(values_of(first.pull()[0])) == {-4.0}
+
+
+def test_rate_policy_and_schedule_change_for_the_next_update(start_server):
+    with crew(server := start_server(), 1) as [worker]:
+        assert worker.push(worker.push_request(1.0))[0].rate == 1.0
+        configure(server, learning_rate=0.5, staleness="constant")
+        assert worker.push(worker.push_request(1.0, base_version=1))[0].rate == 0.5
+        configure(server, schedule="step:every=1,factor=0.5")
+        assert worker.push(worker.push_request(1.0, base_version=2))[0].rate == 0.5 * 0.25
+        assert "learning rate 0.5" in wait_for_event(server, "configured")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"protocol": "nonsense"}, ["'nonsense'", "hardsync"]),
+        ({"protocol": "softsync:n=0"}, ["softsync", "n is 0"]),
+        ({"protocol": "asgd:mutex=whole"}, ["one server", "mutex=shard", "2"]),
+        ({"staleness": "nonsense"}, ["'nonsense'", "divide"]),
+        ({"learning_rate": -1.0}, ["-1"]),
+        ({"schedule": "nonsense"}, ["'nonsense'", "cosine"]),
+        ({"protocol": "hardsync", "staleness": "nonsense"}, ["'nonsense'"]),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused_and_changes_nothing(start_server, change, words):
+    server = start_server()
+    with WireWorker(server.data, model=Model((Tensor("x", (4096,)),)), num_servers=2) as worker:
+        worker.join()
+        with pytest.raises(grpc.RpcError) as caught:
+            configure(server, **change)
+        assert caught.value.code().name == "INVALID_ARGUMENT"
+        for word in words:
+            assert word in caught.value.details()
+        status = status_of(server)
+        assert (status.protocol, status.staleness, status.schedule) == ("async", "divide", "constant")
+        assert not events_of(server, "configured")
+
+
+def test_one_worker_owns_the_learning_rate_until_it_goes(start_server):
+    server = start_server(*QUICK_LEASES)
+    with crew(server, 2) as [owner, other]:
+        [receipt] = owner.push(owner.push_request(1.0, learning_rate=0.25))
+        assert receipt.rate == 0.25
+        status, name, text = refusal_of(other.push, other.push_request(1.0, base_version=1, learning_rate=0.5))
+        assert (status, name) == ("FAILED_PRECONDITION", "ScheduleOwned")
+        for word in ("'w1'", "'w0'", "owns_schedule"):
+            assert word in text
+        [receipt] = other.push(other.push_request(1.0, base_version=1))
+        assert receipt.rate == 0.25
+        assert status_of(server).schedule_owner == "w0"
+        with pytest.raises(grpc.RpcError) as caught:
+            configure(server, schedule="step:every=1,factor=0.5")
+        assert dict(caught.value.trailing_metadata())[METADATA_KEY] == "ScheduleOwned"
+        owner.leave()
+        [receipt] = other.push(other.push_request(1.0, base_version=2, learning_rate=0.5))
+        assert receipt.rate == 0.5
+
+
+def test_a_worker_s_learning_rate_is_refused_where_the_server_has_a_schedule(start_server):
+    server = start_server("--schedule", "step:every=1,factor=0.5")
+    with crew(server, 1) as [worker]:
+        _, name, text = refusal_of(worker.push, worker.push_request(1.0, learning_rate=0.5))
+        assert name == "ScheduleOwned"
+        for word in ("--schedule", "step:", "'w0'"):
+            assert word in text
+
+
+def test_a_softsync_that_does_not_divide_its_workers_is_told(start_server):
+    server = start_server("--protocol", "softsync:n=2", "--expected-workers", "3")
+    with crew(server, 3) as workers:
+        for worker in workers:
+            worker.push(worker.push_request(1.0))
+        [warning] = wait_until(lambda: events_of(server, "warning"), 20, "the warning")
+        assert "softsync:n=2" in warning
+        assert "3" in warning
+        assert list(status_of(server).warnings) == [warning]
+
+
+def test_a_late_joiner_s_own_rate_is_no_difference_after_the_owner_changed_it(start_server):
+    server = start_server()
+    with crew(server, 1) as [owner]:
+        owner.push(owner.push_request(1.0, learning_rate=0.25))
+        with WireWorker(server.data, "late") as late:
+            assert late.hello().state == common.RUN_STATE_READY
