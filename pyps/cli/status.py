@@ -118,6 +118,10 @@ def _lines(answers: Sequence[Answer]) -> Iterable[str]:
         for event in answer.events:
             yield f"{answer.address} {_seconds(event.age_seconds)} ago: {event.message}"
     for answer in answers:
+        late = sorted({name for shard in answer.shards for name in shard.waiting_for})
+        if late:
+            yield f"{answer.address} its round waits for the gradients of {_names(late)}"
+    for answer in answers:
         for reason in answer.status.waiting_for:
             yield f"{answer.address} waits: {reason}"
     for answer in answers:
@@ -174,7 +178,9 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "version": _range(status.version_min, status.version_max),
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{status.updates:,}, the last {last}",
-        "pushes": "{:,} applied, {:,} pending, {:,} rejected ({:,} not needed), {:,} repeated".format(*pushes),
+        "pushes": "{:,} applied, {:,} kept for an update, {:,} rejected ({:,} not needed), {:,} repeated".format(
+            *pushes
+        ),
         "waiting gradients": f"{status.pending_gradients:,}, {in_bytes(status.pending_bytes)}"
         if status.pending_gradients
         else "",
@@ -193,7 +199,7 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
     for name in ("worker", "state", "where", "steps"):
         table.add_column(name)
     for name in (
-        "applied",
+        "taken",
         "rejected",
         "repeated",
         "staleness",
@@ -213,7 +219,7 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
         _add(
             table,
             *(name, _state(latest), f"{latest.host} {latest.process_id} {latest.device}", latest.clock),
-            *(sum(w.pushes_applied for w in known), sum(w.pushes_rejected for w in known)),
+            *(taken, sum(w.pushes_rejected for w in known)),
             sum(w.pushes_duplicate for w in known),
             f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",
             f"{_mean(known, 'step_lost', taken):.1%}",
@@ -228,7 +234,7 @@ def _shards_table(answers: Sequence[Answer], shown: int | None) -> Table:
     hidden = len(rows) - shown if shown is not None else 0
     table = Table(title="shards", caption=f"{hidden} more: --all shows them" if hidden > 0 else None)
     for name in (
-        *("server", "shard", "group", "from", "parameters", "version", "CRC-32", "applied", "waiting"),
+        *("server", "shard", "group", "from", "parameters", "version", "CRC-32", "taken", "waiting"),
         *("staleness", "step lost"),
     ):
         table.add_column(name, justify="left" if name == "server" else "right")
@@ -236,7 +242,7 @@ def _shards_table(answers: Sequence[Answer], shown: int | None) -> Table:
         _add(
             table,
             *(address, shard.shard_id, shard.group, f"{shard.offset:,}", f"{shard.num_parameters:,}"),
-            *(shard.version, shard.checksum, shard.pushes_applied, shard.pending_gradients),
+            *(shard.version, shard.checksum, shard.pushes_applied + shard.pushes_pending, shard.pending_gradients),
             f"{shard.staleness_mean:.2f}, max {shard.staleness_max}",
             f"{shard.step_lost:.1%}",
         )

@@ -102,4 +102,5 @@ def test_status_tells_whom_a_round_waits_for(start_server: Start, shell: Shell) 
         assert list(shard.waiting_for) == ["slow"]
         shown = shell("status", "--servers", server.control)
     assert "2: quick, slow" in shown
+    assert f"{server.control} its round waits for the gradients of slow" in shown
     assert "worker joined" in shown
