@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def pushed_parts(partition: Partition, server_index: int, present: Sequence[bool
     return tuple((shard, _extents(partition, shard, present)) for shard in shards)
 
 
-def norm_of(parts: Sequence[Part], vectors: Sequence[npt.NDArray[Any]], *, codec: int, kinds: Sequence[int]) -> float:
+def norm_of(parts: Iterable[Part], vectors: Sequence[npt.NDArray[Any]], *, codec: int, kinds: Sequence[int]) -> float:
     """The Euclidean norm of a push's gradients; deltas do not count. Summed in float64."""
     total = 0.0
     for shard, extents in parts:

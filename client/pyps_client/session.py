@@ -24,7 +24,7 @@ from pyps_client.pulling import Held, hold_nothing, versions_of
 from pyps_client.pushing import OutgoingPush, check_bases, check_push, norm_of, pushed_parts
 from pyps_client.refusals import OUTDATED, Refusals
 from pyps_client.servers import Servers
-from pyps_client.terms import Terms
+from pyps_client.terms import Terms, warn_of_differences
 from pyps_client.vectors import Vector, check_vectors
 from pyps_client.versions import Versions
 from pyps_wire.codecs import codec_of, dtype_of
@@ -106,6 +106,7 @@ class Session:
         for connection, reply in zip(connections, replies, strict=True):
             check_limits(connection, reply, self.partition, codec=self._codec)
             self._note_hello(connection, reply)
+        warn_of_differences(replies)
         self._hello = first = replies[0]
         self._heartbeat = Heartbeat(
             *(connections, first.heartbeat_seconds or 5.0),
@@ -156,8 +157,7 @@ class Session:
         parts = [pushed_parts(self.partition, connection.index, present) for connection in self._servers]
         header = self._push_header(example_count, minibatch_count)
         if self._terms.clip_norm > 0:
-            everything = [part for of_server in parts for part in of_server]
-            header.gradient_norm = norm_of(everything, vectors, codec=self._codec, kinds=kinds)
+            header.gradient_norm = norm_of(chain(*parts), vectors, codec=self._codec, kinds=kinds)
         pushes = []
         for server, epoch in enumerate(epochs):
             header.epoch = epoch
@@ -173,7 +173,7 @@ class Session:
         for server, epoch in enumerate(epochs):
             self._rates.answered(server, epoch=epoch, receipts=answers[server])
             self._note_receipts(server, answers[server])
-        return sorted(chain.from_iterable(answers), key=lambda receipt: receipt.shard_id)
+        return sorted(chain(*answers), key=lambda receipt: receipt.shard_id)
 
     def pull(
         self,
@@ -266,7 +266,7 @@ class Session:
 
     @property
     def staleness(self) -> str:
-        """The staleness policy in force ("divide"), known after `connect`. It may change while the run goes on."""
+        """The staleness policy in force ("divide"); as `protocol`."""
         return self._terms.staleness
 
     @property
@@ -297,7 +297,7 @@ class Session:
     def report(self, **scalars: float) -> None:
         """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
         with self._lock:
-            self._scalars.update({name: float(value) for name, value in scalars.items()})
+            self._scalars |= {name: float(value) for name, value in scalars.items()}
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Leaves the run ("finished", or "failed" and why). A second call does nothing."""
@@ -389,7 +389,6 @@ class Session:
             return HeartbeatRequest(sender=self._handshake.sender, clock=self.clock, scalars=self._scalars)
 
     def _heard(self, connection: Connection, reply: HeartbeatReply) -> None:
-        """Acts on a heartbeat's answer."""
         connection.epoch = max(connection.epoch, reply.epoch)
         self._note_version(reply.version)
         if connection.index == 0:

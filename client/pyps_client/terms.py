@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from pyps_client.log import logger
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
@@ -44,3 +47,15 @@ class Terms:
         self.protocol, self.staleness = reply.protocol, reply.staleness
         self.accumulate = reply.accumulate
         self.current_version_only = reply.current_version_only
+
+
+def warn_of_differences(replies: Sequence[HelloReply]) -> None:
+    """Says where a server goes by another protocol or policy than server 0: nobody else compares them."""
+    for index, reply in enumerate(replies):
+        for name in ("protocol", "staleness"):
+            theirs, first = getattr(reply, name), getattr(replies[0], name)
+            if theirs != first:
+                logger.warning(
+                    "server %d goes by %s %s, server 0 by %s: give all servers the same --%s.",
+                    *(index, name, theirs, first, name),
+                )

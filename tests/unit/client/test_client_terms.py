@@ -1,0 +1,42 @@
+"""What the protocol in force asks of a worker, from three kinds of messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps_client.terms import Terms, warn_of_differences
+from pyps_wire.common_pb2 import Receipt
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
+
+
+def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_the_rest() -> None:
+    terms = Terms()
+
+    terms.greeted(HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
+    assert (terms.protocol, terms.current_version_only, terms.ask_to_proceed) == ("hardsync", True, False)
+
+    terms.answered(Receipt(ask_to_proceed=True, batch_size=16))
+    assert (terms.ask_to_proceed, terms.batch_size, terms.protocol) == (True, 16, "hardsync")
+
+    terms.reminded(HeartbeatReply(protocol="asgd:accumulate=4", staleness="divide", accumulate=4))
+    assert (terms.protocol, terms.staleness, terms.accumulate) == ("asgd:accumulate=4", "divide", 4)
+    assert (terms.current_version_only, terms.ask_to_proceed, terms.clip_norm) == (False, True, 2.0)
+
+
+def test_a_heartbeat_that_tells_nothing_changes_nothing() -> None:
+    terms = Terms()
+    terms.greeted(HelloReply(protocol="hardsync", current_version_only=True))
+
+    terms.reminded(HeartbeatReply(known=False))
+
+    assert (terms.protocol, terms.current_version_only) == ("hardsync", True)
+
+
+def test_servers_of_one_run_that_were_told_different_protocols_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_differences([HelloReply(protocol="hardsync", staleness="none")] * 2)
+    assert caplog.messages == []
+
+    warn_of_differences([HelloReply(protocol="hardsync"), HelloReply(protocol="async")])
+
+    sentence = "server 1 goes by protocol async, server 0 by hardsync: give all servers the same --protocol."
+    assert caplog.messages == [sentence]
