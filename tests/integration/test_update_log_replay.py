@@ -10,9 +10,10 @@ import pytest
 
 from client_support import addresses, start_servers
 from inspection import checksums
-from pyps.update_log import LoggedPush, Pulled, ShardLog, log_paths, replay
+from pyps.update_log import Completed, Ended, LoggedPush, Pulled, ShardLog, Updated, log_paths, replay
 from pyps.update_log.lines import decode, encode
-from support import PythonProcess, ServerProcess
+from support import PythonProcess, ServerProcess, wait_until
+from wire_worker import WireWorker
 
 NUM_WORKERS = 4
 STEPS = 12
@@ -145,3 +146,27 @@ def check_conservation_law(path: Path) -> int:
     # Every push triggered an update of its own: so many, at least, lie between a push and the next pull.
     assert between >= sum(len(versions) - 1 for versions in pushes.values())
     return staleness_sum
+
+
+def test_a_round_that_a_worker_left_is_replayed_to_the_final_bits(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start_server("--protocol", "hardsync", "--update-log", str(tmp_path), "--log-gradients")
+    assert f"{tmp_path}, with gradients up to" in server.output()
+    with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
+        a.join()
+        b.join()
+        a.push(a.push_request(1.0))
+        # From here on both count, and both are waited for.
+        b.push(b.push_request(0.7, base_version=1))
+        a.push(a.push_request(0.1, base_version=1))
+        a.push(a.push_request(0.3, base_version=2))
+        b.leave()
+        wait_until(lambda: checksums(server.control)[0][0] == 3, what="the round without the worker that left")
+        final = checksums(server.control)[0]
+        assert server.terminate() == 0
+    (path,) = log_paths(tmp_path)
+    replayed = replay(path)
+    assert (replayed.difference, replayed.ended, replayed.updates) == ("", True, 3)
+    assert (replayed.version, replayed.checksum) == final
+    assert [type(event) for event in ShardLog(path).events()][-3:] == [Completed, Updated, Ended]
