@@ -8,6 +8,9 @@ import grpc
 import numpy as np
 import torch
 
+from pyps.core.gradient import Codec
+from pyps.core.update_rules import RULES, WeightedGradient, validate
+from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersRequest, Status, WorkerInfo
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from support import ServerProcess
@@ -66,3 +69,24 @@ def workers(server: ServerProcess) -> dict[str, WorkerInfo]:
     with grpc.insecure_channel(server.control) as channel:
         reply = InspectorStub(channel).ListWorkers(ListWorkersRequest(), timeout=20)
     return {worker.worker_id: worker for worker in reply.workers}
+
+
+class SerialRule:
+    """A rule's own run on one vector, without servers."""
+
+    def __init__(self, settings: OptimizerSettings, parameters: np.ndarray) -> None:
+        self.rule = RULES[settings.rule]
+        self.hyperparameters = validate(self.rule, dict(settings.groups[0].hyperparameters))
+        self.parameters = parameters
+        self.slots = self.rule.make_slots(len(parameters), self.hyperparameters)
+        self.version = 0
+
+    def step(self, gradient: np.ndarray, rate: float) -> None:
+        gradients = [WeightedGradient(gradient.tobytes(), Codec.FLOAT32, 1.0)]
+        self.rule.apply(
+            *(self.parameters, self.slots, gradients),
+            rate=rate,
+            version=self.version,
+            hyperparameters=self.hyperparameters,
+        )
+        self.version += 1

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from pyps.core.gradient import Codec
-from pyps.core.update_rules import RULES, WeightedGradient, validate
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
-from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import ScheduleOwned, SettingsChanged
-from training import addresses, backward, batches, gradients_of, mlp, parameters_of, status
+from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of, status
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -40,27 +37,6 @@ SCHEDULERS = {
 }
 
 
-class Serial:
-    """A rule's own run on one vector, without servers."""
-
-    def __init__(self, settings: OptimizerSettings, parameters: np.ndarray) -> None:
-        self.rule = RULES[settings.rule]
-        self.hyperparameters = validate(self.rule, dict(settings.groups[0].hyperparameters))
-        self.parameters = parameters
-        self.slots = self.rule.make_slots(len(parameters), self.hyperparameters)
-        self.version = 0
-
-    def step(self, gradient: np.ndarray, rate: float) -> None:
-        gradients = [WeightedGradient(gradient.tobytes(), Codec.FLOAT32, 1.0)]
-        self.rule.apply(
-            *(self.parameters, self.slots, gradients),
-            rate=rate,
-            version=self.version,
-            hyperparameters=self.hyperparameters,
-        )
-        self.version += 1
-
-
 def assert_close(mine: torch.nn.Module, torchs: torch.nn.Module) -> None:
     difference = np.linalg.norm(parameters_of(mine) - parameters_of(torchs))
     assert difference <= 1e-6 * np.linalg.norm(parameters_of(torchs))
@@ -71,7 +47,7 @@ def test_one_worker_equals_the_rule_alone_bit_for_bit_and_torch_to_1e_6(start_se
     servers = [start_server() for _ in range(2)]
     model, twin = mlp(), mlp()
     remote, local = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
-    serial = Serial(translate(remote), parameters_of(model))
+    serial = SerialRule(translate(remote), parameters_of(model))
     with RemoteOptimizer(model, remote, addresses(servers)) as optimizer:
         for batch in batches(100):
             backward(model, batch)
@@ -100,7 +76,7 @@ def test_a_scheduler_moves_the_servers_rate_as_it_moves_torchs(start_server, nam
     remote, local = OPTIMIZERS["momentum"](model.parameters()), OPTIMIZERS["momentum"](twin.parameters())
     local_scheduler = SCHEDULERS[name](local)
     before = SCHEDULERS[name](remote) if made == "on the torch optimizer before" else None
-    serial = Serial(translate(remote), parameters_of(model))
+    serial = SerialRule(translate(remote), parameters_of(model))
     with RemoteOptimizer(model, remote, server.data) as optimizer:
         scheduler = before or SCHEDULERS[name](optimizer if made == "on ours" else remote)
         for batch in batches(100):

@@ -57,10 +57,12 @@ class GroupRates:
 
 
 class LocalRates:
-    """The sizes of the worker's own step between pulls, one a group: the present learning rates under plain SGD."""
+    """The sizes of the worker's own step between pulls, one a group.
 
-    def __init__(self, translation: Translation, rates: GroupRates, *, asked: float | None, pace: Pace) -> None:
-        check_local_rate(translation, asked=asked, pace=pace)
+    By default the present learning rates under plain SGD, and no steps under other rules.
+    """
+
+    def __init__(self, translation: Translation, rates: GroupRates, *, asked: float | None) -> None:
         self._translation = translation
         self._rates = rates
         self._asked = asked
@@ -77,9 +79,9 @@ def check_local_rate(translation: Translation, *, asked: float | None, pace: Pac
     if asked is not None:
         if not 0 <= asked < math.inf:
             raise BadRequest(f"local_learning_rate is {asked!r}; expected 0 (no local steps) or more.")
-    elif translation.stateful and pace.minibatches_to_pull > 1:
+    elif translation.stateful and (pace.pull_every or 1) > 1:
         raise BadRequest(
-            f"pull_every is {pace.minibatches_to_pull} under the rule {translation.rule!r}, whose steps depend on "
+            f"pull_every is {pace.pull_every} under the rule {translation.rule!r}, whose steps depend on "
             f"earlier gradients: between pulls the worker steps by itself and cannot know the servers' step size. "
             f"Pass local_learning_rate=0 for no local steps, or the size of a plain SGD step."
         )

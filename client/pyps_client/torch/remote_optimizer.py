@@ -140,7 +140,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 layout,
                 pace=agreed,
                 parameters=parameters,
-                local_rates=LocalRates(translation, rates, asked=local_learning_rate, pace=agreed),
+                local_rates=LocalRates(translation, rates, asked=local_learning_rate),
                 codec=launch.codec,
                 rate_changes=rates.take_changes,
                 buffers=shared_buffers(model, layout, mode=buffers, is_first=is_first, overlaps=overlap == "step"),

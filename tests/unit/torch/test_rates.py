@@ -81,7 +81,7 @@ def test_a_rate_that_cannot_be_is_refused_with_its_group(rate) -> None:
 )
 def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it(settings, asked, expected) -> None:
     optimizer = sgd(**settings)
-    local = LocalRates(translation_of(optimizer), rates_of(optimizer), asked=asked, pace=Pace())
+    local = LocalRates(translation_of(optimizer), rates_of(optimizer), asked=asked)
     optimizer.param_groups[0]["lr"] = 0.125
     assert local() == expected
 

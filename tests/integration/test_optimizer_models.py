@@ -1,0 +1,233 @@
+"""Models as users have them, through real servers: shared buffers, frozen parameters, half precision, compiled modules,
+gradient scaling, clipping and accumulation."""
+
+import copy
+import logging
+import threading
+from shutil import which
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from pyps_client import RemoteOptimizer
+from pyps_client.data import count_examples, growing_batches
+from training import backward, batches, flat, gradients_of, mlp, parameters_of, status
+
+
+def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
+    return RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=lr), server.data, **options)
+
+
+def normed(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 10)
+    )
+
+
+def test_averaged_statistics_are_those_of_a_worker_alone_and_come_with_the_snapshot(start_server) -> None:
+    server = start_server()
+    model, twin = normed(), normed()
+    local = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with remote(model, server, buffers="average") as optimizer:
+        for batch in batches(20):
+            for module, its in ((model, optimizer), (twin, local)):
+                backward(module, batch)
+                its.step()
+        evaluated = normed(seed=1)
+        evaluated.load_state_dict(optimizer.snapshot())
+    for name, expected in twin.state_dict().items():
+        np.testing.assert_allclose(evaluated.state_dict()[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
+    # A later worker starts from them, though it saw no data.
+    later = normed(seed=2)
+    with remote(later, server, run_id=optimizer.run_id, worker_id="later", buffers="average"):
+        np.testing.assert_allclose(later[1].running_var, twin[1].running_var, rtol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["average", "first"])
+def test_under_hardsync_statistics_are_the_mean_of_the_workers_or_the_firsts(start_server, monkeypatch, mode) -> None:
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2")
+    steps = 8
+    parts = [list(batches(steps, seed=seed)) for seed in (1, 2)]
+    models = [normed(), normed()]
+    optimizers = []
+    for index, model in enumerate(models):
+        monkeypatch.setenv("PYPS_WORKER_INDEX", str(index))
+        optimizers.append(remote(model, server, lr=0.0, run_id="r", buffers=mode))
+
+    def train(index: int) -> None:
+        for batch in parts[index]:
+            backward(models[index], batch)
+            optimizers[index].step(examples=16)
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    # With a learning rate of 0 only statistics move.
+    twins = [normed(), normed()]
+    for step in range(steps):
+        for index, twin in enumerate(twins):
+            twin(parts[index][step][0])
+        if mode == "average":
+            mean = (twins[0][1].running_mean + twins[1][1].running_mean) / 2
+            for twin in twins:
+                twin[1].running_mean.copy_(mean)
+    served = optimizers[0].snapshot()["1.running_mean"]
+    if mode == "average":
+        np.testing.assert_allclose(served, twins[0][1].running_mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(models[0][1].running_mean, models[1][1].running_mean)
+    else:
+        np.testing.assert_allclose(models[0][1].running_mean, twins[0][1].running_mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(models[1][1].running_mean, served)
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+def test_frozen_parameters_stay_as_they_are_and_thaw(start_server) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+    local = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = RemoteOptimizer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), server.data
+    )
+    first = model[0].weight.detach().clone()
+    for step, batch in enumerate(batches(10)):
+        for module, its in ((model, optimizer), (twin, local)):
+            module[0].requires_grad_(step >= 5)
+            its.zero_grad()
+            functional.cross_entropy(module(batch[0]), batch[1]).backward()
+            its.step()
+        assert torch.equal(model[0].weight, first) == (step < 5)
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    optimizer.close()
+
+
+def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_server, caplog) -> None:
+    server = start_server()
+    model = mlp()
+    model[0].requires_grad_(False)
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with RemoteOptimizer(model, sgd, server.data) as optimizer, caplog.at_level(logging.WARNING):
+        snapshot = optimizer.snapshot()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [
+        "0.weight and 1 other parameter are not shared: each worker keeps its own, and pyps export does not contain "
+        "them (give the optimizer all parameters, frozen ones too, to share them)."
+    ]
+    mlp(seed=1).load_state_dict(snapshot)
+    assert torch.equal(snapshot["0.weight"], model[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models_have_float32_masters_on_the_servers(start_server, dtype) -> None:
+    server = start_server()
+    model = torch.nn.Linear(32, 10).to(dtype)
+    masters = flat(list(model.parameters()))
+    with remote(model, server, lr=0.0001) as optimizer:
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(torch.ones(4, 32, dtype=dtype)).float().mean().backward()
+            masters = masters - np.float32(0.0001) * gradients_of(model)
+            optimizer.step()
+        snapshot = optimizer.snapshot()
+    # Many steps, each too small for the model's type, add up.
+    np.testing.assert_array_equal(flat(list(snapshot.values())), masters)
+    assert model.weight.dtype == dtype
+    np.testing.assert_array_equal(parameters_of(model), torch.from_numpy(masters).to(dtype).float())
+
+
+def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+    local = torch.optim.SGD(twin.parameters(), lr=0.1)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) for _ in range(2)]
+    with remote(model, server) as optimizer:
+        pairs = ((model, optimizer, scalers[0]), (twin, local, scalers[1]))
+        for step, (inputs, classes) in enumerate(batches(12)):
+            for module, its, scaler in pairs:
+                its.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = functional.cross_entropy(module(inputs), classes)
+                scaler.scale(loss * (float("inf") if step in (3, 7) else 1.0)).backward()
+                scaler.unscale_(its)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+                scaler.step(its)
+                scaler.update()
+        assert status(server).version_max == 10
+        assert optimizer.skipped == 0
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=2e-3)
+
+
+def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_examples(start_server) -> None:
+    server = start_server()
+    model, twin = mlp(), mlp()
+    local = torch.optim.Adam(twin.parameters())
+    data = list(batches(12))
+    with RemoteOptimizer(model, torch.optim.Adam(model.parameters()), server.data) as optimizer:
+        for number, (inputs, classes) in enumerate(count_examples(data, optimizer), start=1):
+            for module, its in ((model, optimizer), (twin, local)):
+                (functional.cross_entropy(module(inputs), classes) / 4).backward()
+                if number % 4 == 0:
+                    its.step()
+                    its.zero_grad()
+        assert optimizer.global_step == 3
+        assert status(server).examples == 12 * 16
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+@pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile finds no C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server) -> None:
+    server = start_server()
+    plain, original = normed(), normed(seed=1)
+    compiled = torch.compile(original)
+    with (
+        remote(plain, server, run_id="r", worker_id="plain", buffers="average"),
+        remote(compiled, server, run_id="r", worker_id="compiled", buffers="average") as optimizer,
+    ):
+        np.testing.assert_array_equal(parameters_of(original), parameters_of(plain))
+        twin = copy.deepcopy(original)
+        batch = next(batches(1))
+        backward(twin, batch)
+        backward(compiled, batch)
+        optimizer.step()
+        expected = parameters_of(twin) - np.float32(0.1) * gradients_of(twin)
+        np.testing.assert_allclose(parameters_of(original), expected, atol=1e-6)
+        snapshot = optimizer.snapshot()
+        assert list(snapshot) == list(plain.state_dict())
+        plain.load_state_dict(snapshot)
+
+
+def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) -> None:
+    """Section 2.3 of the specification, item 4: with one worker nothing is missing from what is pulled."""
+    server = start_server("--staleness", "none")
+    model, twin = mlp(), mlp()
+    local = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with remote(model, server, push_every=4, read_my_writes=True) as optimizer:
+        for batch in batches(18):
+            for module, its in ((model, optimizer), (twin, local)):
+                backward(module, batch)
+                its.step()
+            np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+def test_batches_grow_as_the_servers_schedule_says(start_server) -> None:
+    server = start_server("--batch-growth", "start=4,maximum=16,every=1", "--epoch-examples", "64")
+    model = mlp()
+    inputs, classes = next(batches(1, size=64))
+    dataset = torch.utils.data.TensorDataset(inputs, classes)
+    sizes = []
+    with remote(model, server) as optimizer:
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=growing_batches(dataset, optimizer))
+        for _ in range(4):
+            for batch in count_examples(loader, optimizer):
+                sizes.append(len(batch[0]))
+                backward(model, batch)
+                optimizer.step()
+    assert sizes == [4] * 16 + [8] * 8 + [16] * 8
