@@ -8,7 +8,7 @@ the shards, only the time that a computation takes is drawn.
 
 Shown beside it, because the claim alone would mislead: the law that fixes mean staleness, a serial run at
 the same rate (which tells staleness from too high a rate), and everything again at a rate of 0.02, where the
-result is the reverse: nothing fails, and division costs one to three points of accuracy, about what noise is
+result is the reverse: nothing fails, and division costs about two points of accuracy, which is what noise is
 here, but with the same sign for nearly every seed.
 
     python experiments/staleness_aware.py [--out FOLDER] [--picture FILE]
