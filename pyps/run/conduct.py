@@ -182,11 +182,13 @@ class Conduct:
             content, roster = self._content, self._membership.roster
             if content is None:
                 return
+            idle = self._stalls.idle(self._membership.alive(), now=now)
             waited_for = self.pacing.waited_for()
-            for shard in content.shards.values():
+            # Most of the time nobody is idle, and no lock is taken.
+            for shard in content.shards.values() if idle else ():
                 if shard.num_pending:
                     waited_for.update(shard.waiting_for(roster))
-            stalled = self._stalls.look(waited_for, self._membership, now=now)
+            stalled = self._stalls.look(waited_for & idle, self._membership, now=now)
         for worker_id in stalled:
             self._membership.stall(worker_id)
             self._events.add(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pyps.core.membership import Membership
+from pyps.core.membership import Member, Membership
+
+# Part of the stall time after which a worker that has not pushed is looked at.
+IDLE_SHARE = 0.1
 
 
 class Stalls:
@@ -14,6 +17,12 @@ class Stalls:
         self.stall_seconds = stall_seconds
         # Since when each was waited for without a pause.
         self._since: dict[str, float] = {}
+
+    def idle(self, members: Iterable[Member], *, now: float) -> set[str]:
+        """The workers of whom it is worth asking whether anybody waits for them."""
+        shortest = IDLE_SHARE * self.stall_seconds
+        last = {m.worker_id: m.joined_at if m.pushed_at is None else m.pushed_at for m in members}
+        return {worker_id for worker_id, time in last.items() if now - time >= shortest}
 
     def look(self, waited_for: Iterable[str], membership: Membership, *, now: float) -> list[str]:
         """The workers that have been waited for, and have not pushed, for stall_seconds.

@@ -28,13 +28,12 @@ from pyps.service.frames import ExchangeReading, ParametersReading, Reading
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.security import abort
 from pyps.service.waiting import Arrivals, Parking, names_in_words
+from pyps.service.workbench import Workbench
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import BadRequest, NotInitialized, PypsError, WaitTimedOut
 
-# Kernels on fewer bytes run on the event loop: handing them to a thread would cost more than they do.
-INLINE_BYTES_MAX = 65_536 * 4
 # A reply that nobody takes for so long ends its call.
 WRITE_SECONDS = 120.0
 # Figures of its own that a worker may report.
@@ -63,7 +62,7 @@ class ParameterServer:
     def __init__(self, run: Run, *, budget: ByteBudget, executor: Executor, control_address: str):
         self._run = run
         self._budget = budget
-        self._executor = executor
+        self._work = Workbench(executor)
         self._control_address = control_address
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -100,11 +99,11 @@ class ParameterServer:
                     continue
                 self._run.renew_term(initialization.opening)
                 add = partial(initialization.add, request.shard_id, request.codec, payload)
-                await self._compute(len(payload), add)
+                await self._work.compute(len(payload), add)
         if initialization is None:
             raise BadRequest("Initialize came without a message: the model comes first, then each shard")
         # On a thread whatever the size: it copies this server's whole part of the model.
-        await self._off_loop(partial(self._run.commit, initialization))
+        await self._work.off_loop(partial(self._run.commit, initialization))
         return self._initialize_reply()
 
     async def push(self, _: object, context: Context) -> None:
@@ -138,11 +137,9 @@ class ParameterServer:
             for shard in shards
         }
         wait_seconds = request.wait_milliseconds / 1000
-        arrivals = Arrivals(
-            self._run, self._executor, shards, min_versions, worker_id=worker_id, wait_seconds=wait_seconds
-        )
+        arrivals = Arrivals(self._run, self._work, shards, min_versions, worker_id=worker_id, wait_seconds=wait_seconds)
         whole = self._run.whole
-        with arrivals:
+        async with arrivals:
             while (shard := await arrivals.next()) is not None:
                 if whole is None:
                     await self._send(context, shard, readings[shard.shard_id], codec, worker_id=worker_id)
@@ -162,7 +159,7 @@ class ParameterServer:
 
         parking = Parking(
             run,
-            self._executor,
+            self._work,
             worker_id=sender.worker_id,
             wait_seconds=request.wait_milliseconds / 1000,
             describe=describe,
@@ -203,7 +200,7 @@ class ParameterServer:
             failed=request.cause == wire.LeaveRequest.CAUSE_FAILED,
             message=convert.for_people(request.message),
         )
-        await self._off_loop(self._run.conduct.complete_rounds)
+        await self._work.off_loop(self._run.conduct.complete_rounds)
         return wire.LeaveReply(num_workers=left).SerializeToString()
 
     async def _take_pushes(self, context: Context, reply: Reply) -> None:
@@ -231,10 +228,10 @@ class ParameterServer:
         run_id = staged[0].request.sender.run_id
         gradients = [(pushed.request.shard_id, pushed.gradient) for pushed in staged]
         if self._run.whole is not None or len(gradients) > 1:
-            return await self._off_loop(partial(self._run.push_whole, gradients, run_id=run_id))
+            return await self._work.off_loop(partial(self._run.push_whole, gradients, run_id=run_id))
         [(shard_id, gradient)] = gradients
-        push = partial(self._run.push, gradient, shard_id, run_id=run_id)
-        return [await self._compute(len(gradient.payload), push, shard=self._run.shards.get(shard_id))]
+        push, shard = partial(self._run.push, gradient, shard_id, run_id=run_id), self._run.shards.get(shard_id)
+        return [await self._work.compute(len(gradient.payload), push, shards=[shard] if shard is not None else [])]
 
     async def _reply_receipts(self, context: Context, staged: Sequence[Pushed], receipts: list[Receipt]) -> None:
         for receipt in receipts:
@@ -257,7 +254,7 @@ class ParameterServer:
         payload_bytes = shard.length * item_bytes(codec)
         with self._budget.holding(payload_bytes):
             read = partial(shard.read, reading, worker_id=worker_id or None)
-            frame = await self._compute(payload_bytes, read, shard=shard)
+            frame = await self._work.compute(payload_bytes, read, shards=[shard])
             if frame is None:
                 return
             await _write(context, frame)
@@ -275,21 +272,11 @@ class ParameterServer:
         """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
         sizes = {shard_id: whole.shards[shard_id].length * item_bytes(codec) for shard_id in readings}
         with self._budget.holding(sum(sizes.values())):
-            frames = await self._off_loop(partial(whole.read, readings, worker_id=worker_id or None))
+            frames = await self._work.off_loop(partial(whole.read, readings, worker_id=worker_id or None))
             for shard_id, frame in frames.items():
                 if frame is not None:
                     await _write(context, frame)
                     self._run.statistics.pulled(worker_id or "observer", sizes[shard_id])
-
-    async def _compute(self, num_bytes: int, work: Callable[[], T], *, shard: Shard | None = None) -> T:
-        """Runs work on that many bytes: here when it is little, else on a thread, so that the loop goes on."""
-        # A push may be the one that makes an update of all the gradients that wait.
-        if num_bytes + (shard.pending_bytes if shard is not None else 0) < INLINE_BYTES_MAX:
-            return work()
-        return await self._off_loop(work)
-
-    async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _initialize_reply(self) -> bytes:
         return wire.InitializeReply(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Executor
 
 from pyps.core.shard import Shard
 from pyps.run import Run, RunState
 from pyps.run.waits import Wait
+from pyps.service.workbench import Workbench
 from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
 
 NAMES_MAX = 8
@@ -21,7 +21,7 @@ class Parking:
     def __init__(
         self,
         run: Run,
-        executor: Executor,
+        work: Workbench,
         *,
         worker_id: str,
         wait_seconds: float,
@@ -29,7 +29,7 @@ class Parking:
         waits_for: Callable[[], tuple[str, ...]],
     ):
         self._run = run
-        self._executor = executor
+        self._work = work
         self._wait = Wait(worker_id, describe, waits_for, self.wake)
         self._wait_seconds = wait_seconds
         self._loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ class Parking:
                     await self._woken.wait()
         except TimeoutError:
             # The words take locks.
-            what = await self._loop.run_in_executor(self._executor, self._wait.describe)
+            what = await self._work.off_loop(self._wait.describe)
             raise WaitTimedOut(f"{self._wait_seconds:g} s were not enough: {what}") from None
         finally:
             if self._wait.worker_id:
@@ -68,7 +68,7 @@ class Arrivals:
     def __init__(
         self,
         run: Run,
-        executor: Executor,
+        work: Workbench,
         shards: list[Shard],
         min_versions: dict[int, int],
         *,
@@ -81,26 +81,52 @@ class Arrivals:
         self._min_versions = min_versions
         # The shards still to be sent; those that are ready are found by looking.
         self._waiting = {shard.shard_id: shard for shard in shards}
+        # Of the shards whose locks are needed.
+        self._num_bytes = 0
         self._cancels: list[Callable[[], bool]] = []
+        self._over = False
+        self._work = work
         self._parking = Parking(
             run,
-            executor,
+            work,
             worker_id=worker_id,
             wait_seconds=wait_seconds,
             describe=self._describe,
             waits_for=self._waits_for,
         )
 
-    def __enter__(self) -> Arrivals:
-        for shard_id, shard in self._waiting.items():
-            min_version = self._min_versions.get(shard_id, 0)
-            if shard.version < min_version:
+    async def __aenter__(self) -> Arrivals:
+        late = [
+            (shard, min_version)
+            for shard in self._waiting.values()
+            if shard.version < (min_version := self._min_versions.get(shard.shard_id, 0))
+        ]
+        self._num_bytes = sum(4 * shard.length + shard.pending_bytes for shard, _ in late)
+
+        def register() -> None:
+            for shard, min_version in late:
                 self._cancels.append(shard.when_version(min_version, self._parking.wake))
+            if self._over:
+                self._cancel()
+
+        try:
+            await self._work.compute(self._num_bytes, register)
+        except BaseException:
+            # The call was cancelled while a thread was at it, or has yet to begin.
+            await self.__aexit__()
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # A call that was answered, refused, cancelled or abandoned leaves nothing behind.
-        for cancel in self._cancels:
+        self._over = True
+        if self._work.is_little(self._num_bytes):
+            self._cancel()
+        else:
+            self._work.hand_over(self._cancel)
+
+    def _cancel(self) -> None:
+        for cancel in list(self._cancels):
             cancel()
 
     async def next(self) -> Shard | None:

@@ -1,0 +1,45 @@
+"""Where the data plane's work is done: little of it on the event loop, the rest on threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from pyps.core.shard import Shard
+
+# Kernels on fewer bytes run on the event loop: handing them to a thread would cost more than they do.
+INLINE_BYTES_MAX = 65_536 * 4
+
+T = TypeVar("T")
+
+
+class Workbench:
+    """Runs work so that the event loop is never held up for long."""
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+
+    def is_little(self, num_bytes: int, shards: Iterable[Shard] = ()) -> bool:
+        """Whether work on that many bytes, under these shards' locks, may be done on the event loop.
+
+        Who takes a lock may have to wait for an update of all the gradients that wait there, or has to make it.
+        """
+        return num_bytes + sum(shard.pending_bytes for shard in shards) < INLINE_BYTES_MAX
+
+    async def compute(self, num_bytes: int, work: Callable[[], T], *, shards: Iterable[Shard] = ()) -> T:
+        """Runs work on that many bytes: here when it is little, else on a thread."""
+        return work() if self.is_little(num_bytes, shards) else await self.off_loop(work)
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Runs work on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+
+    def hand_over(self, work: Callable[[], object]) -> None:
+        """Lets a thread do work that nobody waits for."""
+        try:
+            self.executor.submit(work)
+        except RuntimeError:
+            # The server ends, and its threads have gone.
+            work()
