@@ -9,7 +9,7 @@ DOCKER_ENGINE ?=
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format proto bench wheel test-compose clean
+.PHONY: help install demo test check format proto bench experiments wheel test-compose clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ proto: ## Generate client/pyps_wire/*_pb2* from proto/
 bench: $(STAMP) ## Measure the kernels and the rounds against peers
 	$(BIN)/python benchmarks/kernel.py
 	$(BIN)/python benchmarks/rounds.py
+
+experiments: $(STAMP) ## Repeat the papers' results in virtual time: tables, verdicts and pictures (a few minutes)
+	$(BIN)/python experiments/staleness_aware.py --picture out/staleness_aware.png
 
 wheel: $(STAMP) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir dist ./client .
