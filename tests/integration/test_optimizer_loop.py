@@ -174,7 +174,7 @@ def test_a_state_dict_with_another_setting_or_with_slots_is_refused(start_server
         (
             [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)],
             [
-                "1.running_mean and 2 other buffers are not shared: each worker keeps its own, and pyps export "
+                "1.running_mean and 1 other buffer are not shared: each worker keeps its own, and pyps export "
                 "does not contain them (buffers='average' shares them)."
             ],
         ),

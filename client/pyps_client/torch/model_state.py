@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pyps_client.log import logger
-from pyps_client.torch.layout import Layout, plain_name
+from pyps_client.torch.layout import Layout, plain_name, shareable_buffers
 
 
 def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -30,11 +30,9 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
 def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
     """Says what a model saves that is not the run's: parameters that are not the optimizer's, buffers."""
     shared = {id(tensor) for tensor in layout.parameters}
-    saved = module.state_dict(keep_vars=True)
     parameters = [name for name, value in module.named_parameters() if id(value) not in shared]
     if layout.kinds is None:
-        buffers = [name for name, _ in module.named_buffers() if name in saved]
-        _tell(buffers, "buffer", "buffers='average' shares them")
+        _tell(list(shareable_buffers(module)), "buffer", "buffers='average' shares them")
     _tell(parameters, "parameter", "give the optimizer all parameters, frozen ones too, to share them")
 
 
