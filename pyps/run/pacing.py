@@ -58,10 +58,9 @@ class Pacing:
         with self._lock:
             if self._pacer is None:
                 return
-            if self._pacer.missing:
-                # Who goes without ever having asked is no longer expected to.
-                self._pacer.arrive(worker_id, 0)
-            wakes = self._wakes_of([*self._pacer.depart(worker_id), worker_id])
+            # Who goes without ever having asked is no longer expected to.
+            released = self._pacer.arrive(worker_id, 0) if self._pacer.missing else []
+            wakes = self._wakes_of([*released, *self._pacer.depart(worker_id), worker_id])
         _call(wakes)
 
     def advanced(self, version: int) -> None:

@@ -135,3 +135,69 @@ def test_gone_workers_are_forgotten_in_the_end(members: Membership) -> None:
         members.leave(f"worker-{number}", 1, now=float(number), state=WorkerState.FINISHED)
     assert len(members.all()) <= GONE_FACTOR * 3
     assert members.get("worker-99") is not None
+
+
+def roster(members: Membership) -> tuple[list[str], int]:
+    return list(members.roster.workers), members.roster.missing
+
+
+def test_a_worker_counts_from_its_first_push(members: Membership) -> None:
+    members.join("b", 1, now=0.0)
+    members.join("a", 1, now=0.0)
+    assert roster(members) == ([], 0)
+    assert list(members.pushed("b", 1, now=1.0).workers) == ["b"]
+    assert list(members.pushed("a", 1, now=1.0).workers) == ["a", "b"]
+    before = members.roster
+    assert members.pushed("a", 1, now=2.0) is before, "nothing has changed"
+
+
+def test_a_worker_that_goes_or_stalls_counts_no_more(members: Membership) -> None:
+    for index, name in enumerate(("a", "b", "c")):
+        members.join(name, 1, now=0.0)
+        members.pushed(name, 1, now=10.0 * index)
+    members.leave("c", 1, now=30.0, state=WorkerState.FINISHED)
+    assert roster(members) == (["a", "b"], 0)
+    members.expire(35.0)
+    assert roster(members) == (["b"], 0)
+    assert members.stall("b")
+    assert not members.stall("b")
+    assert (roster(members), ids(members)) == (([], 0), ["b"])
+    members.renew("a", 1, now=36.0)
+    assert roster(members) == ([], 0), "back, it counts again from its next push"
+    members.pushed("b", 1, now=37.0)
+    assert roster(members) == (["b"], 0)
+
+
+def test_a_later_process_counts_from_its_own_first_push(members: Membership) -> None:
+    members.join("a", 1, now=0.0)
+    members.pushed("a", 1, now=1.0)
+    members.join("a", 2, now=2.0)
+    assert roster(members) == ([], 0)
+    with pytest.raises(Superseded):
+        members.pushed("a", 1, now=3.0)
+
+
+def test_expected_workers_are_missing_until_they_have_pushed_or_gone() -> None:
+    members = Membership(lease_seconds=30.0, workers_max=9, expected_workers=3)
+    assert roster(members) == ([], 3)
+    for name in ("a", "b", "c"):
+        members.join(name, 1, now=0.0)
+    members.pushed("a", 1, now=1.0)
+    assert roster(members) == (["a"], 2)
+    members.leave("b", 1, now=2.0, state=WorkerState.FAILED)
+    assert roster(members) == (["a"], 1)
+    members.pushed("c", 1, now=3.0)
+    assert roster(members) == (["a", "c"], 0)
+    members.join("d", 1, now=4.0)
+    members.leave("a", 1, now=5.0, state=WorkerState.FINISHED)
+    assert roster(members) == (["c"], 0), "once all have come nobody is missing again"
+
+
+def test_an_expected_worker_that_starts_anew_is_still_to_come() -> None:
+    members = Membership(lease_seconds=30.0, workers_max=9, expected_workers=2)
+    members.join("a", 1, now=0.0)
+    members.pushed("a", 1, now=0.0)
+    members.join("a", 2, now=1.0)
+    assert roster(members) == ([], 2)
+    members.expect_no_more()
+    assert roster(members) == ([], 0)

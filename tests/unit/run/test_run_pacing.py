@@ -1,0 +1,106 @@
+"""Pacing: who is woken, and what a question that is repeated means."""
+
+from __future__ import annotations
+
+from pyps.core.pacing import ClockBound, TurnTaking
+from pyps.run.pacing import Pacing
+
+
+class Calls:
+    """The waiting calls of workers, and how often each was woken."""
+
+    def __init__(self, pacing: Pacing) -> None:
+        self.pacing = pacing
+        self.woken: list[str] = []
+        self._wakes = {name: lambda name=name: self.woken.append(name) for name in "abcd"}
+
+    def ask(self, name: str, clock: int = 0) -> bool:
+        return self.pacing.may_proceed(name, clock=clock, wake=self._wakes[name])
+
+    def end(self, name: str) -> None:
+        self.pacing.forget(name, self._wakes[name])
+
+
+def test_only_the_worker_that_is_released_is_woken():
+    calls = Calls(Pacing(TurnTaking()))
+    assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    assert not calls.ask("a", clock=1)
+    assert calls.woken == ["b"]
+    assert calls.ask("b")
+
+
+def test_a_question_repeated_is_one_question():
+    calls = Calls(Pacing(TurnTaking()))
+    assert calls.ask("a")
+    assert not calls.ask("b")
+    assert not calls.ask("b")
+    assert calls.ask("a"), "the answer was lost; the turn is still its own"
+    calls.pacing.depart("a")
+    assert calls.woken == ["b"]
+
+
+def test_a_call_that_ended_is_not_woken_and_its_grant_is_kept():
+    calls = Calls(Pacing(TurnTaking()))
+    calls.ask("a")
+    calls.ask("b")
+    calls.end("b")
+    calls.pacing.depart("a")
+    assert calls.woken == []
+    assert not calls.ask("c")
+    assert calls.ask("b")
+
+
+def test_a_worker_that_departs_while_it_waits_asks_again():
+    calls = Calls(Pacing(TurnTaking()))
+    calls.ask("a")
+    calls.ask("b")
+    calls.pacing.depart("b")
+    assert calls.woken == ["b"]
+    assert not calls.ask("b")
+
+
+def test_without_a_pacer_everybody_may_proceed():
+    calls = Calls(Pacing(None))
+    assert calls.ask("a")
+    assert not calls.pacing.asks
+    assert calls.pacing.waited_for() == set()
+
+
+def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
+    calls = Calls(Pacing(TurnTaking()))
+    calls.ask("a")
+    calls.ask("b")
+    calls.pacing.replace(TurnTaking())
+    assert calls.woken == ["b"]
+    assert not calls.ask("b")
+    assert calls.pacing.waited_for() == {"a"}
+    calls.pacing.replace(None)
+    assert calls.ask("b")
+
+
+def test_those_waited_for_are_those_whom_waiting_calls_wait_for():
+    calls = Calls(Pacing(ClockBound(0)))
+    assert calls.ask("a")
+    assert calls.ask("b")
+    assert not calls.ask("a", clock=1)
+    assert calls.pacing.waiting_for("a") == ("b",)
+    assert calls.pacing.waited_for() == {"b"}
+    calls.end("a")
+    assert calls.pacing.waited_for() == set()
+
+
+def test_a_worker_that_goes_without_asking_is_no_longer_expected():
+    calls = Calls(Pacing(TurnTaking(quorum=2)))
+    assert not calls.ask("a")
+    assert calls.pacing.missing == 1
+    calls.pacing.depart("b")
+    assert calls.woken == ["a"]
+    assert calls.ask("a")
+
+
+def test_an_opened_gate_expects_nobody():
+    calls = Calls(Pacing(TurnTaking(quorum=3)))
+    assert not calls.ask("a")
+    calls.pacing.open_gate()
+    assert calls.woken == ["a"]
+    assert calls.ask("a")

@@ -1,0 +1,179 @@
+"""A run over real shards, without a server: rounds, the gate, changes and what waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pyps.config import resolve
+from pyps.core.gradient import Gradient
+from pyps.core.receipt import Outcome, Reason
+from pyps.run import Greeting, Run
+from pyps.run.initialization import Opening
+from pyps_wire.errors import BadRequest, LimitExceeded
+from pyps_wire.partition import Model, Tensor, partition
+
+MODEL = Model((Tensor("x", (32,)),), shard_size=16)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Crew:
+    """A run that serves MODEL, and pushes of its workers to all shards."""
+
+    def __init__(self, *names: str, **flags: str) -> None:
+        self.clock = Clock()
+        flags = {"optimizer": "sgd:learning_rate=1", "staleness": "none", **flags}
+        self.run = Run(resolve(flags, {}, warn=print), clock=self.clock)
+        self._sequences = dict.fromkeys(names, 0)
+        for name in names:
+            self.run.hello(self._greeting(name))
+        opening = Opening("r", names[0], 1, self.run.gate._election.term.number, MODEL, None, 0, 1)
+        initialization = self.run.begin_initialize(opening)
+        for shard in partition(MODEL, num_servers=1).of_server(0):
+            initialization.add(shard.shard_id, 1, memoryview(np.zeros(shard.length, np.float32).tobytes()))
+        self.run.commit(initialization)
+
+    def push(self, name: str, value: float = 1.0, base_version: int = 0, shard_id: int = 0, **fields: object):
+        self._sequences[name] += 1
+        payload = np.full(self.run.shards[shard_id].length, value, np.float32).tobytes()
+        gradient = Gradient(name, 1, self._sequences[name], base_version, 0, 1, payload, example_count=1, **fields)
+        return self.run.push(gradient, shard_id, run_id="r")
+
+    def versions(self) -> list[int]:
+        return [shard.version for shard in self.run.shards.values()]
+
+    def events(self, kind: str) -> list[str]:
+        return [event.message for event in self.run.events if event.kind == kind]
+
+    def _greeting(self, name: str) -> Greeting:
+        return Greeting("r", name, 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")
+
+
+def test_a_round_that_waits_for_a_silent_worker_is_completed_at_its_lease_by_a_tick():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2")
+    crew.push("a")
+    crew.push("b", 3.0)
+    assert crew.push("a", base_version=1).outcome is Outcome.PENDING
+    crew.clock.now += 20.0
+    crew.run.heartbeat("r", "a", 1, clock=0, scalars={})
+    crew.run.tick()
+    assert crew.versions() == [1, 0]
+    crew.clock.now += 11.0
+    crew.run.tick()
+    assert crew.versions() == [2, 0]
+    [message] = crew.events("round")
+    assert "worker b" in message
+    assert crew.run.statistics.total().updates == 2
+
+
+def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_itself():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2")
+    crew.push("a")
+    crew.push("b")
+    shard = crew.run.shards[0]
+    original = shard.push
+
+    def push(gradient, *, roster):
+        # Between the look at the roster and the shard's lock b leaves, and its round is looked at in vain.
+        crew.run.leave("r", "b", 1, failed=False, message="")
+        crew.run.conduct.complete_rounds()
+        return original(gradient, roster=roster)
+
+    shard.push = push
+    assert crew.push("a", base_version=1).outcome is Outcome.PENDING
+    assert shard.version == 2
+
+
+def test_bytes_that_wait_are_counted_until_they_are_an_update():
+    crew = Crew("a", "b", "c", protocol="hardsync", expected_workers="3", max_pending_bytes="1024")
+    account = crew.run.conduct.account
+    for shard_id in (0, 1):
+        crew.push("a", shard_id=shard_id)
+    assert account.bytes_held == 128
+    crew.push("b")
+    assert account.bytes_held == 192
+    crew.push("c")
+    assert account.bytes_held == 64
+    account.bytes_max = 80
+    with pytest.raises(LimitExceeded, match="--max-pending-bytes"):
+        crew.push("b", shard_id=1)
+    assert account.bytes_held == 64
+    assert crew.run.shards[1].num_pending == 1
+    account.bytes_max = 1024
+    crew.run.configure(protocol="async")
+    assert (account.bytes_held, crew.versions()) == (0, [1, 1])
+
+
+def test_a_change_is_checked_as_a_whole_before_anything_changes():
+    crew = Crew("a", protocol="hardsync", expected_workers="1")
+    before = crew.run.behaviour
+    with pytest.raises(BadRequest, match="nonsense"):
+        crew.run.configure(protocol="async", schedule="nonsense")
+    with pytest.raises(BadRequest, match="learning_rate"):
+        crew.run.configure(protocol="async", learning_rate=float("nan"))
+    assert crew.run.behaviour is before
+    assert crew.events("configured") == []
+
+
+def test_a_change_ends_the_warm_up_and_tells_what_it_settled():
+    crew = Crew("a", "b", protocol="async", warmup="updates=9,protocol=hardsync", expected_workers="2")
+    crew.push("a")
+    settled = crew.run.configure(protocol="softsync:n=1")
+    assert (settled.gradients, settled.updates) == (1, 1)
+    assert crew.run.behaviour.texts["warmup"] == ""
+    assert "gradients settled 1, updates made 1" in crew.events("configured")[0]
+
+
+def test_gradients_go_on_waiting_when_something_else_than_the_protocol_changes():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2")
+    crew.push("a")
+    settled = crew.run.configure(staleness="divide", learning_rate=0.5)
+    assert (settled.gradients, settled.updates) == (0, 0)
+    assert crew.push("b", 3.0).version_after == 1
+    assert crew.run.shards[0].read(lambda _, values: float(values[0])) == -1.0
+
+
+def test_a_stalled_worker_is_left_out_after_its_time_and_comes_back_with_its_push():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2", stall_seconds="10")
+    crew.push("a")
+    crew.push("b")
+    crew.push("a", base_version=1)
+    for _ in range(12):
+        crew.clock.now += 1.0
+        crew.run.tick()
+    assert crew.versions() == [2, 0]
+    assert "worker b" in crew.events("stalled")[0]
+    assert crew.run.roster.workers == ("a",)
+    assert crew.push("b", base_version=1).reason is Reason.STALE
+    assert crew.run.roster.workers == ("a", "b")
+
+
+def test_the_end_of_a_run_comes_with_an_update_that_no_push_brought():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2", stop_after="updates=2")
+    for shard_id in (0, 1):
+        crew.push("a", shard_id=shard_id)
+        crew.push("b", shard_id=shard_id)
+        crew.push("a", base_version=1, shard_id=shard_id)
+    crew.run.leave("r", "b", 1, failed=False, message="")
+    crew.run.conduct.complete_rounds()
+    assert crew.versions() == [2, 2]
+    assert crew.run.state.name == "FINISHED"
+
+
+def test_a_reset_forgets_who_counted_and_what_waited():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2")
+    crew.push("a")
+    crew.run.reset("r")
+    assert crew.run.roster.workers == ()
+    assert crew.run.roster.missing == 2
+    assert crew.run.conduct.account.bytes_held == 0
+    assert crew.events("reset")
