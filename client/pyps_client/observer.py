@@ -14,9 +14,9 @@ import numpy.typing as npt
 from pyps_client import uncaught
 from pyps_client.client import split_tensors
 from pyps_client.handshake import Handshake
+from pyps_client.holdings import Holdings
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
-from pyps_client.pulling import hold_nothing, versions_of
 from pyps_client.servers import Servers
 from pyps_wire.common_pb2 import ROLE_OBSERVER, OptimizerSettings
 from pyps_wire.errors import ModelMismatch
@@ -47,14 +47,14 @@ class Observer:
         self.model = Model.from_proto(first.model)
         self.optimizer: OptimizerSettings = first.optimizer
         self._partition = partition(self.model, num_servers=first.num_servers)
-        self._held = hold_nothing(self._partition)
+        self._holdings = Holdings(self._partition)
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
         self._servers.read(
-            *(self._handshake.sender, ROLE_OBSERVER, self._vectors, self._held),
+            *(self._handshake.sender, ROLE_OBSERVER, self._vectors, self._holdings),
             partition=self._partition,
             parking=Parking(0.0),
             min_versions={},
@@ -69,7 +69,7 @@ class Observer:
     @property
     def global_step(self) -> int:
         """Updates of the run in the last snapshot: its largest shard version."""
-        return max(versions_of(self._held).values(), default=0)
+        return max(self._holdings.versions.values(), default=0)
 
     def close(self) -> None:
         """Frees the connections."""

@@ -12,7 +12,6 @@ from pyps_client.connection import Connection, call_seconds
 from pyps_client.parking import Parking
 from pyps_client.retry import LinkLost
 from pyps_client.vectors import Vector, part_of
-from pyps_client.versions import Versions
 from pyps_wire.codecs import decode
 from pyps_wire.common_pb2 import CODEC_FLOAT32, Role, Sender
 from pyps_wire.errors import PypsError, WaitTimedOut, WrongSize
@@ -61,17 +60,6 @@ class Held:
             for shard_id, version in waited_for.items():
                 if self._wanted.get(shard_id, version + 1) <= version:
                     del self._wanted[shard_id]
-
-
-def hold_nothing(partition: Partition) -> list[Held]:
-    """What a caller holds of each server before its first pull."""
-    return [Held(partition.of_server(index)) for index in range(partition.num_servers)]
-
-
-def versions_of(all_held: Sequence[Held]) -> Versions:
-    """A copy of the versions held, over all servers."""
-    pairs = (pair for held in all_held for pair in held.versions.copy().items())
-    return Versions(pairs, epochs=[held.epoch for held in all_held])
 
 
 class IncomingPull:

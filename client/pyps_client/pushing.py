@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,11 @@ Extents = tuple[tuple[int, int], ...] | None
 Part = tuple[ShardRange, Extents]
 
 
-def pushed_parts(partition: Partition, server_index: int, present: Sequence[bool] | None) -> tuple[Part, ...]:
-    """A server's shards, each with its stretches present."""
-    shards = partition.of_server(server_index)
+def pushed_parts(
+    partition: Partition, server_index: int, left_out: Container[int] = (), *, present: Sequence[bool] | None
+) -> tuple[Part, ...]:
+    """A server's shards but for some, each with its stretches present."""
+    shards = [shard for shard in partition.of_server(server_index) if shard.shard_id not in left_out]
     if present is None or all(present):
         return tuple((shard, ()) for shard in shards)
     return tuple((shard, _extents(partition, shard, present)) for shard in shards)

@@ -18,7 +18,7 @@ from pyps_wire.common_pb2 import (
 )
 
 # The refusals that mean: what the worker holds is too old to be of use. A pull helps.
-OUTDATED = (REASON_STALE, REASON_DROPPED, REASON_REPEATED)
+OUTDATED = (REASON_STALE, REASON_DROPPED)
 
 _ADVICE = {
     REASON_STALE: " Pull before each gradient is computed, or choose a protocol that takes older ones.",

@@ -10,9 +10,10 @@ from typing import TypeVar
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.crew import Crew
+from pyps_client.holdings import Holdings
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
-from pyps_client.pulling import Held, IncomingPull
+from pyps_client.pulling import IncomingPull
 from pyps_client.retry import RetryPolicy
 from pyps_client.vectors import Vector
 from pyps_wire.common_pb2 import Role, Sender
@@ -49,26 +50,26 @@ class Servers:
         sender: Sender,
         role: Role,
         vectors: Sequence[Vector],
-        held: Sequence[Held],
+        holdings: Holdings,
         *,
         partition: Partition,
         parking: Parking,
         min_versions: Mapping[int, int] | None,
     ) -> set[int]:
-        """Writes what is newer than `held`, one a server, into `vectors`, one a group; returns changed shard ids.
+        """Writes what is newer than held into `vectors`, one a group; returns changed shard ids.
 
-        Waits for `min_versions` while `parking` lasts; None for those that `held` wants.
+        Waits for `min_versions` while `parking` lasts; None for those that the holdings await.
         """
         pulls = [
             IncomingPull(
                 *(sender, role, vectors),
                 partition=partition,
                 connection=connection,
-                held=own,
-                min_versions=own.wanted if min_versions is None else min_versions,
+                held=held,
+                min_versions=holdings.awaited(connection.index) if min_versions is None else min_versions,
                 parking=parking,
             )
-            for connection, own in zip(self.connections, held, strict=True)
+            for connection, held in zip(self.connections, holdings.of_server, strict=True)
         ]
         return set().union(*self.on_all(pulls))
 

@@ -15,14 +15,14 @@ from pyps_client.connection import Connection
 from pyps_client.fork import ForkGuard
 from pyps_client.handshake import Handshake, check_limits
 from pyps_client.heartbeat import Heartbeat
+from pyps_client.holdings import Holdings
 from pyps_client.launch import Launch
 from pyps_client.learning_rates import LearningRates
 from pyps_client.log import logger
 from pyps_client.parking import Parking
 from pyps_client.proceeding import Proceeding
-from pyps_client.pulling import Held, hold_nothing, versions_of
 from pyps_client.pushing import OutgoingPush, check_bases, check_push, norm_of, pushed_parts
-from pyps_client.refusals import OUTDATED, Refusals
+from pyps_client.refusals import Refusals
 from pyps_client.servers import Servers
 from pyps_client.terms import Terms, warn_of_differences
 from pyps_client.vectors import Vector, check_vectors
@@ -82,7 +82,7 @@ class Session:
         self._handshake = Handshake(launch, partition=self.partition, optimizer=optimizer, device=device)
         self._guard = ForkGuard()
         self._servers = Servers(launch, rejoin=self._rejoin)
-        self._held = hold_nothing(self.partition)
+        self._holdings = Holdings(self.partition)
         self._terms = Terms()
         self._rates = LearningRates(len(launch.servers), num_groups=model.num_groups)
         self._refusals = Refusals()
@@ -134,7 +134,7 @@ class Session:
         kinds: Sequence[int] | None = None,
         learning_rates: Mapping[int, float] | None = None,
     ) -> list[Receipt]:
-        """Pushes a gradient to all servers at once and returns the receipts, one for every shard, by shard id.
+        """Pushes a gradient to all servers at once and returns the receipts, one for each shard pushed, by shard id.
 
         `vectors`: one a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says.
         `present`: one flag a tensor, in the model's order; numbers of absent tensors are not sent, and a shard
@@ -154,7 +154,8 @@ class Session:
         newest = base if newest_base_versions is None else newest_base_versions
         check_bases(self.partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self.held_versions.epochs
-        parts = [pushed_parts(self.partition, connection.index, present) for connection in self._servers]
+        settled = [self._holdings.settled(server) for server in range(len(epochs))]
+        parts = [pushed_parts(self.partition, *of, present=present) for of in enumerate(settled)]
         header = self._push_header(example_count, minibatch_count)
         if self._terms.clip_norm > 0:
             header.gradient_norm = norm_of(chain(*parts), vectors, codec=self._codec, kinds=kinds)
@@ -172,8 +173,9 @@ class Session:
         answers = self._servers.on_all(pushes)
         for server, epoch in enumerate(epochs):
             self._rates.answered(server, epoch=epoch, receipts=answers[server])
-            self._note_receipts(server, answers[server])
-        return sorted(chain(*answers), key=lambda receipt: receipt.shard_id)
+        receipts = sorted(chain(*answers), key=lambda receipt: receipt.shard_id)
+        self._note_receipts(receipts)
+        return receipts
 
     def pull(
         self,
@@ -190,7 +192,7 @@ class Session:
         """
         self._check_open()
         parking = Parking(self.launch.wait_seconds if wait_seconds is None else wait_seconds)
-        changed = self._read(ROLE_WORKER, vectors, self._held, parking=parking, min_versions=min_versions)
+        changed = self._read(ROLE_WORKER, vectors, self._holdings, parking=parking, min_versions=min_versions)
         self._note_version(max(self.held_versions.values(), default=0))
         return changed
 
@@ -200,9 +202,9 @@ class Session:
         For evaluation: waits for nothing, and leaves `held_versions` alone. Returns the snapshot's versions.
         """
         self._check_open()
-        held = hold_nothing(self.partition)
-        self._read(ROLE_OBSERVER, vectors, held, parking=Parking(0.0), min_versions={})
-        return versions_of(held)
+        holdings = Holdings(self.partition)
+        self._read(ROLE_OBSERVER, vectors, holdings, parking=Parking(0.0), min_versions={})
+        return holdings.versions
 
     def proceed(self) -> None:
         """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
@@ -221,7 +223,7 @@ class Session:
     @property
     def held_versions(self) -> Versions:
         """A copy of shard id -> version that was last pulled (-1: nothing), with the servers' epochs."""
-        return versions_of(self._held)
+        return self._holdings.versions
 
     @property
     def epoch(self) -> int:
@@ -235,7 +237,7 @@ class Session:
         So it is when a round waits for others, when the last gradient came too late, and after a server's
         restore.
         """
-        pairs = zip(self._servers, self._held, strict=True)
+        pairs = zip(self._servers, self._holdings.of_server, strict=True)
         # A server without a shard sends nothing that could bring its epoch here.
         return any(held.versions and (connection.epoch != held.epoch or held.wanted) for connection, held in pairs)
 
@@ -323,7 +325,7 @@ class Session:
         self,
         role: Role,
         vectors: Sequence[Vector],
-        held: Sequence[Held],
+        holdings: Holdings,
         *,
         parking: Parking,
         min_versions: Mapping[int, int] | None,
@@ -331,7 +333,7 @@ class Session:
         check_vectors(vectors, self.model, dtype_of(CODEC_FLOAT32), what="pulled parameters", writable=True)
         who = (self._handshake.sender, role)
         return self._servers.read(
-            *(*who, vectors, held), partition=self.partition, parking=parking, min_versions=min_versions
+            *(*who, vectors, holdings), partition=self.partition, parking=parking, min_versions=min_versions
         )
 
     def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
@@ -364,18 +366,16 @@ class Session:
         if connection.index == 0:
             self._terms.greeted(reply)
 
-    def _note_receipts(self, server: int, receipts: Sequence[Receipt]) -> None:
-        """Acts on a server's answers to a push, in the order in which they came."""
-        connection, held = self._servers.connections[server], self._held[server]
+    def _note_receipts(self, receipts: Sequence[Receipt]) -> None:
+        """Acts on the servers' answers to a push."""
+        self._holdings.note(receipts)
         for receipt in receipts:
+            connection = self._servers.connections[self.partition.shard(receipt.shard_id).server_index]
             connection.epoch = max(connection.epoch, receipt.epoch)
             self._num_workers = receipt.num_workers or self._num_workers
             if receipt.reason == REASON_FINISHED:
                 self._finished = True
-            # What came too late asks for a pull of what is there already.
-            newer = receipt.version_before if receipt.reason in OUTDATED else 0
-            held.want(receipt.shard_id, max(receipt.min_version, newer), epoch=receipt.epoch)
-            if server == 0:
+            if connection.index == 0:
                 self._terms.answered(receipt)
         self._refusals.note(receipts)
         self._note_version(max((receipt.version_after for receipt in receipts), default=0))

@@ -14,7 +14,7 @@ from client_support import CuttingProxy, gradients_like, make_client, small_mode
 from inspection import inspect
 from pyps_client import Client, RunFinished, WaitTimedOut
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.common_pb2 import OUTCOME_APPLIED
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, REASON_STALE
 from support import ServerProcess, wait_until
 
 Start = Callable[..., ServerProcess]
@@ -210,3 +210,28 @@ def test_64_workers_under_hardsync_complete_on_the_default_server(start_server: 
 
     with ThreadPoolExecutor(num_workers) as workers:
         assert set().union(*workers.map(work, range(num_workers))) == {num_steps}
+
+
+def test_two_workers_never_wait_for_each_other_at_two_shards(start_server: Start, pool: ThreadPoolExecutor) -> None:
+    """Each is late at one shard and early at the other, as when both join while a round of the others ends."""
+    server = start_server("--protocol", "hardsync")
+    with client_of(server.data, "a", wait_seconds=20) as first, client_of(server.data, "b", wait_seconds=20) as second:
+        for client in (first, second, first):
+            step(client)
+        vector = np.ones(5002, np.float32)
+        for late_at, client in enumerate((first, second)):
+            client.pull()
+            base = client.session.held_versions
+            base[late_at] -= 1
+            receipts = client.session.push([vector], base_versions=base)
+            assert receipts[late_at].reason == REASON_STALE
+            assert receipts[1 - late_at].outcome == OUTCOME_PENDING
+
+        def go_on(client: Client) -> None:
+            for number in range(5):
+                step(client, seed=number)
+            client.close()
+
+        for done in [pool.submit(go_on, client) for client in (first, second)]:
+            done.result(60)
+        assert first.refused["STALE"] == second.refused["STALE"] == 1

@@ -36,7 +36,7 @@ def test_all_present_means_whole_shards() -> None:
     plan = partition(MODEL, num_servers=1)
 
     for present in (None, [True] * 4):
-        parts = pushed_parts(plan, 0, present)
+        parts = pushed_parts(plan, 0, present=present)
         assert [shard for shard, _ in parts] == list(plan.of_server(0))
         assert all(extents == () for _, extents in parts)
 
@@ -46,7 +46,7 @@ def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apar
     assert [(s.offset, s.length) for s in plan.of_server(0)] == [(0, 32), (32, 32)]
 
     def extents(*present: bool) -> list[tuple[tuple[int, int], ...] | None]:
-        return [extents for _, extents in pushed_parts(plan, 0, present)]
+        return [extents for _, extents in pushed_parts(plan, 0, present=present)]
 
     assert extents(True, True, False, False) == [((0, 20),), None]
     assert extents(True, False, True, False) == [((0, 10), (20, 12)), ((0, 18),)]
@@ -58,7 +58,7 @@ def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apar
 def test_frames_hold_the_present_numbers_only(codec: int, dtype: type) -> None:
     plan = partition(MODEL, num_servers=1)
     vector = np.arange(64, dtype=dtype)
-    parts = pushed_parts(plan, 0, [True, False, True, False])
+    parts = pushed_parts(plan, 0, present=[True, False, True, False])
     versions = {0: 5, 1: 6}
     push = OutgoingPush(
         PushRequest(sequence=3, codec=codec),
@@ -83,7 +83,7 @@ def test_frames_hold_the_present_numbers_only(codec: int, dtype: type) -> None:
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
     model = Model((Tensor("a", (10,)), Tensor("b", (4,), group=1)))
     plan = partition(model, num_servers=1)
-    parts = pushed_parts(plan, 0, [False, True])
+    parts = pushed_parts(plan, 0, present=[False, True])
     vectors = [np.zeros(10, np.float32), np.ones(4, np.float32)]
     push = OutgoingPush(
         PushRequest(sequence=1, codec=CODEC_FLOAT32),
@@ -109,7 +109,7 @@ def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors(co
     present = [True, False, True]
     numbers = [np.array([1, 2, 4, 100, 100], np.float32), np.array([8, 8], np.float32)]
     vectors = [np.frombuffer(encode(values, codec), dtype_of(codec)) for values in numbers]
-    parts = [part for server in range(2) for part in pushed_parts(plan, server, present)]
+    parts = [part for server in range(2) for part in pushed_parts(plan, server, present=present)]
 
     both = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT] * 2)
     first = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA])
@@ -122,7 +122,7 @@ def test_the_norm_of_large_numbers_does_not_overflow() -> None:
     plan = partition(Model((Tensor("a", (2,)),)), num_servers=1)
     vector = np.array([3e30, 4e30], np.float32)
 
-    norm = norm_of(pushed_parts(plan, 0, None), [vector], codec=CODEC_FLOAT32, kinds=[PAYLOAD_KIND_GRADIENT])
+    norm = norm_of(pushed_parts(plan, 0, present=None), [vector], codec=CODEC_FLOAT32, kinds=[PAYLOAD_KIND_GRADIENT])
 
     assert norm == pytest.approx(5e30)
 

@@ -1,0 +1,69 @@
+"""For whom a worker waits, and what it pushes, after pushes that came in time, too late, or both."""
+
+from __future__ import annotations
+
+from pyps_client.holdings import Holdings
+from pyps_wire.common_pb2 import OUTCOME_PENDING, OUTCOME_REJECTED, REASON_REPEATED, REASON_STALE, Receipt
+from pyps_wire.partition import Model, Tensor, partition
+
+PLAN = partition(Model((Tensor("a", (4 * 1024,)),), shard_size=1024), num_servers=2)
+ON_FIRST = [shard.shard_id for shard in PLAN.of_server(0)]
+
+
+def holdings_at(version: int) -> Holdings:
+    """Everything held at one version."""
+    holdings = Holdings(PLAN)
+    for held in holdings.of_server:
+        held.versions = dict.fromkeys(held.versions, version)
+    return holdings
+
+
+def pending(shard_id: int, min_version: int) -> Receipt:
+    return Receipt(shard_id=shard_id, outcome=OUTCOME_PENDING, min_version=min_version)
+
+
+def stale(shard_id: int, version: int) -> Receipt:
+    return Receipt(shard_id=shard_id, outcome=OUTCOME_REJECTED, reason=REASON_STALE, version_before=version)
+
+
+def test_a_push_in_time_is_waited_for_and_nothing_is_left_out_of_the_next() -> None:
+    holdings = holdings_at(5)
+
+    holdings.note([pending(shard.shard_id, 6) for shard in PLAN.shards])
+
+    assert holdings.awaited(0) == dict.fromkeys(ON_FIRST, 6)
+    assert holdings.settled(0) == set()
+
+
+def test_a_push_that_was_late_for_one_shard_waits_for_none_and_makes_that_one_good_alone() -> None:
+    holdings = holdings_at(5)
+    late, early = ON_FIRST
+
+    holdings.note([stale(late, 7), *(pending(shard.shard_id, 6) for shard in PLAN.shards if shard.shard_id != late)])
+
+    assert holdings.awaited(0) == holdings.awaited(1) == {}
+    assert holdings.settled(0) == {early}
+    assert holdings.settled(1) == {shard.shard_id for shard in PLAN.of_server(1)}
+    # A pull is due, of the late shard at least.
+    assert holdings.of_server[0].wanted == {late: 7, early: 6}
+
+
+def test_once_the_late_shard_is_made_good_all_rounds_are_waited_for() -> None:
+    holdings = holdings_at(5)
+    late, early = ON_FIRST
+    holdings.note([stale(late, 7), pending(early, 6)])
+    holdings.of_server[0].versions[late] = 7
+
+    holdings.note([pending(late, 8)])
+
+    assert holdings.awaited(0) == {late: 8, early: 6}
+    assert holdings.settled(0) == set()
+
+
+def test_a_second_gradient_for_a_round_waits_for_its_end() -> None:
+    holdings = holdings_at(5)
+    refusal = Receipt(shard_id=ON_FIRST[0], outcome=OUTCOME_REJECTED, reason=REASON_REPEATED, min_version=6)
+
+    holdings.note([refusal])
+
+    assert holdings.awaited(0) == {ON_FIRST[0]: 6}
