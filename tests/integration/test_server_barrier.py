@@ -13,6 +13,7 @@ import psutil
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
+from pyps_wire.partition import Model, Tensor
 from support import wait_until
 from wire_crew import QUICK_LEASES, at_once, beating, crew, events_of, status_of, wait_for_event
 from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of, values_of
@@ -291,3 +292,17 @@ def test_64_hardsync_workers_complete_on_the_default_server(start_server):
         assert max(threads) < threads[0] + 16, "a parked call holds no thread"
         mean = np.mean(range(64))
         np.testing.assert_allclose(values_of(workers[0].observe()[0]), -rounds * mean, rtol=1e-6)
+
+
+def test_rounds_of_large_shards_are_made_on_threads_and_leave_no_waits_behind(start_server):
+    large = Model((Tensor("x", (1_048_576,)),), shard_size=524_288)
+    server = start_server(*HARDSYNC, "--expected-workers", "4")
+    with crew(server, 4, model=large) as workers:
+        at_once([partial(worker.train, 3) for worker in workers])
+        abandoned = parked_pull(workers[0], 99)
+        wait_until(lambda: status_of(server).waiting_for, 20, "the wait")
+        abandoned.cancel()
+        wait_until(lambda: not status_of(server).waiting_for, 20, "the end of the wait")
+        shards = workers[0].observe()
+    assert [(shard.version, set(values_of(shard))) for shard in shards] == [(3, {-3.0})] * 2
+    assert status_of(server).pending_bytes == 0
