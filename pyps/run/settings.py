@@ -51,6 +51,8 @@ class RuleSettings:
 
     def differences(self, other: RuleSettings) -> list[str]:
         """One line for each setting in which `other` differs: what it is here, what it is there."""
+        if self.rule == "heavy_ball" and other.rule == "momentum":
+            other = other.as_heavy_ball()
         if self.rule != other.rule:
             return [f"rule: {self.rule} here, {other.rule} there"]
         lines = []
@@ -60,6 +62,13 @@ class RuleSettings:
                     values = f"{_number(mine.get(name))} here, {_number(theirs.get(name))} there"
                     lines.append(f"{name} of group {index}: {values}")
         return lines
+
+    def as_heavy_ball(self) -> RuleSettings:
+        """Momentum with the rate inside the velocity, where nothing is dampened: torch has one name for both forms."""
+        if any(group["dampening"] for group in self.groups):
+            return self
+        kept = tuple({name: value for name, value in group.items() if name != "dampening"} for group in self.groups)
+        return RuleSettings("heavy_ball", kept)
 
     def __str__(self) -> str:
         groups = self.groups if len({tuple(group.items()) for group in self.groups}) > 1 else self.groups[:1]

@@ -1,0 +1,37 @@
+"""What workers may ask for where the server was told its rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps.run.settings import RuleSettings, settle
+from pyps_wire.errors import OptimizerMismatch
+
+
+def settled(told: str, asked: str) -> RuleSettings:
+    told_settings, asked_settings = RuleSettings.parse(told), RuleSettings.parse(asked)
+    return settle(told_settings, asked_settings, num_groups=2, source="--optimizer")
+
+
+def test_torchs_momentum_joins_a_heavy_ball_of_the_same_settings() -> None:
+    rule = settled("heavy_ball:learning_rate=0.1,momentum=0.9", "momentum:learning_rate=0.1,momentum=0.9")
+
+    assert rule == RuleSettings.parse("heavy_ball:learning_rate=0.1,momentum=0.9").for_groups(2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "difference"),
+    [
+        ("momentum:learning_rate=0.1,momentum=0.8", "momentum of group 0: 0.9 here, 0.8 there"),
+        ("momentum:learning_rate=0.1,momentum=0.9,dampening=0.5", "rule: heavy_ball here, momentum there"),
+        ("nesterov:learning_rate=0.1,momentum=0.9", "rule: heavy_ball here, nesterov there"),
+    ],
+)
+def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference(asked: str, difference: str) -> None:
+    with pytest.raises(OptimizerMismatch, match=difference):
+        settled("heavy_ball:learning_rate=0.1,momentum=0.9", asked)
+
+
+def test_a_heavy_ball_does_not_join_momentum() -> None:
+    with pytest.raises(OptimizerMismatch):
+        settled("momentum:learning_rate=0.1,momentum=0.9", "heavy_ball:learning_rate=0.1,momentum=0.9")
