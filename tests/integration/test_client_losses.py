@@ -82,7 +82,7 @@ def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
 
         def all_applied() -> bool:
             observer.snapshot()
-            return {version for held in observer._held for version in held.versions.values()} == {1}
+            return set(observer._holdings.versions.values()) == {1}
 
         wait_until(all_applied, 20, "the push on both servers")
         for proxy in proxies:
