@@ -1,0 +1,346 @@
+"""Every pair of protocol, policy, update rule, number of workers and number of servers, over real connections.
+
+A greedy cover picks the cells, the same ones each time. A cell is a short run on real servers: workers without
+torch pull and push, one sends its last push twice. Then the universal invariants must hold (algorithm notes 1.4).
+test_every_mode.py holds the core alone to them in all combinations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_support import Array, gradients_like, make_client, small_model
+from inspection import inspect
+from pyps.core import aggregation, staleness
+from pyps.core.aggregation import PROTOCOLS
+from pyps.core.staleness import POLICIES
+from pyps.core.update_rules import RULES
+from pyps.update_log import log_paths, replay
+from pyps_client import Client, Observer
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
+from shards import JOIN_SECONDS, make_shard, push, run_together
+from support import ServerProcess
+from wire_worker import WireWorker
+
+FACTORS: Mapping[str, tuple[str | int, ...]] = {
+    "protocol": (
+        *("async", "softsync:n=1", "softsync:n=2", "hardsync", "hardsync:weighting=equal", "backup:b=1"),
+        *("ssp:s=1", "ssp:s=0,strict_bsp=true", "serial", "asgd:mutex=shard", "asgd:mutex=whole"),
+    ),
+    "policy": (
+        *("none", "divide", "divide_plus_one", "constant", "per_update", "exponential:beta=0.2", "polynomial:a=0.5"),
+        *("hinge:a=2,b=1", "drop:spread=3"),
+    ),
+    "rule": tuple(RULES),
+    "workers": (1, 4),
+    "servers": (1, 2, 3),
+}
+# Gradients are all computed on the version that they are applied to.
+NEVER_STALE = ("hardsync", "backup", "serial", "ssp:s=0,strict_bsp=true")
+# Every push is an update, or is refused.
+NEVER_WAITING = ("async", "serial", "asgd", "ssp:s=1")
+STEPS = 5
+RATE = 0.01
+
+Pair = frozenset[tuple[str, str | int]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One mode, as a run."""
+
+    protocol: str
+    policy: str
+    rule: str
+    workers: int
+    servers: int
+
+    def __str__(self) -> str:
+        return f"{self.protocol}-{self.policy}-{self.rule}-{self.workers}w-{self.servers}s"
+
+    @property
+    def possible(self) -> bool:
+        """The mutex over the whole model needs one server; backup workers need somebody whom they back up."""
+        whole, backup = self.protocol == "asgd:mutex=whole", self.protocol == "backup:b=1"
+        return not (whole and self.servers > 1) and not (backup and self.workers == 1)
+
+    @property
+    def pairs(self) -> set[Pair]:
+        """All pairs of values that meet here."""
+        values = [(factor, getattr(self, factor)) for factor in FACTORS]
+        return {frozenset(pair) for pair in itertools.combinations(values, 2)}
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        decay = {"weight_decay": 0.01} if "weight_decay" in RULES[self.rule].settings else {}
+        return {"learning_rate": RATE, **decay}
+
+
+def all_cells() -> list[Cell]:
+    cells = (Cell(*values) for values in itertools.product(*FACTORS.values()))  # type: ignore[arg-type]
+    return [cell for cell in cells if cell.possible]
+
+
+def cover() -> list[Cell]:
+    """Cells in which all possible pairs meet: each is the one with the most pairs that were not yet there."""
+    candidates = {cell: cell.pairs for cell in all_cells()}
+    missing = set().union(*candidates.values())
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda cell: len(candidates[cell] & missing))
+        missing -= candidates[best]
+        chosen.append(best)
+    # Those that the same servers can run follow each other.
+    return sorted(chosen, key=lambda cell: cell.workers)
+
+
+CELLS = cover()
+
+
+def test_the_cover_holds_everything_that_there_is_in_all_pairs() -> None:
+    kinds = {name: {str(value).partition(":")[0] for value in FACTORS[name]} for name in ("protocol", "policy")}
+    assert kinds == {"protocol": set(PROTOCOLS), "policy": {kind.name for kind in POLICIES.values()}}
+    together = set().union(*(cell.pairs for cell in CELLS))
+    for first, second in itertools.combinations(FACTORS, 2):
+        met = {pair for pair in together if {factor for factor, _ in pair} == {first, second}}
+        impossible = {("protocol", "workers"): 1, ("protocol", "servers"): 2}.get((first, second), 0)
+        assert len(met) == len(FACTORS[first]) * len(FACTORS[second]) - impossible
+    assert 99 <= len(CELLS) <= 130
+
+
+class Cluster:
+    """Three servers for jobs of so many workers. A run takes as many of them as it needs; the next replaces it."""
+
+    def __init__(self, workers: int, logs: Path):
+        self.workers, self.logs = workers, logs
+        flags = ("--expected-workers", str(workers), "--update-log", str(logs), "--log-gradients")
+        self.servers = [ServerProcess(*flags, wait=False) for _ in range(3)]
+        for server in self.servers:
+            server.wait_ready()
+
+    def reset(self) -> None:
+        """Empties the servers."""
+        for server in self.servers:
+            if run_id := inspect(server.control, "GetStatus").run_id:
+                inspect(server.control, "Reset", pb.ResetRequest(run_id=run_id))
+
+    def close(self) -> None:
+        for server in self.servers:
+            print(f"--- output of the server on {server.ready.get('data')}:\n{server.output()}")
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def find_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Cluster]]:
+    """Empty servers for jobs of so many workers; started anew only where that number changes."""
+    running: list[Cluster] = []
+
+    def find(workers: int) -> Cluster:
+        if running and running[0].workers != workers:
+            running.pop().close()
+        if not running:
+            running.append(Cluster(workers, tmp_path_factory.mktemp("logs")))
+        running[0].reset()
+        return running[0]
+
+    yield find
+    for cluster in running:
+        cluster.close()
+
+
+@dataclass
+class Pushed:
+    """A push of a worker: the versions that its gradient is of, and what became of it."""
+
+    bases: Mapping[int, int]
+    # By shard.
+    receipts: dict[int, Receipt]
+
+
+@dataclass
+class Training:
+    """A run of a cell, from its first parameters until all workers are gone."""
+
+    cell: Cell
+    servers: list[ServerProcess]
+    pushes: dict[str, list[Pushed]] = field(default_factory=dict)
+    repeated: list[Receipt] = field(default_factory=list)
+    shards: dict[int, pb.ShardInfo] = field(default_factory=dict)
+    parameters: Mapping[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Nobody pushes before all are there: who comes into a round that others began finds it gone.
+        self.all_joined = threading.Barrier(self.cell.workers)
+
+    def run(self) -> None:
+        # The first life of a worker only brings the parameters: an empty server has nothing to configure.
+        with self.client("worker-0"):
+            change = pb.ConfigureRequest(protocol=self.cell.protocol, staleness=self.cell.policy)
+            for server in self.servers:
+                inspect(server.control, "Configure", change)
+        run_together([partial(self.work, index) for index in range(self.cell.workers)])
+        with Observer(self.addresses) as observer:
+            self.parameters = observer.snapshot()
+        for server in self.servers:
+            self.shards |= {shard.shard_id: shard for shard in inspect(server.control, "ListShards").shards}
+
+    @property
+    def addresses(self) -> str:
+        return ",".join(server.data for server in self.servers)
+
+    @property
+    def run_id(self) -> str:
+        return f"cell-{CELLS.index(self.cell)}"
+
+    def client(self, worker_id: str) -> Client:
+        optimizer = (self.cell.rule, self.cell.hyperparameters)
+        options = {"worker_id": worker_id, "run_id": self.run_id, "optimizer": optimizer, "wait_seconds": 30}
+        client: Client = make_client(self.addresses, **options)
+        return client
+
+    def work(self, index: int) -> None:
+        """Takes a worker's steps, and repeats the first worker's last push."""
+        pushes = self.pushes[f"worker-{index}"] = []
+        with self.client(f"worker-{index}") as client:
+            self.all_joined.wait(JOIN_SECONDS)
+            for step in range(STEPS):
+                parameters = client.pull()
+                bases = client.session.held_versions
+                gradients = gradients_like(parameters, 100 * index + step)
+                receipts = client.push(gradients, examples=index + 1)
+                pushes.append(Pushed(bases, {receipt.shard_id: receipt for receipt in receipts}))
+            if index == 0:
+                self.repeat(client, pushes[-1], flat(gradients))
+
+    def repeat(self, client: Client, last: Pushed, gradient: Array) -> None:
+        """Sends a push again, as a client does that lost the connection before it was answered."""
+        (me,) = (w for w in inspect(self.servers[0].control, "ListWorkers").workers if w.worker_id == "worker-0")
+        for index, server in enumerate(self.servers):
+            with WireWorker(
+                *(server.data, me.worker_id),
+                run_id=self.run_id,
+                model=client.session.model,
+                server_index=index,
+                num_servers=len(self.servers),
+            ) as wire:
+                wire.sender.incarnation = me.incarnation
+                shards = [shard for shard in wire.plan.of_server(index) if shard.shard_id in last.receipts]
+                requests = [
+                    wire.push_request(
+                        gradient[shard.offset : shard.offset + shard.length],
+                        *(shard.shard_id, last.bases[shard.shard_id]),
+                        sequence=STEPS,
+                        num_shards=len(shards),
+                        clock=STEPS,
+                    )
+                    for shard in shards
+                ]
+                self.repeated += wire.push(*requests)
+
+
+def flat(tensors: Mapping[str, Array]) -> Array:
+    return np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_mode_keeps_the_universal_invariants(find_cluster: Callable[[int], Cluster], cell: Cell) -> None:
+    cluster = find_cluster(cell.workers)
+    training = Training(cell, cluster.servers[: cell.servers])
+    training.run()
+    check_workers(training)
+    for shard_id in training.shards:
+        check_versions(training, shard_id)
+    check_repeated(training)
+    check_logs(training, cluster.logs)
+    if cell.workers == 1:
+        check_serial(training)
+
+
+def check_workers(training: Training) -> None:
+    """Everybody took all steps, left in order, and was served finite numbers; all servers hold the mode."""
+    names = [f"worker-{index}" for index in range(training.cell.workers)]
+    for server in training.servers:
+        status = inspect(server.control, "GetStatus")
+        in_force = (aggregation.parse(training.cell.protocol).text, staleness.parse(training.cell.policy).text)
+        assert (status.protocol, status.staleness) == in_force
+        states = {worker.worker_id: worker.state for worker in inspect(server.control, "ListWorkers").workers}
+        assert states == dict.fromkeys(names, "finished")
+    num_shards = len(training.shards)
+    assert num_shards >= 5
+    for worker in names:
+        pushed = [len(pushed.receipts) for pushed in training.pushes[worker]]
+        # Where one shard came too late, the next push makes that one good and leaves out those that wait.
+        assert pushed == [num_shards] * STEPS or (training.cell.protocol.startswith("backup") and len(pushed) == STEPS)
+    assert all(np.isfinite(values).all() for values in training.parameters.values())
+
+
+def check_versions(training: Training, shard_id: int) -> None:
+    """U1, and receipts that tell the shard's own story: each update once, each push counted once."""
+    cell, info = training.cell, training.shards[shard_id]
+    receipts: list[Receipt] = []
+    for pushes in training.pushes.values():
+        mine = [(pushed.bases[shard_id], pushed.receipts[shard_id]) for pushed in pushes if shard_id in pushed.receipts]
+        for base, receipt in mine:
+            assert not receipt.duplicate
+            assert receipt.staleness == receipt.version_before - base >= 0
+            assert receipt.version_after - receipt.version_before == (receipt.outcome == OUTCOME_APPLIED)
+        seen = [version for _, receipt in mine for version in (receipt.version_before, receipt.version_after)]
+        assert seen == sorted(seen)
+        receipts += [receipt for _, receipt in mine]
+    taken = [receipt for receipt in receipts if receipt.outcome != OUTCOME_REJECTED]
+    made = sorted(receipt.version_after for receipt in taken if receipt.outcome == OUTCOME_APPLIED)
+    assert len(set(made)) == len(made)
+    assert info.version == info.updates > 0
+    # What no push completed was completed when somebody left.
+    by_leaving = info.version - len(made)
+    assert 0 <= by_leaving <= (0 if cell.protocol.startswith(NEVER_WAITING) else cell.workers)
+    assert by_leaving or made == list(range(1, info.version + 1))
+    told = (info.pushes_applied, info.pushes_pending, info.pushes_rejected)
+    outcomes = Counter(receipt.outcome for receipt in receipts)
+    assert told == tuple(outcomes[kind] for kind in (OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED))
+    assert outcomes[OUTCOME_REJECTED] == 0 or cell.protocol.startswith("backup") or cell.policy.startswith("drop")
+    if cell.protocol.startswith(NEVER_STALE):
+        assert all(receipt.staleness == 0 for receipt in taken)
+
+
+def check_repeated(training: Training) -> None:
+    """U3: the push that was sent twice has the same answer twice, and counts once."""
+    first = training.pushes["worker-0"][-1].receipts
+    again = {receipt.shard_id: receipt for receipt in training.repeated}
+    assert len(training.repeated) == len(again) == len(first)
+    for shard_id, receipt in first.items():
+        repeated = again[shard_id]
+        assert repeated.duplicate and training.shards[shard_id].pushes_duplicate == 1
+        for name in ("sequence", "outcome", "reason", "version_before", "version_after", "staleness", "rate", "weight"):
+            assert getattr(repeated, name) == getattr(receipt, name), name
+
+
+def check_logs(training: Training, logs: Path) -> None:
+    """U4: each shard's log, replayed through the core alone, gives the bits that the server holds."""
+    # A server's epoch grows with every run that it forgets.
+    paths = [path for folder in logs.glob(f"{training.run_id}.epoch-*") for path in log_paths(folder)]
+    assert len(paths) == len(training.shards)
+    for path in paths:
+        replayed = replay(path)
+        info = training.shards[replayed.shard_id]
+        assert not replayed.difference
+        assert (replayed.version, replayed.checksum) == (info.version, info.checksum)
+
+
+def check_serial(training: Training) -> None:
+    """U6: one worker gets bit for bit what a single shard of the whole model makes of its gradients."""
+    model = small_model()
+    alone = make_shard(flat(model), rule=training.cell.rule, settings=training.cell.hyperparameters)
+    for step in range(STEPS):
+        push(alone, flat(gradients_like(model, step)), sequence=step)
+    np.testing.assert_array_equal(flat(training.parameters), alone.state().parameters, strict=True)
