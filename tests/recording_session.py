@@ -50,6 +50,7 @@ class RecordingSession:
     pushes: list[Pushed] = field(default_factory=list)
     pulls: int = 0
     failure: Exception | None = None
+    protocol: str = "async"
     ask_to_proceed: bool = False
     accumulate: int = 0
     current_version_only: bool = False

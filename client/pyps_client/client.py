@@ -27,8 +27,9 @@ class Client:
 
     Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where
     this worker is elected to send them. Then in turn: pull, compute, push. Whatever the servers' protocol makes
-    workers wait for (a round's end, a turn, the slowest), it is the pull that waits. Use one thread, or one that
-    pushes and one that pulls.
+    workers wait for (a round's end, a turn, the slowest), it is the pull that waits. A push is one update's worth:
+    to sum several minibatches in one, as asgd:accumulate= asks of workers (`session.accumulate`), is yours to do.
+    Use one thread, or one that pushes and one that pulls.
     """
 
     def __init__(

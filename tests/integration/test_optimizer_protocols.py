@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
-from pyps_wire.errors import BadRequest
-from support import wait_until
+from pyps_wire import inspector_pb2 as pb
+from support import ServerProcess, wait_until
 from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of, status, workers
 
 PROTOCOLS = [
@@ -52,20 +53,65 @@ def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server, p
         assert {receipt.staleness for receipt in optimizer.receipts} == {0}
 
 
-def test_a_worker_that_computes_ahead_is_refused_by_a_barrier(start_server) -> None:
-    server = start_server("--protocol", "hardsync")
+def configure(server: ServerProcess, protocol: str) -> None:
+    inspect(server.control, "Configure", pb.ConfigureRequest(protocol=protocol))
+
+
+def step(optimizer: RemoteOptimizer, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    backward(model, batch)
+    optimizer.step(examples=16)
+
+
+def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_nothing(start_server, caplog) -> None:
+    """It joins under the barrier, overlaps under async, and goes back behind the next barrier."""
+    caplog.set_level("INFO")
+    server = start_server("--protocol", "hardsync", "--heartbeat-seconds", "0.1")
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(BadRequest, match=r"overlap is 'step'.*present version only.*pass overlap='off'"):
-        RemoteOptimizer(model, sgd, server.data, overlap="step")
-    wait_until(lambda: status(server).workers_alive == 0, what="the worker's leave")
+    with RemoteOptimizer(model, sgd, server.data, overlap="step") as optimizer:
+        session = optimizer._session
+        for protocol in ("hardsync", "async", "backup:b=0"):
+            if protocol != "hardsync":
+                configure(server, protocol)
+                wait_until(lambda protocol=protocol: session.protocol == protocol, what="word of the change")
+            optimizer._downpour.flush()
+            before = status(server).version_max
+            # The first gradient after overlapped steps was computed on older parameters.
+            refused = sum(session.refused.values())
+            for count, batch in enumerate(batches(8)):
+                step(optimizer, model, batch)
+                if protocol == "backup:b=0" and count == 0:
+                    refused = sum(session.refused.values())
+            optimizer._downpour.flush()
+            assert sum(session.refused.values()) == refused, session.refused
+            if protocol == "hardsync":
+                assert status(server).version_max == before + 8
+    said = [message for message in caplog.messages if "takes gradients of the present version only" in message]
+    assert ["hardsync" in said[0], "backup:b=0" in said[1], len(said)] == [True, True, 2]
 
 
-def test_another_sum_than_the_protocols_is_refused(start_server) -> None:
-    server = start_server("--protocol", "asgd:accumulate=4")
-    model = mlp()
-    with pytest.raises(BadRequest, match="push_every is 2, but the run's protocol wants 4 minibatches in a push"):
-        RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data, push_every=2)
+def test_workers_follow_the_accumulation_of_a_protocol_that_is_set_while_they_train(start_server, caplog) -> None:
+    server = start_server("--heartbeat-seconds", "0.1")
+    models = [mlp(), mlp()]
+    follower, stubborn = (
+        RemoteOptimizer(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), server.data, run_id="sums", worker_id=name, **stated
+        )
+        for model, (name, stated) in zip(models, {"follower": {}, "stubborn": {"push_every": 2}}.items(), strict=True)
+    )
+    with follower, stubborn:
+        for protocol, wanted, updates in (("async", 0, 8), ("asgd:accumulate=4", 4, 2), ("async", 0, 8)):
+            configure(server, protocol)
+            for optimizer, model, expected in ((follower, models[0], updates), (stubborn, models[1], 4)):
+                session = optimizer._session
+                wait_until(lambda session=session, wanted=wanted: session.accumulate == wanted, what="word of it")
+                before = status(server).version_max
+                for batch in batches(8):
+                    step(optimizer, model, batch)
+                assert status(server).version_max - before == expected
+    assert status(server).examples == 2 * 3 * 8 * 16
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.startswith("push_every is 2 here, but asgd") for message in warnings] == [True]
 
 
 @pytest.mark.parametrize(("protocol", "staleness"), PROTOCOLS)

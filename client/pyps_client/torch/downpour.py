@@ -11,8 +11,9 @@ The appendix's pseudo-code lets its threads race; what is done about it:
   worker takes those steps on them itself.
 * The first pull is over before the first minibatch.
 
-What a protocol wants beyond the paper comes with the servers' answers: the worker asks before its next step where
-steps are granted (serial, ssp), and waits for the version that its round makes (hardsync, backup workers).
+What a protocol wants beyond the paper comes with the servers' answers, and holds from the next step on: the worker asks
+before its next step where steps are granted (serial, ssp), waits for the version that its round makes (hardsync, backup
+workers), overlaps nothing under either, and sums as many minibatches as are wanted (asgd:accumulate).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer, all_
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.local_steps import LocalSteps
 from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedLink
-from pyps_client.torch.pace import Pace
+from pyps_client.torch.pace import Pace, Tempo
 from pyps_client.torch.shared_buffers import SharedBuffers
 from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest, RunFinished
@@ -60,7 +61,7 @@ class Downpour:
     ) -> None:
         self._session = session
         self._layout = layout
-        self._pace = pace
+        self._tempo = Tempo(pace, session)
         # The sizes of a local step now, one a parameter group; zero for none.
         self._local_rates = local_rates
         self._rate_changes = rate_changes
@@ -76,8 +77,6 @@ class Downpour:
         self._versions: Mapping[int, int] = {}
         self._push_due = False
         self._pull_due = False
-        # Where steps are granted one by one, nothing goes on beside the computation.
-        self._in_turn = False
         self._steps_since_pull = 0
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
@@ -153,12 +152,13 @@ class Downpour:
     def _step(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
         self._link.raise_error()
         step = self.steps
+        self._tempo.follow(step)
         self.steps = self._session.clock = step + 1
         self._gather(gradients, example_count)
-        self._push_due = self._push_due or self._pace.push_after(step)
+        self._push_due = self._push_due or self._tempo.push_after(step)
         if self._push_if_due():
             self._proceed()
-        self._pull_due = self._pull_due or self._pace.pull_before(step + 1)
+        self._pull_due = self._pull_due or self._tempo.pull_before(step + 1)
         self._steps_since_pull += 1
         self._pull_if_due()
         self._finished = self._finished or any(receipt.reason == REASON_FINISHED for receipt in self.receipts)
@@ -175,13 +175,13 @@ class Downpour:
         self._gradients.add(everything, versions=self._versions, example_count=example_count)
         if self._buffers is not None:
             self._buffers.accepted(moves)
-        if self._pace.overlap == "step" or not self._pace.pull_before(self.steps):
+        if self._tempo.overlaps or not self._tempo.pull_before(self.steps):
             # Else the pull that follows overwrites it. Buffers, the last group if they are one, have moved already.
             self._local.step(everything, [*self._local_rates(), 0.0])
 
     def _push_if_due(self) -> bool:
         """True when the worker stands at the end of a push's worth of minibatches."""
-        if self._in_turn or self._gradients.minibatch_count >= BEHIND_MAX * self._pace.minibatches_in_push:
+        if not self._tempo.overlaps or self._gradients.minibatch_count >= BEHIND_MAX * self._tempo.minibatches_in_push:
             self._link.wait_for_push()
         if not self._push_due or not self._link.can_push():
             return False
@@ -200,19 +200,18 @@ class Downpour:
         self._payload_guard.skipped(f"{count} minibatches, summed and converted for the wire,", (), math.inf)
 
     def _proceed(self) -> None:
-        self._in_turn = self._session.ask_to_proceed
-        if self._in_turn:
+        if not self._tempo.overlaps:
             self._link.wait_for_push()
         self._session.proceed()
 
     def _pull_if_due(self) -> None:
-        if self._in_turn or self._steps_since_pull >= BEHIND_MAX * self._pace.minibatches_to_pull:
+        if not self._tempo.overlaps or self._steps_since_pull >= BEHIND_MAX * self._tempo.minibatches_to_pull:
             self._link.wait_for_pull()
         self._take_pulled()
         if (self._pull_due or self._session.pull_needed) and self._link.can_pull():
             self._pull_due = False
             self._link.pull()
-            if self._in_turn:
+            if not self._tempo.overlaps:
                 self._link.wait_for_pull()
             # A blocking pull is there already.
             self._take_pulled()

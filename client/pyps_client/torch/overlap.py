@@ -49,6 +49,9 @@ class SessionLike(Protocol):
     def held_versions(self) -> Versions: ...
 
     @property
+    def protocol(self) -> str: ...
+
+    @property
     def ask_to_proceed(self) -> bool: ...
 
     @property

@@ -78,9 +78,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
         `run_id`, `worker_id`, `token_file`: PYPS_RUN_ID, PYPS_WORKER_ID and PYPS_TOKEN_FILE by default.
         `push_every`, `pull_every`: minibatches summed in a push, and minibatches between pulls; by default
-        what the servers' protocol wants, or else 1.
+        what the protocol in force wants (asgd:accumulate=), or else 1.
         `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
-        more version of staleness.
+        more version of staleness. Under protocols that take gradients of the present version only, or that
+        grant steps one by one, they are waited for as with "off".
         `local_learning_rate`: the size of the worker's own step between pulls. By default the present learning
         rate under plain SGD; none under other rules, which must be told with pull_every > 1.
         `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
@@ -134,11 +135,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         )
 
         def downpour() -> Downpour:
-            agreed = pace.under(self._session)
             return Downpour(
                 self._session,
                 layout,
-                pace=agreed,
+                pace=pace,
                 parameters=parameters,
                 local_rates=LocalRates(translation, rates, asked=local_learning_rate),
                 codec=launch.codec,

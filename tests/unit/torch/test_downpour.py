@@ -30,7 +30,7 @@ def downpour(
     worker = Downpour(
         session,
         layout,
-        pace=Pace(**pace).under(session),
+        pace=Pace(**pace),
         parameters=ParameterBuffer(layout),
         local_rates=lambda: [local],
         codec=codec,
@@ -275,16 +275,74 @@ def test_the_protocols_accumulation_sets_what_the_user_left_open() -> None:
     assert session.pulls == 3
 
 
+def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps() -> None:
+    worker, session, _ = downpour()
+    for wanted, count in ((0, 3), (4, 6), (0, 2), (3, 5), (2, 3)):
+        session.accumulate = wanted
+        for _ in range(count):
+            worker.step(gradient(1.0))
+    worker.flush()
+    # Two that were left when four were no longer wanted go with the next one; so do two of three when two suffice.
+    assert payloads(session) == [1, 1, 1, 4, 3, 1, 3, 3, 2]
+    assert session.pulls == 1 + len(session.pushes)
+
+
+def test_an_overlapped_worker_follows_the_protocols_accumulation() -> None:
+    worker, session, _ = downpour(overlap="step")
+    for wanted in (0, 4, 0, 2):
+        session.accumulate = wanted
+        for _ in range(7):
+            worker.step(gradient(1.0))
+    worker.flush()
+    worker.close()
+    assert sum(payloads(session)) == 28
+
+
 @pytest.mark.parametrize("setting", ["push_every", "pull_every"])
-def test_another_accumulation_than_the_protocols_is_refused(setting) -> None:
-    with pytest.raises(BadRequest, match=f"{setting} is 2, but the run's protocol wants 4 minibatches in a push"):
-        downpour(**{setting: 2}, session_has={"accumulate": 4})
-    downpour(**{setting: 4}, session_has={"accumulate": 4})
+def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(setting, caplog) -> None:
+    worker, session, _ = downpour(**{setting: 2}, session_has={"protocol": "asgd:accumulate=4"})
+    for wanted in (4, 0, 4):
+        session.accumulate = wanted
+        for _ in range(4):
+            worker.step(gradient(1.0))
+    (warning,) = caplog.messages
+    assert f"{setting} is 2 here, but asgd:accumulate=4 wants 4 minibatches" in warning
+    expected = [2.0] * 6 if setting == "push_every" else [4.0, 1.0, 1.0, 1.0, 1.0, 4.0]
+    assert payloads(session) == expected
 
 
-def test_overlap_is_refused_where_a_worker_must_not_compute_ahead() -> None:
-    with pytest.raises(BadRequest, match=r"overlap is 'step', but .* present version only.*pass overlap='off'"):
-        downpour(overlap="step", session_has={"current_version_only": True})
+def test_the_same_number_as_the_protocols_needs_no_warning(caplog) -> None:
+    downpour(push_every=4, pull_every=4, session_has={"accumulate": 4})
+    assert caplog.messages == []
+
+
+def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog) -> None:
+    caplog.set_level("INFO")
+    worker, session, parameter = downpour(rate=1.0, overlap="step", session_has={"protocol": "hardsync"})
+    session.gate.clear()
+    for _ in range(2):
+        worker.step(gradient(1.0))
+    assert session.pushes == []  # under way, beside the computation
+    session.gate.set()
+    session.current_version_only = True
+    for count in range(3):
+        worker.step(gradient(1.0))
+        # Nothing is under way between steps, and the model holds all that was pushed.
+        assert session.events[-2:] == ["push", "pull"]
+        assert float(parameter.detach()[0, 0]) == -3 - count
+        assert session.held == session.version
+    assert [pushed.base_version for pushed in session.pushes[-2:]] == [session.version - 2, session.version - 1]
+    assert [message for message in caplog.messages if "hardsync takes gradients of the present version only" in message]
+    session.current_version_only = False
+    session.gate.clear()
+    worker.step(gradient(1.0))
+    pushes = len(session.pushes)
+    session.gate.set()
+    worker.flush()
+    worker.close()
+    assert pushes == len(session.pushes) - 1
+    assert len(caplog.messages) == 1
+    assert sum(payloads(session)) == 6
 
 
 def test_pulled_parameters_lack_what_has_gathered_as_in_the_paper() -> None:
@@ -328,7 +386,7 @@ def test_local_steps_of_half_precision_parameters_add_up_in_float32(dtype) -> No
     worker = Downpour(
         session,
         layout,
-        pace=Pace(pull_every=100).under(session),
+        pace=Pace(pull_every=100),
         parameters=ParameterBuffer(layout),
         local_rates=lambda: [0.0001],
     )

@@ -35,7 +35,7 @@ def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) ->
     worker = Downpour(
         session,
         layout,
-        pace=Pace(**pace).under(session),
+        pace=Pace(**pace),
         parameters=ParameterBuffer(layout),
         local_rates=lambda: [0.0],
     )

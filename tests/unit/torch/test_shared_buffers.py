@@ -25,15 +25,15 @@ class Worker:
         layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
         parameters = ParameterBuffer(layout)
         self.session = session or RecordingSession(parameters.read(), rate=0.1)
-        agreed = Pace(**pace).under(self.session)
+        wishes = Pace(**pace)
         self.downpour = Downpour(
             self.session,
             layout,
-            pace=agreed,
+            pace=wishes,
             parameters=parameters,
             local_rates=lambda: [0.0],
             buffers=shared_buffers(
-                self.module, layout, mode=mode, is_first=is_first, overlaps=agreed.overlap == "step"
+                self.module, layout, mode=mode, is_first=is_first, overlaps=wishes.overlap == "step"
             ),
         )
         self.downpour.start()
