@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -13,6 +13,8 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 
 RECEIPTS_PER_LIFE = 8
 LIVES_MAX = 1024
+# Names of lives that were let go, for each life held.
+NAMES_PER_LIFE = 4
 
 
 class Forgotten(Enum):
@@ -42,8 +44,11 @@ class LedgerState:
 
     # From the life heard of longest ago to the latest.
     entries: tuple[LedgerEntry, ...] = ()
-    # The largest incarnation among the lives that were let go; -1 before any was.
+    # At or below it, no incarnation of any worker is new; -1 before a name was let go.
     forgotten_incarnation: int = -1
+    # By name, the largest incarnation among the lives that were let go.
+    forgotten: Mapping[str, int] = field(default_factory=dict)
+    lives_max: int = LIVES_MAX
 
     def to_json(self) -> dict[str, Any]:
         """Returns the state in plain lists, dictionaries, numbers and strings."""
@@ -56,7 +61,9 @@ class LedgerState:
             LedgerEntry(**{**entry, "receipts": tuple(_receipt(fields) for fields in entry["receipts"])})
             for entry in plain["entries"]
         )
-        return cls(entries, plain["forgotten_incarnation"])
+        # Ledgers of earlier releases kept no names.
+        forgotten, lives_max = plain.get("forgotten", {}), plain.get("lives_max", LIVES_MAX)
+        return cls(entries, plain["forgotten_incarnation"], dict(forgotten), lives_max)
 
 
 class Ledger:
@@ -66,8 +73,14 @@ class Ledger:
     stale, repeated. Pushes that left no trace (not finite, other epoch, finished) are judged anew when they come
     again: the verdict is the same, or the push was never applied and may be.
 
-    Memory is bounded, and what is let go is never mistaken for new: sequences and incarnations grow, so
-    whatever lies at or below the largest one let go is answered FORGOTTEN. `lives_max` should be several
+    Memory is bounded, and what is let go is never mistaken for new, since sequences grow within a life and
+    incarnations with the lives of one name. Of a life, whatever lies at or below the largest sequence let go is
+    answered FORGOTTEN. Of a name, so is every life at or below the largest incarnation let go: a push that was
+    ever recorded is either held, or its life lies there. Names that were let go are bounded too: the one with the
+    smallest incarnation makes way, and that incarnation counts for all names from then on.
+
+    So many short lives of some names never make another name's first push look old; only those of more names than
+    the table holds can, and then only for lives that began before all of these. `lives_max` should be several
     times the workers that push at once.
     """
 
@@ -76,15 +89,17 @@ class Ledger:
         state: LedgerState | None = None,
         *,
         receipts_max: int = RECEIPTS_PER_LIFE,
-        lives_max: int = LIVES_MAX,
+        lives_max: int | None = None,
     ) -> None:
+        """Begins with `state`; `lives_max` None takes the state's."""
+        state = state or LedgerState()
         self._receipts_max = receipts_max
-        self._lives_max = lives_max
+        self._lives_max = lives_max or state.lives_max
         # The life heard of longest ago comes first.
         self._lives: OrderedDict[tuple[str, int], _Life] = OrderedDict()
+        self._forgotten: dict[str, int] = {}
         self._forgotten_incarnation = -1
-        if state is not None:
-            self.restore(state)
+        self.restore(state)
 
     def __len__(self) -> int:
         """Returns the number of receipts held."""
@@ -94,7 +109,8 @@ class Ledger:
         """Returns the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""
         life = self._lives.get((worker_id, incarnation))
         if life is None:
-            return FORGOTTEN if incarnation <= self._forgotten_incarnation else None
+            largest = max(self._forgotten.get(worker_id, -1), self._forgotten_incarnation)
+            return FORGOTTEN if incarnation <= largest else None
         receipt = life.receipts.get(sequence)
         if receipt is None and sequence <= life.forgotten_sequence:
             return FORGOTTEN
@@ -111,8 +127,8 @@ class Ledger:
             life.forgotten_sequence = min(life.receipts)
             del life.receipts[life.forgotten_sequence]
         if len(self._lives) > self._lives_max:
-            (_, oldest_incarnation), _ = self._lives.popitem(last=False)
-            self._forgotten_incarnation = max(self._forgotten_incarnation, oldest_incarnation)
+            oldest, _ = self._lives.popitem(last=False)
+            self._let_go(*oldest)
 
     def entries(self) -> LedgerState:
         """Returns all that is remembered."""
@@ -120,12 +136,19 @@ class Ledger:
             LedgerEntry(worker_id, incarnation, life.forgotten_sequence, life.sorted_receipts())
             for (worker_id, incarnation), life in self._lives.items()
         )
-        return LedgerState(entries, self._forgotten_incarnation)
+        return LedgerState(entries, self._forgotten_incarnation, dict(self._forgotten), self._lives_max)
 
     def restore(self, state: LedgerState) -> None:
         """Remembers what `entries` gave, and nothing else."""
         self._lives = OrderedDict(((entry.worker_id, entry.incarnation), _Life.of(entry)) for entry in state.entries)
+        self._forgotten = dict(state.forgotten)
         self._forgotten_incarnation = state.forgotten_incarnation
+
+    def _let_go(self, worker_id: str, incarnation: int) -> None:
+        self._forgotten[worker_id] = max(incarnation, self._forgotten.get(worker_id, -1))
+        if len(self._forgotten) > NAMES_PER_LIFE * self._lives_max:
+            earliest = min(self._forgotten, key=self._forgotten.__getitem__)
+            self._forgotten_incarnation = max(self._forgotten_incarnation, self._forgotten.pop(earliest))
 
 
 class _Life:

@@ -87,6 +87,8 @@ class ContentFactory:
     behaviour: Behaviour
     recorder: Recorder
     epoch: int
+    # Lives of workers whose receipts each shard remembers.
+    lives_max: int
 
     def first(self, initialization: Initialization, *, now: float) -> Content:
         """The content that a worker's first parameters make."""
@@ -142,7 +144,7 @@ class ContentFactory:
             epoch=self.epoch,
             version=state.version,
             slots=state.slots or None,
-            ledger=Ledger(state.ledger),
+            ledger=Ledger(state.ledger, lives_max=self.lives_max),
             pending=state.pending,
             examples=state.examples,
             learning_rate=state.learning_rate,

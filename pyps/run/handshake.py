@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 NAME_LENGTH_MAX = 200
+# Clocks of machines that work together differ by less.
+CLOCKS_APART_NANOSECONDS = 24 * 3600 * 10**9
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class Holding:
         return f"run {self.run_id!r} at version {self.version_max}, last updated {age}"
 
 
-def check_caller(greeting: Greeting, *, software: str) -> None:
-    """Refuses a caller that no server of this version could serve."""
+def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> None:
+    """Refuses a caller that no server of this version could serve; the time is that since 1970."""
     if greeting.protocol_version != PROTOCOL_VERSION:
         raise ProtocolMismatch(
             f"this server ({software}) speaks protocol version {PROTOCOL_VERSION}, the caller "
@@ -92,6 +94,13 @@ def check_caller(greeting: Greeting, *, software: str) -> None:
         raise BadRequest("the worker gives no worker_id: every worker of a run needs a name of its own")
     if greeting.incarnation == 0:
         raise BadRequest("the worker gives no incarnation: send its start time in nanoseconds")
+    # Later lives of its name have larger ones: nobody could take the name over from a life of the future.
+    if greeting.incarnation > now_nanoseconds + CLOCKS_APART_NANOSECONDS:
+        days = (greeting.incarnation - now_nanoseconds) / CLOCKS_APART_NANOSECONDS
+        raise BadRequest(
+            f"the worker's incarnation, {greeting.incarnation}, lies {days:.1f} days ahead of this server's clock: send"
+            " its start time in nanoseconds since 1970, and set both machines' clocks"
+        )
     if greeting.model is None or not greeting.model.tensors:
         raise BadRequest("the worker names no model: send its tensors in Hello")
     if not greeting.server_index < greeting.num_servers:

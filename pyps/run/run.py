@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pyps import __version__, logs
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient
+from pyps.core.ledger import LIVES_MAX
 from pyps.core.membership import Membership
 from pyps.core.receipt import Receipt
 from pyps.core.shard import Shard
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 SOFTWARE = f"pyps {__version__}"
 # An initialiser that is silent for so long has died: another takes its place.
 ELECTION_LEASE_SECONDS = 10.0
+# Lives whose receipts a shard remembers, for each worker that may be alive.
+LIVES_PER_WORKER = 4
 
 log = logs.get("pyps.run")
 
@@ -100,7 +103,7 @@ class Run(RunFacts):
 
     def hello(self, greeting: Greeting) -> Welcome:
         """Takes a caller in, or refuses it with the reason; elects it where somebody has to initialise."""
-        handshake.check_caller(greeting, software=SOFTWARE)
+        handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
         now = self.clock()
         with self._lock:
             self._refuse_when_draining()
@@ -320,7 +323,8 @@ class Run(RunFacts):
         return False
 
     def _factory(self) -> ContentFactory:
-        return ContentFactory(self.behaviour, self.conduct.account, self.epoch)
+        lives_max = max(LIVES_MAX, LIVES_PER_WORKER * self.config.max_workers)
+        return ContentFactory(self.behaviour, self.conduct.account, self.epoch, lives_max)
 
     def _set_content(self, content: Content) -> None:
         if self.recorder is not None:

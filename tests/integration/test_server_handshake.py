@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
@@ -21,6 +22,18 @@ def test_only_one_of_two_workers_is_elected(start_server):
         assert not reply.initialize
         assert reply.state == common.RUN_STATE_INITIALIZING
         assert first.hello().initialize, "the elected worker keeps its turn"
+
+
+def test_a_life_of_the_future_is_refused(start_server):
+    """It would keep its name from every later process, and make first pushes of others look forgotten."""
+    server = start_server()
+    with WireWorker(server.data, "a") as worker:
+        worker.sender.incarnation = 2**63 + 1
+        status, name, text = refusal_of(worker.hello)
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert "days ahead of this server's clock" in text
+        worker.sender.incarnation = time.time_ns()
+        assert worker.hello().initialize
 
 
 def test_racing_workers_elect_exactly_one_and_all_see_its_parameters(start_server):

@@ -88,6 +88,34 @@ def test_a_later_life_of_a_worker_that_was_let_go_is_new() -> None:
     assert ledger.lookup("a", 20, 0) is None
 
 
+def test_a_life_that_began_early_and_pushes_first_after_many_short_ones_is_new() -> None:
+    ledger = Ledger(lives_max=2)
+    for incarnation in range(100, 200):
+        ledger.record(f"short-{incarnation % 3}", incarnation, receipt(0))
+    assert ledger.lookup("early", 1, 0) is None
+    assert ledger.lookup("short-0", 102, 0) is FORGOTTEN
+
+
+def test_of_more_names_than_are_kept_the_earliest_makes_way_and_none_of_its_lives_is_new() -> None:
+    ledger = Ledger(lives_max=2)
+    for incarnation in range(100, 200):
+        ledger.record(f"name-{incarnation}", incarnation, receipt(0))
+    state = ledger.entries()
+    # Two are held, and eight names.
+    assert len(state.forgotten) == 8
+    assert state.forgotten_incarnation == 189
+    for again in (ledger, Ledger(LedgerState.from_json(json.loads(json.dumps(state.to_json()))))):
+        lookups = {i: again.lookup(f"name-{i}", i, 0) for i in range(100, 200)}
+        assert lookups == {**dict.fromkeys(range(100, 198), FORGOTTEN), 198: receipt(0), 199: receipt(0)}
+        assert [again.lookup("early", i, 0) for i in (189, 190)] == [FORGOTTEN, None]
+
+
+def test_a_ledger_of_an_earlier_release_is_read() -> None:
+    plain = {"entries": [], "forgotten_incarnation": 7}
+    ledger = Ledger(LedgerState.from_json(plain))
+    assert [ledger.lookup("a", incarnation, 0) for incarnation in (7, 8)] == [FORGOTTEN, None]
+
+
 def test_the_worker_that_was_silent_longest_is_let_go() -> None:
     ledger = Ledger(lives_max=2)
     for worker_id, sequence in [("a", 0), ("b", 0), ("a", 1), ("c", 0)]:
