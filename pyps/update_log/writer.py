@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,13 +48,27 @@ class UpdateLog:
         self._shards = dict(shards)
         name = re.sub(r"[^A-Za-z0-9_-]", "_", header.run_id) or "run"
         folder = self._folder / f"{name}.epoch-{header.epoch}"
+        # Those of earlier lives of the server.
+        before = set(folder.iterdir()) if folder.is_dir() else None
         try:
             folder.mkdir(exist_ok=True)
             for shard_id, shard in shards.items():
                 self._files[shard_id] = ShardFiles(folder / f"shard-{shard_id:06d}.jsonl", self._budget)
                 self._files[shard_id].begin(header, shard)
         except OSError as error:
+            self._discard(folder, before)
             raise UpdateLogError(f"the update log in {folder} cannot be written: {error.strerror}") from None
+
+    def _discard(self, folder: Path, before: set[Path] | None) -> None:
+        """Leaves nothing of a log that could not be begun: a replay of the whole folder would stumble over it."""
+        for files in self._files.values():
+            files.close()
+        self._files, self._shards = {}, {}
+        with contextlib.suppress(OSError):
+            for path in set(folder.iterdir()) - (before or set()):
+                path.unlink()
+            if before is None:
+                folder.rmdir()
 
     def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
         """Logs a push; the update that it makes comes into the same line."""

@@ -378,6 +378,23 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
         UpdateLog(tmp_path / "file" / "inside")
 
 
+def test_a_log_that_could_not_be_begun_leaves_nothing_behind(log: UpdateLog, tmp_path: Path) -> None:
+    train(logged_shard(log), range(1, 3))
+    log.end()
+    before = sorted(tmp_path.rglob("*"))
+    later = dataclasses.replace(HEADER, epoch=HEADER.epoch + 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for header in (HEADER, later):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+            with pytest.raises(UpdateLogError, match="cannot be written"):
+                log.begin(header, {0: make_shard(np.zeros(16))})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        log.end()
+        assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_header_survives_json() -> None:
     assert RunHeader.from_json(HEADER.to_json()) == HEADER
     assert dataclasses.replace(HEADER, epoch=7) == HEADER.with_epoch(7)
