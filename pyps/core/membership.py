@@ -239,7 +239,8 @@ class Membership:
         missing = self._expected_workers - sum(m.pushed_at is not None or not m.alive for m in members)
         if missing <= 0:
             missing = self._expected_workers = 0
-        return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing)
+        coming = [m.worker_id for m in members if missing and m.alive and m.pushed_at is None]
+        return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing, tuple(sorted(coming)))
 
     def _put(self, member: Member) -> None:
         known = self._members.get(member.worker_id)

@@ -133,6 +133,10 @@ class Pacer(ABC):
         """How many workers have yet to ask before anybody is granted a step."""
         return max(0, self.quorum - len(self._floor.seen))
 
+    def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
+        """Returns those of the workers that have never asked."""
+        return [worker_id for worker_id in worker_ids if worker_id not in self._floor.seen]
+
     @property
     def waiting(self) -> tuple[str, ...]:
         """The workers that have asked and may not proceed, in order of joining."""

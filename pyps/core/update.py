@@ -81,9 +81,7 @@ def _scaled_in_the_step(parts: Sequence[Part], update_scale: float) -> tuple[lis
     Such a rule would cancel a factor common to all gradients. So their mean rate scale multiplies the step,
     and only its ratio to each one's own enters the sum and the slots.
     """
-    shares = sum(part.share for part in parts)
-    # Of gradients without examples among others' nothing, no share is left.
-    mean = sum(part.share * _rate_scale(part) for part in parts) / shares if shares else 0.0
+    mean = sum(part.share * _rate_scale(part) for part in parts) / sum(part.share for part in parts)
     if mean == 0.0:
         return [part.share * _weight(part) for part in parts], 0.0
     return [part.share * _weight(part) * (_rate_scale(part) / mean) for part in parts], mean * update_scale

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, require_rate
+from pyps.core.gradient import Gradient, PayloadKind, require_rate
 from pyps.core.pacing import Pacer
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.recorder import Recorder
@@ -31,6 +31,12 @@ from pyps_wire.errors import ScheduleOwned
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
+
+
+_COUNTS_DIFFER = (
+    "some workers push gradients without a count of examples and some with one: a round with both is averaged with"
+    " equal shares; give `examples` with every push, or choose weighting=equal"
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ class Conduct:
         # The workers with whom rounds were looked at last.
         self._roster = Roster()
         self._told: tuple[str, ...] = ()
+        # Whether gradients come with their count of examples: all say True, all False, or some one and some the other.
+        self._counted = set[bool]()
 
     def begin(self, content: Content) -> None:
         """Takes the shards in, which serve from now on."""
@@ -96,7 +104,10 @@ class Conduct:
     def warnings(self) -> tuple[str, ...]:
         """What people should know about the protocol with the workers that count, in sentences."""
         num_workers = self._membership.roster.num_expected
-        return self.aggregation.warnings(num_workers) if num_workers else ()
+        warnings = self.aggregation.warnings(num_workers) if num_workers else ()
+        if self.aggregation.weighs_examples and len(self._counted) == 2:
+            warnings += (_COUNTS_DIFFER,)
+        return warnings
 
     # What a push brings.
 
@@ -142,6 +153,8 @@ class Conduct:
         self.account.note(shard)
         if receipt.duplicate:
             return
+        if gradient.kind != PayloadKind.NOTHING:
+            self._counted.add(gradient.example_count > 0)
         if receipt.version_after > receipt.version_before:
             self.pacing.advanced(receipt.version_after)
             self.on_update(shard)
@@ -183,12 +196,17 @@ class Conduct:
             if content is None:
                 return
             idle = self._stalls.idle(self._membership.alive(), now=now)
-            waited_for = self.pacing.waited_for()
+            rounds = set[str]()
             # Most of the time nobody is idle, and no lock is taken.
-            for shard in content.shards.values() if idle else ():
+            for shard in content.shards.values() if idle or roster.missing else ():
                 if shard.num_pending:
-                    waited_for.update(shard.waiting_for(roster))
+                    rounds.update(shard.waiting_for(roster))
+            gate_holds = not rounds.isdisjoint(roster.awaited) or self.pacing.gate_holds
+            gate_stalled = self._stalls.look_at_gate(holds=gate_holds, now=now)
+            waited_for = rounds.difference(roster.awaited) | self.pacing.waited_for()
             stalled = self._stalls.look(waited_for & idle, self._membership, now=now)
+        if gate_stalled:
+            self._go_without_the_missing(roster)
         for worker_id in stalled:
             self._membership.stall(worker_id)
             self._events.add(
@@ -199,6 +217,24 @@ class Conduct:
                 warning=True,
             )
             self.departed(worker_id)
+
+    def _go_without_the_missing(self, roster: Roster) -> None:
+        """Opens the gate: expected workers that have not come count from their first push, as any other does."""
+        alive = [member.worker_id for member in self._membership.alive()]
+        self._events.add(
+            "stalled",
+            "expected workers are waited for no longer, as they came too late; each counts from its first push",
+            waited_for=", ".join(self.pacing.awaited(alive) or roster.awaited),
+            stall_seconds=self._config.stall_seconds,
+            warning=True,
+        )
+        self._membership.expect_no_more()
+        self.pacing.open_gate()
+
+    def waited_for_by(self, worker_id: str) -> tuple[str, ...]:
+        """Whom a worker waits for that may not begin its next step yet."""
+        alive = [member.worker_id for member in self._membership.alive()]
+        return self.pacing.awaited(alive) or self.pacing.waiting_for(worker_id)
 
     def tick(self, now: float) -> None:
         """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 
 from pyps.core.pacing import Pacer
+from pyps.core.roster import not_joined
 
 Wake = Callable[[], None]
 
@@ -102,11 +103,19 @@ class Pacing:
         with self._lock:
             return self._pacer.waiting_for(worker_id) if self._pacer is not None else ()
 
+    def awaited(self, alive: Iterable[str]) -> tuple[str, ...]:
+        """Whom the gate waits for: the live workers that have not asked by name, those that never joined counted."""
+        with self._lock:
+            if self._pacer is None or not self._pacer.missing:
+                return ()
+            coming = sorted(self._pacer.not_seen(alive))
+            return (*coming, *not_joined(self._pacer.missing - len(coming)))
+
     @property
-    def missing(self) -> int:
-        """Workers that are to come before anybody may begin."""
-        pacer = self._pacer
-        return pacer.missing if pacer is not None else 0
+    def gate_holds(self) -> bool:
+        """Whether a call waits for expected workers that have not asked yet."""
+        with self._lock:
+            return self._pacer is not None and self._pacer.missing > 0 and bool(self._wakes)
 
     def waited_for(self) -> set[str]:
         """All whom a waiting call waits for."""

@@ -1,4 +1,4 @@
-"""Workers that live, yet hold the others up for too long."""
+"""Workers that live, or were expected, and hold the others up for too long."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Stalls:
         self.stall_seconds = stall_seconds
         # Since when each was waited for without a pause.
         self._since: dict[str, float] = {}
+        # Since when somebody has waited for expected workers that have not come; None while nobody does.
+        self._gate_since: float | None = None
 
     def idle(self, members: Iterable[Member], *, now: float) -> set[str]:
         """The workers of whom it is worth asking whether anybody waits for them."""
@@ -37,3 +39,12 @@ class Stalls:
             since[worker_id] = max(self._since.get(worker_id, now), pushed_at or 0.0)
         self._since = since
         return sorted(worker_id for worker_id, began in since.items() if now - began >= self.stall_seconds)
+
+    def look_at_gate(self, *, holds: bool, now: float) -> bool:
+        """Whether expected workers that have not come have been waited for, without a pause, for stall_seconds."""
+        if not holds:
+            self._gate_since = None
+            return False
+        if self._gate_since is None:
+            self._gate_since = now
+        return now - self._gate_since >= self.stall_seconds

@@ -152,10 +152,8 @@ class ParameterServer:
         run, sender, clock = self._run, request.sender, request.clock
 
         def describe() -> str:
-            pacing = run.conduct.pacing
-            others = pacing.waiting_for(sender.worker_id)
-            missing = f"{pacing.missing} of the expected workers, which have not asked yet" if pacing.missing else ""
-            return f"{sender.worker_id} waits to begin step {clock + 1}, for {names_in_words(others) or missing}"
+            others = names_in_words(run.conduct.waited_for_by(sender.worker_id))
+            return f"{sender.worker_id} waits to begin step {clock + 1}, for {others}"
 
         parking = Parking(
             run,
@@ -163,7 +161,7 @@ class ParameterServer:
             worker_id=sender.worker_id,
             wait_seconds=request.wait_milliseconds / 1000,
             describe=describe,
-            waits_for=lambda: run.conduct.pacing.waiting_for(sender.worker_id),
+            waits_for=lambda: run.conduct.waited_for_by(sender.worker_id),
         )
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
         try:

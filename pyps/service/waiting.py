@@ -56,7 +56,7 @@ class Parking:
         except TimeoutError:
             # The words take locks.
             what = await self._work.off_loop(self._wait.describe)
-            raise WaitTimedOut(f"{self._wait_seconds:g} s were not enough: {what}") from None
+            raise WaitTimedOut(f"after {self._wait_seconds:g} s: {what}") from None
         finally:
             if self._wait.worker_id:
                 self._run.statistics.blocked(self._wait.worker_id, self._loop.time() - began)
@@ -165,13 +165,10 @@ class Arrivals:
         )
 
     def _whom(self, shard: Shard) -> str:
-        roster = self._run.roster
-        others = self._others(shard)
-        parts = [f"its round waits for {names_in_words(others)}"] if others else []
-        if roster.missing and shard.num_pending:
-            parts.append(f"{roster.missing} of the expected workers have not pushed yet")
+        if others := self._others(shard):
+            return f"its round waits for {names_in_words(others)}"
         alive = sorted(member.worker_id for member in self._run.membership.alive())
-        return "; ".join(parts) or f"live workers: {names_in_words(alive) or 'none'}"
+        return f"live workers: {names_in_words(alive) or 'none'}"
 
     def _waits_for(self) -> tuple[str, ...]:
         return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))

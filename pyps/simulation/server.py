@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,7 @@ from pyps.core.gradient import Gradient
 from pyps.core.membership import Membership, WorkerState
 from pyps.core.pacing import Pacer
 from pyps.core.receipt import Receipt
-from pyps.core.roster import Roster
+from pyps.core.roster import Roster, not_joined
 from pyps.core.shard import Shard
 from pyps.core.whole_model import WholeModel
 from pyps.simulation.event import Event, Kind
@@ -111,8 +111,8 @@ class VirtualServer:
         self._waiting[worker_id] = then
         self._grant(self._pacer.arrive(worker_id, clock))
         if worker_id in self._waiting:
-            whom = self._pacer.waiting_for(worker_id)
-            self._say(Kind.WAIT, worker_id, note=_whom(whom, self._pacer.missing))
+            whom = self._gate_of(self._pacer) or self._pacer.waiting_for(worker_id)
+            self._say(Kind.WAIT, worker_id, note=" ".join(["for", *whom]))
             self._watch(whom)
 
     def when_readable(self, worker_id: str, shard_id: int, min_version: int, then: Callable[[float], None]) -> None:
@@ -120,7 +120,7 @@ class VirtualServer:
         shard = self.shards[shard_id]
         if shard.version < min_version and not shard.finished:
             whom = shard.waiting_for(self.roster)
-            self._say(Kind.WAIT, worker_id, shard_id, min_version, note=_whom(whom, self.roster.missing))
+            self._say(Kind.WAIT, worker_id, shard_id, min_version, note=" ".join(["for", *whom]))
             self._watch(whom)
         shard.when_version(min_version, lambda: then(self._resumes_at[shard_id]))
 
@@ -182,7 +182,7 @@ class VirtualServer:
     def _take_over(self, behaviour: Behaviour) -> Pacer | None:
         """Returns the pacer that goes."""
         old_pacer, self._pacer = self._pacer, behaviour.aggregation.pacer()
-        if self._pacer is not None:
+        if self._pacer is not None and self.roster.missing:
             self._pacer.quorum = self.plan.expected_workers
         self._whole = WholeModel(self.shards) if behaviour.aggregation.whole_model else None
         return old_pacer
@@ -244,36 +244,59 @@ class VirtualServer:
 
     def _watch(self, worker_ids: Sequence[str]) -> None:
         """Looks later whether those that are waited for now have moved."""
-        now = self._scheduler.now
         if self.plan.stall_seconds < float("inf"):
-            self._scheduler.at(now + self.plan.stall_seconds, partial(self._stall, worker_ids, since=now))
+            last_pushes = {worker_id: self._last_push(worker_id) for worker_id in worker_ids}
+            self._scheduler.at(self._scheduler.now + self.plan.stall_seconds, partial(self._stall, last_pushes))
 
-    def _stall(self, worker_ids: Sequence[str], *, since: float) -> None:
-        """Stops counting those that are waited for still and have not pushed since then."""
-        for worker_id in worker_ids:
-            member = self._membership.get(worker_id)
-            pushed = member is not None and (member.pushed_at or 0.0) > since
-            if worker_id in self._waited_for() and not pushed:
+    def _last_push(self, worker_id: str) -> float | None:
+        member = self._membership.get(worker_id)
+        return None if member is None else member.pushed_at
+
+    def _stall(self, last_pushes: Mapping[str, float | None]) -> None:
+        """Stops counting those that are waited for still and have not pushed since then; expects no newcomers then."""
+        gate = {*self.roster.awaited, *(self._gate_of(self._pacer) if self._pacer is not None else ())}
+        if self._waited_for().intersection(gate, last_pushes):
+            self._open_gate()
+        for worker_id, last_push in last_pushes.items():
+            if worker_id in self._waited_for() and self._last_push(worker_id) == last_push:
                 self._membership.stall(worker_id)
                 self._say(Kind.STALL, worker_id)
                 self._departed(worker_id)
+
+    def _gate_of(self, pacer: Pacer) -> tuple[str, ...]:
+        """Returns the expected workers that have not asked the pacer yet."""
+        coming = pacer.not_seen(member.worker_id for member in self._membership.alive()) if pacer.missing else []
+        return (*sorted(coming), *not_joined(pacer.missing - len(coming)))
+
+    def _open_gate(self) -> None:
+        """Waits no longer for the expected workers that have not come."""
+        self._say(Kind.STALL, note="the expected workers that have not come")
+        self._membership.expect_no_more()
+        self._complete_rounds()
+        if self._pacer is not None:
+            self._pacer.quorum = 0
+        self._advanced()
 
     def _waited_for(self) -> set[str]:
         shards = [shard for shard in self.shards.values() if shard.num_pending]
         waited_for = {worker_id for shard in shards for worker_id in shard.waiting_for(self.roster)}
         if self._pacer is not None:
             waited_for.update(*(self._pacer.waiting_for(worker_id) for worker_id in self._pacer.waiting))
+            waited_for.update(self._gate_of(self._pacer) if self._pacer.waiting else ())
         return waited_for
 
     def _departed(self, worker_id: str) -> None:
         """Completes what waited for the worker alone."""
         self._waiting.pop(worker_id, None)
-        for shard in self.shards.values():
-            if shard.complete(self.roster):
-                self._say(Kind.COMPLETE, shard_id=shard.shard_id, version=shard.version)
+        self._complete_rounds()
         if self._pacer is not None:
             self._grant(self._pacer.depart(worker_id))
         self._advanced()
+
+    def _complete_rounds(self) -> None:
+        for shard in self.shards.values():
+            if shard.complete(self.roster):
+                self._say(Kind.COMPLETE, shard_id=shard.shard_id, version=shard.version)
 
     def _say(self, kind: Kind, worker_id: str = "", shard_id: int = -1, version: int = 0, *, note: str = "") -> None:
         self._tell(Event(self._scheduler.now, kind, worker_id, shard_id, version, note=note))
@@ -281,8 +304,3 @@ class VirtualServer:
 
 # Shorter than any time that a plan names.
 MOMENT = 1e-9
-
-
-def _whom(worker_ids: Sequence[str], missing: int) -> str:
-    """Says for whom somebody waits, `missing` workers that have not come yet among them."""
-    return " ".join(["for", *worker_ids, *([f"{missing} more"] if missing else [])])

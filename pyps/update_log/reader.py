@@ -136,7 +136,7 @@ class ShardLog:
         with (self._payload_path if self.replayable else Path(os.devnull)).open("rb") as payloads:
             for line in lines:
                 if line["event"] == "roster":
-                    roster = Roster(tuple(line["workers"]), line["missing"])
+                    roster = Roster(tuple(line["workers"]), line["missing"], tuple(line.get("coming", ())))
                 else:
                     yield self._event(line, roster, payloads)
 

@@ -129,7 +129,8 @@ class ShardFiles:
     def _note(self, roster: Roster) -> None:
         """Writes who counts, where that has changed since the last line that asked."""
         if roster != self._roster:
-            self._append({"event": "roster", "workers": roster.workers, "missing": roster.missing})
+            coming = {"coming": roster.coming} if roster.coming else {}
+            self._append({"event": "roster", "workers": roster.workers, "missing": roster.missing, **coming})
             self._roster = roster
 
     def _append(self, line: Mapping[str, Any]) -> None:

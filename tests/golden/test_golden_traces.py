@@ -56,6 +56,18 @@ def hardsync_with_a_stalled_worker() -> Cluster:
     return cluster("hardsync", workers=plans, server=ServerPlan(expected_workers=3, stall_seconds=4.0)).run()
 
 
+def hardsync_without_one_that_never_comes() -> Cluster:
+    """Three are expected and two come: after stall_seconds of waiting the first round closes with those two."""
+    server = ServerPlan(expected_workers=3, stall_seconds=4.0)
+    return cluster("hardsync", workers=crew(2, steps=3), server=server).run()
+
+
+def serial_without_one_that_never_comes() -> Cluster:
+    """Three are expected and two come: after stall_seconds of waiting the turns begin with those two."""
+    server = ServerPlan(expected_workers=3, stall_seconds=4.0)
+    return cluster("serial", workers=crew(2, steps=2), server=server).run()
+
+
 def backup() -> Cluster:
     """The first two of three gradients make the update; the slow worker's come late and are dropped."""
     return cluster("backup:b=1", workers=ONE_IS_SLOW).run()
@@ -110,6 +122,7 @@ def torn_push() -> Cluster:
 
 STORIES: tuple[Callable[[], Cluster], ...] = (
     *(asynchronous, softsync, hardsync, hardsync_with_a_stalled_worker, backup, ssp, ssp_with_a_death, serial, asgd),
+    *(hardsync_without_one_that_never_comes, serial_without_one_that_never_comes),
     *(warm_up, switches, torn_push),
 )
 

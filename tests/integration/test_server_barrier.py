@@ -123,7 +123,7 @@ def test_the_first_update_waits_for_the_expected_workers(start_server):
             assert receipt.outcome == common.OUTCOME_PENDING
         call = parked_pull(first, 1)
         [wait] = wait_until(lambda: status_of(server).waiting_for, 20, "the wait")
-        assert wait.endswith("1 of the expected workers have not pushed yet")
+        assert wait.endswith("its round waits for 1 more worker that has not joined")
         with WireWorker(server.data, "w2") as third:
             third.hello()
             assert third.push(third.push_request(4.0))[0].outcome == common.OUTCOME_APPLIED
@@ -144,12 +144,15 @@ def test_backup_workers_late_gradients_are_dropped_and_counted(start_server):
     """Chen et al. 2016: the first L - b gradients of a version make the update (algorithm notes 2.11)."""
     server = start_server("--protocol", "backup:b=1", "--staleness", "none", "--expected-workers", "3")
     with crew(server, 3) as [first, second, late]:
-        assert first.push(first.push_request(1.0))[0].outcome == common.OUTCOME_PENDING
-        assert second.push(second.push_request(3.0))[0].outcome == common.OUTCOME_APPLIED
-        [receipt] = late.push(late.push_request(100.0))
-        assert (receipt.reason, receipt.min_version) == (common.REASON_DROPPED, 1)
+        # The first update waits for all who are expected.
+        for worker, outcome in ((late, "PENDING"), (first, "PENDING"), (second, "APPLIED")):
+            assert worker.push(worker.push_request(1.0))[0].outcome == common.Outcome.Value(f"OUTCOME_{outcome}")
+        assert first.push(first.push_request(1.0, base_version=1))[0].outcome == common.OUTCOME_PENDING
+        assert second.push(second.push_request(3.0, base_version=1))[0].outcome == common.OUTCOME_APPLIED
+        [receipt] = late.push(late.push_request(100.0, base_version=1))
+        assert (receipt.reason, receipt.min_version) == (common.REASON_DROPPED, 2)
         [shard] = late.pull()
-        assert set(values_of(shard)) == {-2.0}
+        assert set(values_of(shard)) == {-3.0}
     assert status_of(server).pushes_dropped == 1
 
 

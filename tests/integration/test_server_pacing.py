@@ -102,7 +102,7 @@ def test_a_wait_ends_by_its_deadline_with_the_names(start_server):
         first.proceed(0)
         status, name, text = refusal_of(second.proceed, 0, wait_seconds=0.3)
         assert (status, name) == ("DEADLINE_EXCEEDED", "WaitTimedOut")
-        assert text == "0.3 s were not enough: w1 waits to begin step 1, for w0"
+        assert text == "after 0.3 s: w1 waits to begin step 1, for w0"
         # The answer that nobody took is given when it is asked for again.
         first.leave()
         second.proceed(0)

@@ -103,7 +103,7 @@ def test_staggered_release_lets_one_worker_after_the_other_in(start_server):
     with crew(server, 2) as [first, second]:
         turn = first.stub.Proceed.future(first.proceed_request(0), timeout=40)
         [wait] = wait_until(lambda: status_of(server).waiting_for, 20, "the first worker's question")
-        assert wait == "w0 waits to begin step 1, for 1 of the expected workers, which have not asked yet"
+        assert wait == "w0 waits to begin step 1, for w1"
         second_turn = second.stub.Proceed.future(second.proceed_request(0), timeout=40)
         turn.result()
         first.push(first.push_request(1.0))

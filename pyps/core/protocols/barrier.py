@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.protocols.base import Aggregation, mean
 from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Drop, Park, Part, Refuse
 from pyps.core.receipt import Reason
@@ -35,12 +36,12 @@ class Barrier(Aggregation):
             )
             return Refuse(Reason.REPEATED, message, min_version=version + 1)
         gathered = (*arrival.pending, arrival.contribution)
-        if self.is_complete(gathered, arrival.roster):
+        if self._is_due(gathered, arrival.roster):
             return Apply(self.parts(_in_worker_order(gathered)))
         return Park(min_version=version + 1)
 
     def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
-        if pending and self.is_complete(pending, roster):
+        if pending and self._is_due(pending, roster):
             return Apply(self.parts(_in_worker_order(pending)))
         return None
 
@@ -51,7 +52,8 @@ class Barrier(Aggregation):
         if not pending:
             return ()
         gathered = {contribution.gradient.worker_id for contribution in pending}
-        return tuple(worker_id for worker_id in roster.workers if worker_id not in gathered)
+        late = tuple(worker_id for worker_id in roster.workers if worker_id not in gathered)
+        return (*late, *roster.awaited)
 
     def late(self, base_version: int, version: int) -> Decision:
         """Returns what becomes of a gradient of an earlier version."""
@@ -61,9 +63,13 @@ class Barrier(Aggregation):
         )
         return Refuse(Reason.STALE, message, min_version=version)
 
+    def _is_due(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+        # The first update waits for all expected workers; the number of those that count settles with it.
+        return not roster.missing and self.is_complete(gathered, roster)
+
     @abstractmethod
     def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-        """Returns whether these gradients, each of another worker, make the round's update."""
+        """Returns whether these gradients, each of another worker, make the round's update; nobody is missing."""
 
     @abstractmethod
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
@@ -76,7 +82,7 @@ def _in_worker_order(gathered: Sequence[Contribution]) -> list[Contribution]:
 
 
 def _all_have_come(gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-    if roster.missing or len(gathered) < roster.num_workers:
+    if len(gathered) < roster.num_workers:
         return False
     # Gradients of workers that have died since are in it too.
     have_come = {contribution.gradient.worker_id for contribution in gathered}
@@ -90,7 +96,8 @@ WEIGHTINGS = ("by_count", "equal")
 class Hardsync(Barrier):
     """Applies the mean of one gradient from each live worker (Zhang et al. 2016; the STT chapter's "hybrid"; BSP).
 
-    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples.
+    `by_count` weighs each by its examples, so that unequal last minibatches give the mean over examples. A round
+    in which a gradient comes without its count is averaged with equal shares: it would weigh nothing otherwise.
     """
 
     name: ClassVar[str] = "hardsync"
@@ -100,15 +107,26 @@ class Hardsync(Barrier):
         if self.weighting not in WEIGHTINGS:
             raise BadRequest(f"hardsync's weighting is {self.weighting!r}; expected one of {', '.join(WEIGHTINGS)}")
 
+    @property
+    def weighs_examples(self) -> bool:
+        return self.weighting == "by_count"
+
     def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
         return _all_have_come(gathered, roster)
 
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         counts = [contribution.gradient.example_count for contribution in gathered]
+        if self.weighting == "equal" or any(_is_uncounted(contribution.gradient) for contribution in gathered):
+            return mean(gathered)
         total = sum(counts)
-        if self.weighting == "equal" or total == 0:
+        if total == 0:
+            # A round of nothing.
             return mean(gathered)
         return tuple(Part(contribution, count / total) for contribution, count in zip(gathered, counts, strict=True))
+
+
+def _is_uncounted(gradient: Gradient) -> bool:
+    return gradient.example_count == 0 and gradient.kind != PayloadKind.NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +157,7 @@ class Backup(Barrier):
             raise BadRequest(f"backup's b is {self.b}; expected the workers that no update waits for, as in backup:b=2")
 
     def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-        return len(gathered) >= max(1, roster.num_expected - self.b)
+        return len(gathered) >= max(1, roster.num_workers - self.b)
 
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         return mean(gathered)
@@ -156,3 +174,12 @@ class Backup(Barrier):
             raise BadRequest(
                 f"backup:b={self.b} leaves nobody of {num_workers} workers to wait for; expected b below {num_workers}"
             )
+
+    def warnings(self, num_workers: int) -> tuple[str, ...]:
+        if num_workers - self.b >= 1:
+            return ()
+        count = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
+        return (
+            f"backup:b={self.b} with {count} leaves nobody to wait for, so every gradient is an update of its own;"
+            " set a b below the number of workers",
+        )

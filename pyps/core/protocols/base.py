@@ -72,6 +72,11 @@ class Aggregation(ABC):
         return False
 
     @property
+    def weighs_examples(self) -> bool:
+        """Whether the shares of an update's gradients depend on their counts of examples."""
+        return False
+
+    @property
     def whole_model(self) -> bool:
         """Whether one mutex is held for all shards of a push or a pull."""
         return False

@@ -25,7 +25,7 @@ from pyps_wire.parameter_server_pb2 import Parameters, ProceedReply, ProceedRequ
 from pyps_wire.partition import Model, Tensor, partition
 
 PLAN = partition(Model((Tensor("a", (2048,)),), shard_size=1024), num_servers=1)
-UNANSWERED = WaitTimedOut("30 s were not enough: a waits for its turn; it waits for b")
+UNANSWERED = WaitTimedOut("after 30 s: a waits for its turn; it waits for b")
 Answer = PypsError | list[Any]
 
 

@@ -12,7 +12,7 @@ from pyps_wire.errors import RunFinished, WaitTimedOut
 from pyps_wire.partition import Model, Tensor, partition
 
 SHARDS = partition(Model((Tensor("a", (64,)),), shard_size=32), num_servers=1).of_server(0)
-NAMED = WaitTimedOut("0 s were not enough: a waits for version 1 of shard 0; it waits for b")
+NAMED = WaitTimedOut("after 0 s: a waits for version 1 of shard 0; it waits for b")
 
 
 def held_at(version: int) -> Held:
@@ -86,5 +86,5 @@ def test_a_wait_is_given_up_when_another_server_failed() -> None:
     stop = threading.Event()
     stop.set()
 
-    with pytest.raises(RunFinished, match="given up: 0 s were not enough"):
+    with pytest.raises(RunFinished, match="given up: after 0 s"):
         Parking(600).go_on(NAMED, stop=stop)

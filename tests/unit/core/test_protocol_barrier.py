@@ -98,6 +98,17 @@ def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_o
     assert shares(Hardsync("equal").decide(arrived)) == [0.5, 0.5]
 
 
+def test_by_count_where_one_gradient_has_no_count_is_equal() -> None:
+    arrived = arrival("b", contribution("a", example_count=30), workers=roster("a", "b"), example_count=0)
+    assert shares(Hardsync().decide(arrived)) == [0.5, 0.5]
+
+
+def test_nothing_without_a_count_weighs_nothing() -> None:
+    idle = contribution("a", example_count=0, kind=PayloadKind.NOTHING, values=[])
+    arrived = arrival("b", idle, contribution("c", example_count=30), workers=roster("a", "b", "c"), example_count=10)
+    assert shares(Hardsync().decide(arrived)) == [0.0, 0.25, 0.75]
+
+
 def test_by_count_without_any_count_is_equal() -> None:
     assert shares(Hardsync().decide(arrival("b", contribution("a"), workers=roster("a", "b")))) == [0.5, 0.5]
 
@@ -134,9 +145,22 @@ def test_backup_applies_the_first_l_minus_b() -> None:
     assert shares(decision) == [1 / 3] * 3
 
 
-def test_backup_counts_workers_still_expected() -> None:
-    assert isinstance(Backup(1).decide(arrival("a", workers=roster("a", missing=2))), Park)
-    assert isinstance(Backup(1).decide(arrival("a", workers=roster("a", missing=1))), Apply)
+@pytest.mark.parametrize("protocol", BARRIERS)
+def test_the_first_update_waits_for_all_expected_workers(protocol: Barrier) -> None:
+    """Backup too: its L is not known before, and an update of the first few would be another algorithm."""
+    waiting = (contribution("a"),)
+    early = Roster(("a", "b"), 2, coming=("c",))
+    assert protocol.decide(arrival("b", *waiting, workers=early)) == Park(min_version=1)
+    assert protocol.complete(waiting, 0, Roster(("a",), 1)) is None
+    assert protocol.waiting_for(waiting, early) == ("b", "c", "1 more worker that has not joined")
+    assert protocol.waiting_for(waiting, Roster(("a",), 2)) == ("2 more workers that have not joined",)
+    assert isinstance(protocol.decide(arrival("b", *waiting, workers=roster("a", "b"))), Apply)
+
+
+@pytest.mark.parametrize("num_workers, warned", [(1, True), (2, True), (3, False)])
+def test_backup_warns_where_it_waits_for_nobody(num_workers: int, warned: bool) -> None:
+    warnings = Backup(2).warnings(num_workers)
+    assert [f"backup:b=2 with {num_workers} worker" in warning for warning in warnings] == [True] * warned
 
 
 def test_backup_waits_for_one_at_least() -> None:

@@ -92,15 +92,20 @@ def test_those_waited_for_are_those_whom_waiting_calls_wait_for():
 def test_a_worker_that_goes_without_asking_is_no_longer_expected():
     calls = Calls(Pacing(TurnTaking(quorum=2)))
     assert not calls.ask("a")
-    assert calls.pacing.missing == 1
+    assert calls.pacing.awaited(["a", "b"]) == ("b",)
+    assert calls.pacing.awaited(["a"]) == ("1 more worker that has not joined",)
     calls.pacing.depart("b")
+    assert calls.pacing.awaited(["a"]) == ()
     assert calls.woken == ["a"]
     assert calls.ask("a")
 
 
 def test_an_opened_gate_expects_nobody():
     calls = Calls(Pacing(TurnTaking(quorum=3)))
+    assert not calls.pacing.gate_holds
     assert not calls.ask("a")
+    assert calls.pacing.gate_holds
     calls.pacing.open_gate()
+    assert not calls.pacing.gate_holds
     assert calls.woken == ["a"]
     assert calls.ask("a")

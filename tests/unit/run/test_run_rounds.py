@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from pyps.config import resolve
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Outcome, Reason
+from pyps.core.roster import Roster
 from pyps.run import Greeting, Run
 from pyps.run.initialization import Opening
 from pyps_wire.errors import BadRequest, LimitExceeded
@@ -45,7 +48,9 @@ class Crew:
     def push(self, name: str, value: float = 1.0, base_version: int = 0, shard_id: int = 0, **fields: object):
         self._sequences[name] += 1
         payload = np.full(self.run.shards[shard_id].length, value, np.float32).tobytes()
-        gradient = Gradient(name, 1, self._sequences[name], base_version, 0, 1, payload, example_count=1, **fields)
+        gradient = Gradient(
+            name, 1, self._sequences[name], base_version, 0, 1, payload, **{"example_count": 1, **fields}
+        )
         return self.run.push(gradient, shard_id, run_id="r")
 
     def versions(self) -> list[int]:
@@ -155,6 +160,67 @@ def test_a_stalled_worker_is_left_out_after_its_time_and_comes_back_with_its_pus
     assert crew.run.roster.workers == ("a",)
     assert crew.push("b", base_version=1).reason is Reason.STALE
     assert crew.run.roster.workers == ("a", "b")
+
+
+def test_counts_of_examples_on_some_gradients_only_are_told_once():
+    crew = Crew("a", "b", protocol="hardsync", expected_workers="2")
+    crew.push("a")
+    crew.push("b", 3.0, example_count=0)
+    assert crew.run.shards[0].read(lambda _, values: float(values[0])) == -2.0
+    for _ in range(3):
+        crew.run.tick()
+    [message] = crew.events("warning")
+    assert "without a count of examples" in message
+    assert crew.run.conduct.warnings == (message,)
+    crew.run.configure(protocol="async")
+    assert crew.run.conduct.warnings == ()
+
+
+def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
+    """One of them has joined and never pushes, one never starts: both are named until then."""
+    crew = Crew("a", "joined", protocol="hardsync", expected_workers="3", stall_seconds="10")
+    assert crew.push("a").waiting_for == ("joined", "1 more worker that has not joined")
+    for _ in range(11):
+        assert crew.versions() == [0, 0]
+        crew.run.tick()
+        crew.clock.now += 1.0
+        for name in ("a", "joined"):
+            crew.run.heartbeat("r", name, 1, clock=0, scalars={})
+    assert crew.versions() == [1, 0]
+    [message] = crew.events("stalled")
+    assert "waited for joined, 1 more worker that has not joined" in message
+    assert crew.run.roster == Roster(("a",))
+    assert crew.push("joined", base_version=1).outcome is Outcome.PENDING
+    assert crew.run.roster.workers == ("a", "joined")
+
+
+def test_a_gate_at_which_nobody_waits_stays_shut():
+    crew = Crew("a", protocol="hardsync", expected_workers="2", stall_seconds="10")
+    for _ in range(25):
+        crew.run.tick()
+        crew.clock.now += 1.0
+        crew.run.heartbeat("r", "a", 1, clock=0, scalars={})
+    assert crew.run.roster.missing == 2
+    assert crew.events("stalled") == []
+
+
+@pytest.mark.parametrize("protocol", ["serial", "ssp:s=1"])
+def test_the_first_turns_do_without_expected_workers_that_do_not_come_in_time(protocol):
+    crew = Crew("a", "joined", protocol=protocol, expected_workers="3", stall_seconds="10")
+    woken = []
+    ask = partial(crew.run.may_proceed, "r", "a", 1, clock=0, wake=lambda: woken.append("a"))
+    assert not ask()
+    assert crew.run.conduct.waited_for_by("a") == ("joined", "1 more worker that has not joined")
+    for _ in range(11):
+        assert woken == []
+        crew.run.tick()
+        crew.clock.now += 1.0
+        for name in ("a", "joined"):
+            crew.run.heartbeat("r", name, 1, clock=0, scalars={})
+    assert woken == ["a"]
+    assert ask()
+    [message] = crew.events("stalled")
+    assert "waited for joined, 1 more worker that has not joined" in message
 
 
 def test_the_end_of_a_run_comes_with_an_update_that_no_push_brought():

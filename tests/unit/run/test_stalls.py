@@ -45,3 +45,13 @@ def test_only_workers_that_have_not_pushed_for_a_while_are_looked_at(members):
     assert stalls.idle(members.alive(), now=100.0) == {"a"}
     members.join("c", 1, now=50.0)
     assert stalls.idle(members.alive(), now=100.0) == {"a", "c"}
+
+
+def test_a_gate_that_holds_nobody_up_for_a_while_is_timed_anew():
+    stalls = Stalls(stall_seconds=10.0)
+    assert not stalls.look_at_gate(holds=True, now=100.0)
+    assert not stalls.look_at_gate(holds=True, now=109.0)
+    assert not stalls.look_at_gate(holds=False, now=109.5)
+    assert not stalls.look_at_gate(holds=True, now=110.0)
+    assert not stalls.look_at_gate(holds=True, now=119.0)
+    assert stalls.look_at_gate(holds=True, now=120.0)
