@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-from pyps_client import uncaught
+from pyps_client import termination, uncaught
 from pyps_client.connection import Connection
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
@@ -69,6 +69,7 @@ def _register() -> None:
         return
     _registered = True
     uncaught.install()
+    termination.install()
     atexit.register(_close_all)
 
 

@@ -88,7 +88,6 @@ class OutgoingPush:
         # The fields that all shards share.
         self._header = PushRequest()
         self._header.CopyFrom(header)
-        self._header.num_shards = len(parts)
         self._vectors = vectors
         self._base_versions = base_versions
         self._newest_base_versions = newest_base_versions
@@ -100,6 +99,7 @@ class OutgoingPush:
     def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
         if not self._waiting:
             return self._receipts
+        self._header.num_shards = len(self._waiting)
         num_bytes = item_size(self._header.codec) * sum(shard.length for shard, _ in self._waiting.values())
         # A list of what is sent now: gRPC's thread iterates over it while receipts take entries away.
         frames = self._frames(list(self._waiting.values()))

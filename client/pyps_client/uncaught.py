@@ -30,14 +30,19 @@ def install() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _error
-        _error = error
+        remember(error)
         if isinstance(error, PypsError) and os.environ.get(TRACEBACK_VARIABLE, "").strip() in ("", "0"):
             print(told(error, trace), file=sys.stderr)
         else:
             previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def remember(error: BaseException) -> None:
+    """Notes what ends the program."""
+    global _error
+    _error = error
 
 
 def last() -> BaseException | None:
