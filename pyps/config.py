@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyps.core import aggregation, schedule, staleness
+from pyps.core import aggregation, schedule, spec, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
-from pyps.core.warmup import WarmUp
+from pyps.core.warmup import Staged, WarmUp
 from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
 
@@ -74,9 +74,13 @@ class ServerConfig:
     control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
-    protocol: str = setting("async", f"How pushes become updates: {_listed(aggregation.PROTOCOLS)}.")
-    warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial.")
-    staleness: str = setting("divide", f"What staleness costs a gradient: {_listed(staleness.POLICIES)}.")
+    protocol: str = setting(
+        "async", f"How pushes become updates, as {_listed(map(spec.example, aggregation.PROTOCOLS.values()))}."
+    )
+    warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial; more by release_every=50.")
+    staleness: str = setting(
+        "divide", f"What staleness costs a gradient, as {_listed(map(spec.example, staleness.POLICIES.values()))}."
+    )
     optimizer: str = setting(
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
     )
@@ -338,7 +342,7 @@ _EXPECTED = {
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
     "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
-    "warmup": lambda config: config.warmup and WarmUp.parse(config.warmup),
+    "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), aggregation.parse(config.protocol)),
     "staleness": lambda config: staleness.parse(config.staleness),
     "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
     "batch_growth": lambda config: (

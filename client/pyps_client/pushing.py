@@ -99,7 +99,6 @@ class OutgoingPush:
     def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
         if not self._waiting:
             return self._receipts
-        self._header.num_shards = len(self._waiting)
         num_bytes = item_size(self._header.codec) * sum(shard.length for shard, _ in self._waiting.values())
         # A list of what is sent now: gRPC's thread iterates over it while receipts take entries away.
         frames = self._frames(list(self._waiting.values()))
@@ -118,6 +117,7 @@ class OutgoingPush:
         """The messages, each made when gRPC is ready to send it: one is in memory at a time."""
         for shard, extents in parts:
             header = self._header_of(shard)
+            header.num_shards = len(parts)
             if extents is None:
                 # Said in so many words: where a round waits for every worker, silence would hold it up.
                 header.kind = PAYLOAD_KIND_NOTHING

@@ -40,7 +40,7 @@ class BatchGrowth:
         )
         if self.epoch_examples < 1:
             raise BadRequest(
-                "batch_growth counts epochs, but how many examples an epoch has is not known; set epoch_examples"
+                "batch_growth counts epochs, but how many examples an epoch has is not known; set --epoch-examples"
             )
 
     @classmethod

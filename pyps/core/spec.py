@@ -52,6 +52,22 @@ def spell_settings(thing: object) -> str:
     return ",".join(f"{field.name}={spell_value(value)}" for field, value in values if value != field.default)
 
 
+def example(kind: type) -> str:
+    """Returns a text that names such an object with all its settings, for people: "softsync:n=4"."""
+    values = [(field.name, field.metadata.get(_EXAMPLE, field.default)) for field in _settings(kind)]
+    settings = ",".join(f"{name}={spell_value(value)}" for name, value in values)
+    name: str = kind.name  # type: ignore[attr-defined]
+    return f"{name}:{settings}" if settings else name
+
+
+def required(*, example: int, unset: int) -> Any:
+    """Returns a field without a sensible default: `unset` is refused, `example` is what people are shown."""
+    return dataclasses.field(default=unset, metadata={_EXAMPLE: example})
+
+
+_EXAMPLE = "example"
+
+
 def _settings(thing: object) -> list[dataclasses.Field[Any]]:
     """Returns the fields that can be set; others are worked out from them."""
     return [field for field in dataclasses.fields(thing) if field.init]  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from pyps.core.membership import Membership, WorkerInfo, WorkerState
 from pyps.core.roster import Roster
 from pyps.run.events import Events
 from pyps.run.handshake import Greeting
+from pyps_wire.errors import WaitTimedOut
 
 
 class Attendance:
@@ -46,6 +47,12 @@ class Attendance:
         self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
         if before is not None and not before.alive:
             self._events.add("back", "worker is back", worker=worker_id)
+
+    def require_alive(self, worker_id: str, incarnation: int) -> None:
+        """Raises WaitTimedOut for a worker that was heard of once and is gone; it has to give a sign of life anew."""
+        member = self.membership.get(worker_id)
+        if member is None or member.incarnation != incarnation or not member.alive:
+            raise WaitTimedOut(f"worker {worker_id!r} was silent for longer than its lease while it waited: ask again")
 
     def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None) -> Roster:
         """Notes a push and returns who counts now; raises as `heard`."""

@@ -186,7 +186,12 @@ class Conduct:
             updates = sum(self._complete(shard, roster) for shard in content.shards.values())
         gone = ", ".join(sorted({*before.workers} - {*roster.workers}))
         if updates:
-            what = "rounds were completed without a worker that others waited for"
+            if not self.aggregation.barrier:
+                what = "gradients that waited became updates, as fewer workers count"
+            elif gone:
+                what = "rounds were completed without a worker that others waited for"
+            else:
+                what = "rounds were completed without workers that were expected"
             self._events.add("round", what, worker=gone, shards=updates, workers=roster.num_workers)
 
     def _look_for_stalls(self, now: float) -> None:
@@ -280,6 +285,7 @@ class Conduct:
             handshake.check_servers(behaviour.aggregation, num_servers)
             if learning_rate is not None:
                 require_rate(learning_rate)
+                self._require_unowned("before the server's is changed")
             settled = self._adopt(behaviour, learning_rate=learning_rate)
         rate = "" if learning_rate is None else f"{learning_rate:g}"
         self._events.add(
@@ -312,12 +318,16 @@ class Conduct:
             else old.schedule,
         )
         changed.aggregation.check(self._membership.roster.num_expected)
-        if schedule_text and changed.schedule.text != Constant.name and self.owner.worker_id:
-            raise ScheduleOwned(
-                f"worker {self.owner.worker_id!r} owns the schedule and sends its learning rates: end its scheduler "
-                "before the server gets a schedule"
-            )
+        if schedule_text and changed.schedule.text != Constant.name:
+            self._require_unowned("before the server gets a schedule")
         return changed
+
+    def _require_unowned(self, what: str) -> None:
+        if self.owner.worker_id:
+            raise ScheduleOwned(
+                f"worker {self.owner.worker_id!r} owns the schedule and sends its learning rates: end its scheduler"
+                f" (or let it go on with owns_schedule=False) {what}"
+            )
 
     def _adopt(self, behaviour: Behaviour, *, learning_rate: float | None) -> Settled:
         content, roster = self._content, self._membership.roster

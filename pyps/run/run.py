@@ -228,13 +228,27 @@ class Run(RunFacts):
         return self.conduct.push_whole(content, gradients)
 
     def may_proceed(
-        self, run_id: str, worker_id: str, incarnation: int, *, clock: int, wake: Callable[[], None]
+        self,
+        run_id: str,
+        worker_id: str,
+        incarnation: int,
+        *,
+        clock: int,
+        wake: Callable[[], None],
+        again: bool = False,
     ) -> bool:
-        """Whether a worker may begin its next step; where not, `wake` is called when it is worth asking again."""
+        """Whether a worker may begin its next step; where not, `wake` is called when it is worth asking again.
+
+        The worker's call is a sign of life. To ask `again` for a call that has waited is none: it raises
+        WaitTimedOut where the worker's lease ran out meanwhile.
+        """
         content = self._require_content()
         self._refuse_when_draining()
         self._require_run(content, run_id)
-        self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock)
+        if again:
+            self._attendance.require_alive(worker_id, incarnation)
+        else:
+            self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock)
         if self._ending.over:
             return True
         return self.conduct.pacing.may_proceed(worker_id, clock=clock, wake=wake)

@@ -166,9 +166,11 @@ class ParameterServer:
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
         try:
             parking.look()
-            while not ask(wake=parking.wake):
+            again = False
+            while not ask(wake=parking.wake, again=again):
                 await parking.wait()
                 parking.look()
+                again = True
         finally:
             run.conduct.pacing.forget(sender.worker_id, parking.wake)
         return wire.ProceedReply(ask_to_proceed=run.conduct.pacing.asks).SerializeToString()
@@ -211,6 +213,7 @@ class ParameterServer:
                 request, payload = convert.parse_frame(wire.PushRequest, message)
                 pushed = Pushed(request, convert.gradient_from(request, payload))
                 if staged and staged[0].request.sequence != request.sequence:
+                    _require_all(staged)
                     await reply(context, staged, await self._push_staged(staged))
                     staged = []
                 staged.append(pushed)
@@ -220,6 +223,7 @@ class ParameterServer:
                 staged = []
                 held.close()
             if staged:
+                _require_all(staged)
                 await reply(context, staged, await self._push_staged(staged))
 
     async def _push_staged(self, staged: Sequence[Pushed]) -> list[Receipt]:
@@ -282,6 +286,16 @@ class ParameterServer:
             epoch=self._run.epoch,
             shards=convert.shard_versions(self._run),
         ).SerializeToString()
+
+
+def _require_all(staged: Sequence[Pushed]) -> None:
+    """Refuses a push of which messages are missing: under one mutex for the model it is applied whole or not at all."""
+    request = staged[0].request
+    if len(staged) < request.num_shards:
+        raise BadRequest(
+            f"push {request.sequence} of worker {request.sender.worker_id!r} ended after {len(staged)} of its"
+            f" {request.num_shards} messages, and nothing of it was applied: send them all in one stream"
+        )
 
 
 async def _write(context: Context, message: bytes) -> None:

@@ -43,11 +43,12 @@ def make_proxy() -> Iterator[MakeProxy]:
         proxy.close()
 
 
-def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_proxy: MakeProxy) -> None:
+@pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
+def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_proxy: MakeProxy, protocol: str) -> None:
     """Shards that had arrived before the cut keep their receipts; the others are sent again."""
     tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
     reference = Reference(tensors, "adagrad")
-    server = start_server()
+    server = start_server("--protocol", protocol)
     proxy = make_proxy(server.data)
     with make_client(proxy.address, tensors=tensors, shard_size=50_000) as client:
         for step in range(4):

@@ -163,6 +163,22 @@ def test_under_one_mutex_every_pull_sees_all_shards_at_one_push(start_server):
         assert status_of(server).version_max == 40
 
 
+def test_a_push_that_ends_before_it_is_whole_changes_nothing(start_server):
+    server = start_server("--protocol", "asgd:mutex=whole")
+    with crew(server, 1, model=MODEL) as [worker]:
+        half, other = (worker.push_request(1.0, shard_id, sequence=7, num_shards=2) for shard_id in (0, 1))
+        status, name, text = refusal_of(worker.push, half)
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert "push 7 of worker 'w0' ended after 1 of its 2 messages, and nothing of it was applied" in text
+        assert refusal_of(worker.push, half, worker.push_request(1.0, sequence=8, num_shards=2))[1] == "BadRequest"
+        assert {shard.version for shard in worker.pull()} == {0}
+        assert [receipt.version_after for receipt in worker.push(half, other)] == [1, 1]
+        # After a loss, a client sends those without a receipt again, and says how many they are.
+        other.num_shards = 1
+        [again] = worker.push(other)
+        assert (again.duplicate, again.version_after) == (True, 1)
+
+
 def test_a_push_that_says_no_number_of_shards_is_whole_when_its_stream_ends(start_server):
     server = start_server("--protocol", "asgd:mutex=whole", "--staleness", "none")
     with crew(server, 1, model=MODEL) as [worker]:

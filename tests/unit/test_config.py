@@ -95,7 +95,7 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
         assert flag_name(field.name) in words
         assert variable_name(field.name) in words
     in_one_line = " ".join(shown.split())
-    assert "How pushes become updates: async, softsync, hardsync" in in_one_line
+    assert "How pushes become updates, as async, softsync:n=4, hardsync:weighting=by_count" in in_one_line
     assert "one. [default: 7610; env: PYPS_PORT]" in in_one_line
     assert in_one_line.count("[default: ") == len(dataclasses.fields(ServerConfig))
 
@@ -128,8 +128,13 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
         ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
         ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
         ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
-        ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "epoch_examples"]),
-        ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "epoch_examples"]),
+        ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "--epoch-examples"]),
+        ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "--epoch-examples"]),
+        (
+            {"protocol": "hardsync", "warmup": "updates=5,release_every=3"},
+            {},
+            ["--warmup", "release_every", "hardsync"],
+        ),
         ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
     ],
 )

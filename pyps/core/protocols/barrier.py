@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pyps.core import spec
 from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.protocols.base import Aggregation, mean
 from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Drop, Park, Part, Refuse
@@ -150,7 +151,7 @@ class Backup(Barrier):
     """
 
     name: ClassVar[str] = "backup"
-    b: int = -1
+    b: int = spec.required(example=1, unset=-1)
 
     def __post_init__(self) -> None:
         if self.b < 0:

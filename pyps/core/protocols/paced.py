@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pyps.core import spec
 from pyps.core.pacing import ClockBound, Pacer, TurnTaking
 from pyps.core.protocols.asynchronous import Async
 from pyps.core.protocols.barrier import StrictBsp
@@ -36,7 +37,7 @@ class Ssp(Aggregation):
     """
 
     name: ClassVar[str] = "ssp"
-    s: int = -1
+    s: int = spec.required(example=3, unset=-1)
     strict_bsp: bool = False
 
     def __post_init__(self) -> None:

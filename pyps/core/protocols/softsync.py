@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pyps.core import spec
 from pyps.core.gradient import PayloadKind
 from pyps.core.protocols.base import Aggregation, mean
 from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Contribution, Decision, Park
@@ -24,7 +25,7 @@ class Softsync(Aggregation):
     """
 
     name: ClassVar[str] = "softsync"
-    n: int = 0
+    n: int = spec.required(example=4, unset=0)
 
     def __post_init__(self) -> None:
         if self.n < 1:

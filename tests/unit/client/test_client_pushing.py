@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 
 from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
+from pyps_client.retry import LinkLost
 from pyps_client.vectors import check_vectors
 from pyps_wire.codecs import dtype_of, encode
 from pyps_wire.common_pb2 import (
@@ -17,6 +20,7 @@ from pyps_wire.common_pb2 import (
     PAYLOAD_KIND_DELTA,
     PAYLOAD_KIND_GRADIENT,
     PAYLOAD_KIND_NOTHING,
+    Receipt,
 )
 from pyps_wire.errors import WrongSize
 from pyps_wire.framing import split
@@ -140,3 +144,34 @@ def test_vectors_are_never_converted_silently() -> None:
     ]:
         with pytest.raises(WrongSize, match=complaint):
             check_vectors(bad, MODEL, float32, what="pushed gradient")
+
+
+class LosingChannel:
+    """A channel that loses each call after one receipt."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[PushRequest]] = []
+
+    def stream(self, method: str, frames: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
+        self.sent.append([PushRequest.FromString(split(frame)[0]) for frame in frames])
+        header = self.sent[-1][0]
+        yield Receipt(shard_id=header.shard_id, sequence=header.sequence).SerializeToString()
+
+
+def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None:
+    """Under one mutex for the model the server waits for so many."""
+    parts = pushed_parts(partition(MODEL, num_servers=1), 0, present=None)
+    push = OutgoingPush(
+        PushRequest(sequence=3, codec=CODEC_FLOAT32),
+        parts,
+        [np.zeros(64, np.float32)],
+        base_versions={0: 0, 1: 0},
+        newest_base_versions={0: 0, 1: 0},
+        kinds=[PAYLOAD_KIND_GRADIENT],
+        learning_rates={},
+    )
+    channel = LosingChannel()
+    with pytest.raises(LinkLost, match="1 shards were left"):
+        push(channel, threading.Event())  # type: ignore[arg-type]
+    assert len(push(channel, threading.Event())) == 2  # type: ignore[arg-type]
+    assert [[header.num_shards for header in headers] for headers in channel.sent] == [[2, 2], [1]]

@@ -91,5 +91,5 @@ def test_a_wrong_setting_is_refused_in_one_sentence(text: str, message: str) -> 
 
 
 def test_a_growth_needs_to_know_how_long_an_epoch_is() -> None:
-    with pytest.raises(BadRequest, match=r"batch_growth counts epochs, but .* is not known; set epoch_examples$"):
+    with pytest.raises(BadRequest, match=r"batch_growth counts epochs, but .* is not known; set --epoch-examples$"):
         BatchGrowth.parse("start=8,maximum=64")

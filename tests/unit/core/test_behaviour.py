@@ -57,7 +57,7 @@ def test_a_warm_up_is_a_stage_of_the_protocol() -> None:
         ({"clip_norm": float("nan")}, "clip_norm is nan"),
         ({"staleness": "age"}, "'age' is unknown"),
         ({"schedule": "linear"}, "'linear' is unknown"),
-        ({"batch_growth": "start=8,maximum=64"}, "set epoch_examples"),
+        ({"batch_growth": "start=8,maximum=64"}, "set --epoch-examples"),
         ({"warmup": "updates=0"}, "warmup's updates is 0"),
     ],
 )

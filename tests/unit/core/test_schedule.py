@@ -158,7 +158,7 @@ def test_an_unknown_schedule_is_refused_with_those_there_are(name: str) -> None:
         ("piecewise:1=-1", "not negative"),
         ("piecewise:1=nan", "finite"),
         ("step:every=3,unit=days", "schedule 'step': unit is days; expected updates or epochs"),
-        ("step:every=3,unit=epochs", "schedule 'step' counts epochs, but .* is not known; set epoch_examples$"),
+        ("step:every=3,unit=epochs", "schedule 'step' counts epochs, but .* is not known; set --epoch-examples$"),
         ("step:every=3,unit=epochs,epoch_examples=-5", "epoch_examples is -5; expected a number above 0"),
         ("step:every=3,epoch_examples=5", "schedule 'step' counts updates; epoch_examples needs unit=epochs"),
     ],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pyps.core import spec
+from pyps.core import aggregation, spec, staleness
 from pyps_wire.errors import BadRequest
 
 
@@ -66,3 +66,12 @@ def test_what_cannot_be_read_is_refused_with_what_can(text: str, words: str) -> 
     with pytest.raises(BadRequest) as refused:
         spec.make(text, REGISTRY, what="drink")
     assert words in str(refused.value)
+
+
+def test_an_example_shows_every_setting_and_can_be_read() -> None:
+    for registry in (aggregation.PROTOCOLS, staleness.POLICIES):
+        for kind in registry.values():
+            assert isinstance(spec.make(spec.example(kind), registry, what="behaviour"), kind)
+    assert spec.example(aggregation.Softsync) == "softsync:n=4"
+    assert spec.example(aggregation.Ssp) == "ssp:s=3,strict_bsp=false"
+    assert spec.example(staleness.Hinge) == "hinge:a=10,b=4"

@@ -13,7 +13,7 @@ from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.run import Greeting, Run
 from pyps.run.initialization import Opening
-from pyps_wire.errors import BadRequest, LimitExceeded
+from pyps_wire.errors import BadRequest, LimitExceeded, ScheduleOwned, WaitTimedOut
 from pyps_wire.partition import Model, Tensor, partition
 
 MODEL = Model((Tensor("x", (32,)),), shard_size=16)
@@ -221,6 +221,47 @@ def test_the_first_turns_do_without_expected_workers_that_do_not_come_in_time(pr
     assert ask()
     [message] = crew.events("stalled")
     assert "waited for joined, 1 more worker that has not joined" in message
+
+
+def test_the_rate_of_a_schedule_that_a_worker_owns_is_not_set_beside_it():
+    crew = Crew("a", protocol="async")
+    crew.push("a", learning_rate=0.5)
+    with pytest.raises(ScheduleOwned, match="worker 'a' owns the schedule .* before the server's is changed"):
+        crew.run.configure(learning_rate=0.1, staleness="divide")
+    assert (crew.run.shards[0].learning_rate, crew.run.behaviour.staleness.text) == (0.5, "none")
+    crew.run.leave("r", "a", 1, failed=False, message="")
+    crew.run.configure(learning_rate=0.1)
+    assert crew.run.shards[0].learning_rate == 0.1
+
+
+def test_a_call_that_waits_is_no_sign_of_life():
+    """A stopped process cannot withdraw its call: the server must not take it for alive by asking itself."""
+    crew = Crew("a", "b", protocol="serial")
+    ask = {name: partial(crew.run.may_proceed, "r", name, 1, clock=0, wake=lambda: None) for name in ("a", "b")}
+    assert ask["a"]()
+    assert not ask["b"]()
+    for _ in range(2):
+        crew.clock.now += 20.0
+        crew.run.heartbeat("r", "a", 1, clock=0, scalars={})
+        assert crew.run.membership.get("b").alive
+        crew.run.tick()
+    with pytest.raises(WaitTimedOut, match="'b' was silent for longer than its lease while it waited: ask again"):
+        ask["b"](again=True)
+    assert not crew.run.membership.get("b").alive
+    # It is awake again, and calls.
+    assert not ask["b"]()
+    assert crew.run.membership.get("b").alive
+
+
+def test_gradients_that_nobody_waited_for_become_updates_when_fewer_workers_count():
+    crew = Crew("a", "b", "c", protocol="softsync:n=1", expected_workers="3")
+    crew.push("a")
+    crew.push("b")
+    crew.run.leave("r", "c", 1, failed=False, message="")
+    crew.run.conduct.complete_rounds()
+    assert crew.versions() == [1, 0]
+    [message] = crew.events("round")
+    assert message.startswith("gradients that waited became updates, as fewer workers count: ")
 
 
 def test_the_end_of_a_run_comes_with_an_update_that_no_push_brought():
