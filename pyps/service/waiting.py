@@ -133,6 +133,8 @@ class Arrivals:
         """The next shard to send, None after the last; WaitTimedOut when a version did not come in time."""
         while self._waiting:
             self._parking.look()
+            # Shards of a forgotten run are finished too, and no answer.
+            self._refuse_after_a_reset()
             for shard_id, shard in self._waiting.items():
                 if self._ready(shard):
                     return self._waiting.pop(shard_id)
@@ -149,6 +151,8 @@ class Arrivals:
     def _refuse_when_pointless(self) -> None:
         if self._run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
+
+    def _refuse_after_a_reset(self) -> None:
         if self._run.shards is not self._shards:
             raise NotInitialized("the run was reset while the pull waited")
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
@@ -21,7 +22,7 @@ from pyps_wire.errors import METADATA_KEY
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_worker import CHANNEL_OPTIONS, WireWorker
+from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of
 
 # Four shards of a megabyte each.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)
@@ -197,6 +198,20 @@ def test_the_control_plane_answers_while_the_data_plane_is_saturated(start_serve
         ends.set()
         assert all(saturator.result(60) > 0 for saturator in saturators)
     assert slowest < 3.0
+
+
+def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server):
+    server = start_server("--run-id", "run-1", "--protocol", "hardsync", "--expected-workers", "2")
+    with WireWorker(server.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        want = wire.PullRequest.Want(shard_id=0, held_version=-1, min_version=1)
+        with ThreadPoolExecutor(1) as pool:
+            parked = pool.submit(refusal_of, worker.pull, [want], wait_seconds=30)
+            wait_until(lambda: status_of(server).waiting_for, 20, "the wait")
+            inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
+            _, name, text = parked.result(20)
+        assert (name, text) == ("NotInitialized", "the run was reset while the pull waited")
 
 
 def test_two_workers_in_opposite_shard_order_do_not_deadlock(start_server):
