@@ -404,16 +404,18 @@ class Memory(_message.Message):
     def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("protocol", "staleness", "learning_rate", "schedule")
+    __slots__ = ("protocol", "staleness", "learning_rate", "schedule", "expected_workers")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     protocol: str
     staleness: str
     learning_rate: float
     schedule: str
-    def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., learning_rate: _Optional[float] = ..., schedule: _Optional[str] = ...) -> None: ...
+    expected_workers: int
+    def __init__(self, protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., learning_rate: _Optional[float] = ..., schedule: _Optional[str] = ..., expected_workers: _Optional[int] = ...) -> None: ...
 
 class ConfigureReply(_message.Message):
     __slots__ = ("protocol", "staleness", "schedule", "learning_rates", "gradients_settled", "updates_made", "warnings")

@@ -19,21 +19,32 @@ def set(
         float | None, typer.Option(help="The learning rate of every parameter group, before the schedule.")
     ] = None,
     schedule: Annotated[str, typer.Option(help="How the rate changes by version, as step:every=100,factor=0.5.")] = "",
+    expected_workers: Annotated[
+        int | None, typer.Option(help="Workers that the job has, those that have ended included; 0: unknown.", min=0)
+    ] = None,
     token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
 ) -> None:
-    """Change protocol, staleness policy, learning rate or schedule of a run while it goes on.
+    """Change protocol, staleness policy, learning rate, schedule or expected workers of a run while it goes on.
 
     What is not named stays as it is. Gradients that wait are settled first, by the protocol that kept them.
     Name all servers of the run: each changes at once, not all at the same update. Works on the servers' own
     machine only. The change is an event that `pyps status` shows, and is part of the checkpoints.
     """
-    if not (protocol or staleness or schedule or learning_rate is not None):
-        fail("nothing was named to set: give --protocol, --staleness, --learning-rate or --schedule", status=2)
+    if not (protocol or staleness or schedule or learning_rate is not None or expected_workers is not None):
+        fail(
+            "nothing was named to set: give --protocol, --staleness, --learning-rate, --schedule or --expected-workers",
+            status=2,
+        )
     request = pb.ConfigureRequest(
-        protocol=protocol, staleness=staleness, schedule=schedule, learning_rate=learning_rate
+        protocol=protocol,
+        staleness=staleness,
+        schedule=schedule,
+        learning_rate=learning_rate,
+        expected_workers=expected_workers,
     )
+    expecting = "" if expected_workers is None else f", {expected_workers or 'no'} workers expected"
     for address, reply in call_each(servers, token_file, "Configure", request, timeout_seconds=TIMEOUT_SECONDS):
-        typer.echo(f"{address}: {in_force(reply)}{settled(reply)}.")
+        typer.echo(f"{address}: {in_force(reply)}{expecting}{settled(reply)}.")
         for warning in reply.warnings:
             typer.echo(f"{address} warns: {warning}")
 

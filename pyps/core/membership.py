@@ -42,6 +42,10 @@ class Member:
     heard_at: float
     # When it pushed last in this life; None before its first push.
     pushed_at: float | None = None
+    # When it last pushed what was taken: applied, parked, or dropped as the protocol foresees.
+    taken_at: float | None = None
+    # How often it was left out since then, as others waited too long for it.
+    stalls: int = 0
     # Whether protocols reckon with it: from its first push until it goes, or holds the others up for too long.
     counts: bool = False
     # The worker's own count of steps.
@@ -71,6 +75,8 @@ class Membership:
         # Guarded by _lock. The one that joined longest ago comes first.
         self._members: dict[str, Member] = {}
         self._num_alive = 0
+        # How many workers the job has, as far as people have said.
+        self.expected_workers = expected_workers
         # How many workers must have pushed or gone before anybody is done without; 0 for good once they have.
         self._expected_workers = expected_workers
         # Made when it is asked for; None since the last change.
@@ -116,6 +122,8 @@ class Membership:
                 joined_at=known.joined_at if known and same else now,
                 heard_at=now,
                 pushed_at=known.pushed_at if known and same else None,
+                taken_at=known.taken_at if known and same else None,
+                stalls=known.stalls if known and same else 0,
                 counts=known.counts if known and same else False,
                 clock=known.clock if known and same else 0,
                 scalars=known.scalars if known and same else {},
@@ -159,7 +167,7 @@ class Membership:
                     state=WorkerState.ALIVE,
                     heard_at=max(now, known.heard_at),
                     pushed_at=now,
-                    counts=True,
+                    counts=known.counts or known.stalls < STALLS_MAX,
                     clock=known.clock if clock is None else clock,
                 )
             )
@@ -167,14 +175,39 @@ class Membership:
                 self._roster = self._make_roster()
             return self._roster
 
+    def taken(self, worker_id: str, incarnation: int, *, now: float) -> bool:
+        """Notes that a push of the worker was taken; True where that makes it count again."""
+        with self._lock:
+            known = self._members.get(worker_id)
+            if known is None or known.incarnation != incarnation or not known.alive:
+                return False
+            self._put(replace(known, taken_at=now, stalls=0, counts=True))
+            return not known.counts
+
     def stall(self, worker_id: str) -> bool:
-        """Stops counting a worker, which stays a member, until its next push; False where it did not count."""
+        """Stops counting a worker, which stays a member; False where it did not count.
+
+        It counts again from its next push, and after STALLS_MAX times in a row from the next that is taken: one
+        whose pushes are all refused would hold the others up for ever.
+        """
         with self._lock:
             known = self._members.get(worker_id)
             if known is None or not known.counts:
                 return False
-            self._put(replace(known, counts=False))
+            self._put(replace(known, counts=False, stalls=known.stalls + 1))
             return True
+
+    def expect(self, num_workers: int) -> None:
+        """Waits for so many workers, those that pushed or went already included; 0 when unknown."""
+        with self._lock:
+            self.expected_workers = self._expected_workers = num_workers
+            self._roster = None
+
+    def await_workers(self, num_workers: int) -> None:
+        """Waits for so many workers, whatever people have said."""
+        with self._lock:
+            self._expected_workers = num_workers
+            self._roster = None
 
     def expect_no_more(self) -> None:
         """Waits for no expected worker any longer."""
@@ -262,6 +295,9 @@ class Membership:
 
 # Workers known, gone ones included, are at most this many times workers_max.
 GONE_FACTOR = 4
+
+# A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.
+STALLS_MAX = 2
 
 _ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
 

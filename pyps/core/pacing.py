@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pyps_wire.errors import BadRequest
+
 
 @dataclass(slots=True)
 class Walker:
@@ -30,6 +32,8 @@ class Walker:
     ticket: int
     # Whether it may compute now; otherwise it waits.
     granted: bool = False
+    # Whether it still wants the answer to its question.
+    asking: bool = True
 
     @property
     def clock(self) -> int:
@@ -43,20 +47,25 @@ class Floor:
 
     # In order of joining.
     present: dict[str, Walker] = field(default_factory=dict)
-    # All that ever asked.
+    # For the quorum: who has asked, or need not any more.
     seen: set[str] = field(default_factory=set)
+    # Workers that held the others up for too long, and the count at which they did.
+    aside: dict[str, int] = field(default_factory=dict)
     version: int = 0
     tickets: int = 0
 
     def join(self, worker_id: str, count: int) -> None:
         """Lets a worker in at the clock of the slowest, whatever its own count says."""
         self.present[worker_id] = Walker(worker_id, count, count - self.slowest(), self.draw())
-        self.seen.add(worker_id)
 
     def draw(self) -> int:
         """Returns the next ticket."""
         self.tickets += 1
         return self.tickets
+
+    def waiting(self) -> list[Walker]:
+        """Returns those that have asked and may not proceed yet, in order of joining."""
+        return [walker for walker in self.present.values() if walker.asking and not walker.granted]
 
     def slowest(self) -> int:
         """Returns the lowest clock, 0 when nobody is there."""
@@ -80,27 +89,63 @@ class Pacer(ABC):
         """Takes a worker's question for the step after `clock` finished ones, which ends the step it had before.
 
         Returns the workers that may proceed now and could not before; the asker is among them when it may, also
-        when it asks once more because the answer was lost.
+        when it asks once more because the answer was lost. Raises BadRequest where its clock went backwards.
         """
-        walker = self._floor.present.get(worker_id)
-        if walker and walker.granted and walker.count == clock:
+        floor = self._floor
+        walker = floor.present.get(worker_id)
+        if walker is not None and clock < walker.count:
+            raise BadRequest(
+                f"worker {worker_id!r} asks to go on after {clock} steps, and has said that it finished {walker.count}:"
+                " send a count that never falls, or say Hello as a new incarnation"
+            )
+        if walker is None:
+            if clock <= floor.aside.get(worker_id, -1):
+                # It goes on with the step that it had, for which nobody waits any more.
+                return [worker_id]
+            floor.aside.pop(worker_id, None)
+            floor.join(worker_id, clock)
+        elif walker.granted and walker.count == clock:
             return [worker_id]
-        if walker and clock >= walker.count:
-            if walker.granted:
-                walker.granted, walker.ticket = False, self._floor.draw()
-            walker.count = clock
         else:
-            # A lower count is that of a worker that began anew while nobody saw it go.
-            self._floor.present.pop(worker_id, None)
-            self._floor.join(worker_id, clock)
+            if walker.granted:
+                walker.granted, walker.ticket = False, floor.draw()
+            walker.count, walker.asking = clock, True
+        if self.missing:
+            floor.seen.add(worker_id)
         return self._grant()
 
+    def withdraw(self, worker_id: str) -> list[str]:
+        """Takes a worker's question back, as nobody waits for its answer; returns those that may proceed now.
+
+        Its clock stays. It is granted nothing until it asks again, and its turn comes after those of the others.
+        """
+        walker = self._floor.present.get(worker_id)
+        if walker is not None:
+            walker.granted, walker.asking, walker.ticket = False, False, self._floor.draw()
+        return self._grant()
+
+    def set_aside(self, worker_id: str) -> list[str]:
+        """Waits no longer for a worker, until it asks for a later step; returns those that may proceed now."""
+        walker = self._floor.present.get(worker_id)
+        released = self.depart(worker_id)
+        if walker is not None:
+            self._floor.aside[worker_id] = walker.count
+        return released
+
     def depart(self, worker_id: str) -> list[str]:
-        """Forgets a worker that left, died or stalled; returns those that may proceed now and could not before.
+        """Forgets a worker that left or died; returns those that may proceed now and could not before.
 
         One that departs while it waits is granted nothing until it asks again, and then joins last.
         """
         self._floor.present.pop(worker_id, None)
+        self._floor.aside.pop(worker_id, None)
+        return self._grant()
+
+    def excuse(self, worker_ids: Iterable[str]) -> list[str]:
+        """Takes workers to have asked, as far as the quorum goes; returns those that may proceed now."""
+        if not self.missing:
+            return []
+        self._floor.seen.update(worker_ids)
         return self._grant()
 
     def advanced(self, version: int) -> list[str]:
@@ -114,6 +159,7 @@ class Pacer(ABC):
         Returns those that wait no longer. Clocks are counted from here on.
         """
         self._floor = other._floor
+        self._floor.seen.update(self._floor.present)
         self._floor.restart_clocks()
         return self._grant()
 
@@ -128,10 +174,15 @@ class Pacer(ABC):
             return ()
         return tuple(sorted(self._ahead_of(walker)))
 
+    def step_of(self, worker_id: str) -> int | None:
+        """Returns a number that stays as long as a worker that is present is at its step; None for others."""
+        walker = self._floor.present.get(worker_id)
+        return walker.ticket if walker is not None else None
+
     @property
     def missing(self) -> int:
         """How many workers have yet to ask before anybody is granted a step."""
-        return max(0, self.quorum - len(self._floor.seen))
+        return max(0, self.quorum - len(self._floor.seen)) if self.quorum else 0
 
     def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
         """Returns those of the workers that have never asked."""
@@ -140,7 +191,7 @@ class Pacer(ABC):
     @property
     def waiting(self) -> tuple[str, ...]:
         """The workers that have asked and may not proceed, in order of joining."""
-        return tuple(walker.worker_id for walker in self._floor.present.values() if not walker.granted)
+        return tuple(walker.worker_id for walker in self._floor.waiting())
 
     # What a pacer's rule is made of.
 
@@ -160,7 +211,7 @@ class Pacer(ABC):
         granted: list[str] = []
         if self.missing:
             return granted
-        for walker in self._order([walker for walker in self._floor.present.values() if not walker.granted]):
+        for walker in self._order(self._floor.waiting()):
             if self._may_proceed(walker):
                 walker.granted = True
                 granted.append(walker.worker_id)

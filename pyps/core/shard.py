@@ -187,6 +187,11 @@ class Shard:
         return len(self._pending)
 
     @property
+    def contributors(self) -> set[str]:
+        """The workers whose gradients wait."""
+        return {waiting.gradient.worker_id for waiting in self._pending}
+
+    @property
     def pending_bytes(self) -> int:
         """The size of the gradients that wait."""
         return sum(memoryview(waiting.gradient.payload).nbytes for waiting in self._pending)

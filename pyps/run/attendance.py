@@ -58,10 +58,16 @@ class Attendance:
         """Notes a push and returns who counts now; raises as `heard`."""
         before = self.membership.get(worker_id)
         roster = self.membership.pushed(worker_id, incarnation, now=now, clock=clock)
-        if before is not None and not before.counts:
+        if before is not None and not before.counts and worker_id in roster.workers:
             what = "worker counts" if before.alive else "worker is back"
             self._events.add("counts" if before.alive else "back", what, worker=worker_id, workers=roster.num_workers)
         return roster
+
+    def taken(self, worker_id: str, incarnation: int, *, now: float) -> None:
+        """Notes that a push was taken, which lets one count again that others had waited too long for."""
+        if self.membership.taken(worker_id, incarnation, now=now):
+            workers = self.membership.roster.num_workers
+            self._events.add("counts", "worker counts", worker=worker_id, workers=workers)
 
     def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> bool:
         """Ends a membership at the worker's own word; False where it was none."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PayloadKind, require_rate
+from pyps.core.gradient import Gradient, PayloadKind, require_fitting, require_rate
 from pyps.core.pacing import Pacer
-from pyps.core.receipt import Outcome, Receipt
+from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
@@ -92,7 +93,12 @@ class Conduct:
             self._content = content
             for shard in content.shards.values():
                 self.account.note(shard)
+            if content.initializer is None and not self._membership.expected_workers:
+                # Whoever pushed to a round before the server ended is likely to come back.
+                former = {worker_id for shard in content.shards.values() for worker_id in shard.contributors}
+                self._membership.await_workers(len(former))
             self.pacing.replace(self._new_pacer(content))
+            self.pacing.excuse(self._not_to_come())
             self.pacing.advanced(content.version_max)
 
     @property
@@ -115,8 +121,11 @@ class Conduct:
         """Handles one pushed shard; see `Shard.push`."""
         shard = content.shard(shard_id)
         began = self._clock()
-        roster = self._hear(gradient, now=began)
-        receipt = shard.push(gradient, roster=roster)
+        require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
+        with self._claiming([gradient]) as receipts:
+            roster = self._hear(gradient, now=began)
+            receipt = shard.push(gradient, roster=roster)
+            receipts.append(receipt)
         self._answered(shard, gradient, receipt, roster, began=began)
         return receipt
 
@@ -124,9 +133,12 @@ class Conduct:
         """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
         shards = [content.shard(shard_id) for shard_id, _ in gradients]
         began, roster = self._clock(), self._membership.roster
-        for _, gradient in gradients:
-            roster = self._hear(gradient, now=began)
-        receipts = content.whole.push(gradients, roster=roster)
+        for shard, (shard_id, gradient) in zip(shards, gradients, strict=True):
+            require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
+        with self._claiming([gradient for _, gradient in gradients]) as receipts:
+            for _, gradient in gradients:
+                roster = self._hear(gradient, now=began)
+            receipts += content.whole.push(gradients, roster=roster)
         for shard, (_, gradient), receipt in zip(shards, gradients, receipts, strict=True):
             self._answered(shard, gradient, receipt, roster, began=began)
         return receipts
@@ -135,9 +147,28 @@ class Conduct:
         """Takes note of whose push it is; returns the workers that count with it."""
         clock = gradient.clock or None
         roster = self._attendance.pushed(gradient.worker_id, gradient.incarnation, now=now, clock=clock)
-        if gradient.learning_rate is not None and self.owner.claim(gradient.worker_id, schedule=self._own_schedule):
-            self._events.add("owner", "worker owns the schedule of the learning rate", worker=gradient.worker_id)
+        if self.pacing.gate_holds:
+            # At work already, with or without asking.
+            self.pacing.excuse([gradient.worker_id])
         return roster
+
+    @contextmanager
+    def _claiming(self, gradients: Sequence[Gradient]) -> Iterator[list[Receipt]]:
+        """Makes a worker that sends a rate the schedule's owner, if one of the receipts says that a gradient was taken.
+
+        Raises ScheduleOwned where another owns it.
+        """
+        receipts: list[Receipt] = []
+        rated = [gradient.worker_id for gradient in gradients if gradient.learning_rate is not None]
+        claimed = [worker_id for worker_id in rated if self.owner.claim(worker_id, schedule=self._own_schedule)]
+        try:
+            yield receipts
+        finally:
+            for worker_id in claimed:
+                if any(receipt.outcome is not Outcome.REJECTED for receipt in receipts):
+                    self._events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
+                else:
+                    self.owner.release(worker_id)
 
     def _answered(self, shard: Shard, gradient: Gradient, receipt: Receipt, roster: Roster, *, began: float) -> None:
         now = self._clock()
@@ -153,6 +184,8 @@ class Conduct:
         self.account.note(shard)
         if receipt.duplicate:
             return
+        if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
+            self._attendance.taken(gradient.worker_id, gradient.incarnation, now=now)
         if gradient.kind != PayloadKind.NOTHING:
             self._counted.add(gradient.example_count > 0)
         if receipt.version_after > receipt.version_before:
@@ -208,7 +241,7 @@ class Conduct:
                     rounds.update(shard.waiting_for(roster))
             gate_holds = not rounds.isdisjoint(roster.awaited) or self.pacing.gate_holds
             gate_stalled = self._stalls.look_at_gate(holds=gate_holds, now=now)
-            waited_for = rounds.difference(roster.awaited) | self.pacing.waited_for()
+            waited_for = rounds.difference(roster.awaited)
             stalled = self._stalls.look(waited_for & idle, self._membership, now=now)
         if gate_stalled:
             self._go_without_the_missing(roster)
@@ -222,6 +255,14 @@ class Conduct:
                 warning=True,
             )
             self.departed(worker_id)
+        for worker_id in self.pacing.set_aside(now=now, stall_seconds=self._config.stall_seconds):
+            self._events.add(
+                "stalled",
+                "worker is not waited for until it asks for its next step: others waited too long for it",
+                worker=worker_id,
+                stall_seconds=self._config.stall_seconds,
+                warning=True,
+            )
 
     def _go_without_the_missing(self, roster: Roster) -> None:
         """Opens the gate: expected workers that have not come count from their first push, as any other does."""
@@ -307,6 +348,15 @@ class Conduct:
 
     # Helpers; those from here on are called under the lock.
 
+    def expect(self, num_workers: int) -> None:
+        """Waits for so many workers at the beginning, those that pushed or are gone included; 0 when unknown."""
+        with self._lock:
+            self._membership.expect(num_workers)
+            self.pacing.expect(num_workers if self._membership.roster.missing else 0)
+            self.pacing.excuse(self._not_to_come())
+        self._events.add("configured", "settings changed", expected_workers=num_workers)
+        self.complete_rounds()
+
     def _changed(self, *, protocol: str, policy: str, schedule_text: str) -> Behaviour:
         old = self.behaviour
         changed = dataclasses.replace(
@@ -343,6 +393,7 @@ class Conduct:
             self._updated(shard, made)
         if new_protocol:
             self.pacing.replace(self._new_pacer(content))
+            self.pacing.excuse(self._not_to_come())
         return Settled(gradients if new_protocol else 0, updates)
 
     def _complete(self, shard: Shard, roster: Roster) -> int:
@@ -361,5 +412,9 @@ class Conduct:
         # Nothing crosses between servers: the first alone grants steps.
         pacer = self.behaviour.aggregation.pacer() if content.server_index == 0 else None
         if pacer is not None and self._membership.roster.missing:
-            pacer.quorum = self._config.expected_workers
+            pacer.quorum = self._membership.expected_workers
         return pacer
+
+    def _not_to_come(self) -> list[str]:
+        """The workers that need not ask before others may begin: gone, or at work already."""
+        return [m.worker_id for m in self._membership.all() if not m.alive or m.pushed_at is not None]

@@ -25,6 +25,10 @@ class Pacing:
         self._version = 0
         # Those of each worker's calls that wait.
         self._wakes: dict[str, list[Wake]] = {}
+        # Of each worker, the call under way that asked last.
+        self._asking: dict[str, Wake] = {}
+        # Of each worker that is waited for, its step and since when it was seen to hold others up with it.
+        self._since: dict[str, tuple[int | None, float]] = {}
 
     @property
     def asks(self) -> bool:
@@ -38,6 +42,7 @@ class Pacing:
             if self._pacer is None or not self._pacer.asks(self._version):
                 return True
             released = self._pacer.arrive(worker_id, clock)
+            self._asking[worker_id] = wake
             wakes = self._wakes_of(other for other in released if other != worker_id)
             granted = worker_id in released
             if not granted:
@@ -47,12 +52,22 @@ class Pacing:
         _call(wakes)
         return granted
 
-    def forget(self, worker_id: str, wake: Wake) -> None:
-        """Takes back a wake function: its call has ended. The worker stands where it stood."""
+    def forget(self, worker_id: str, wake: Wake, *, withdraw: bool = False) -> None:
+        """Takes back a wake function: its call has ended. The worker stands where it stood.
+
+        `withdraw` says that nobody takes the call's answer any more. The worker then gives up its place, unless it
+        has asked again since: others would wait in vain for a step that it does not know it has.
+        """
+        wakes: list[Wake] = []
         with self._lock:
             left = [other for other in self._wakes.pop(worker_id, []) if other != wake]
             if left:
                 self._wakes[worker_id] = left
+            if self._asking.get(worker_id) == wake:
+                del self._asking[worker_id]
+                if withdraw and self._pacer is not None:
+                    wakes = self._wakes_of(self._pacer.withdraw(worker_id))
+        _call(wakes)
 
     def depart(self, worker_id: str) -> None:
         """Waits for that worker no longer; calls of its own that wait ask again."""
@@ -60,9 +75,46 @@ class Pacing:
             if self._pacer is None:
                 return
             # Who goes without ever having asked is no longer expected to.
-            released = self._pacer.arrive(worker_id, 0) if self._pacer.missing else []
+            released = self._pacer.excuse([worker_id])
             wakes = self._wakes_of([*released, *self._pacer.depart(worker_id), worker_id])
         _call(wakes)
+
+    def excuse(self, worker_ids: Iterable[str]) -> None:
+        """Waits no longer for those workers to ask before anybody may begin: they are gone, or at work already."""
+        with self._lock:
+            wakes = self._wakes_of(self._pacer.excuse(worker_ids)) if self._pacer is not None else []
+        _call(wakes)
+
+    def expect(self, quorum: int) -> None:
+        """Lets nobody begin before so many workers have asked, gone or been excused; all waiting calls ask again."""
+        with self._lock:
+            if self._pacer is None or self._pacer.quorum == quorum:
+                return
+            self._pacer.quorum = quorum
+            wakes = self._wakes_of(list(self._wakes))
+        _call(wakes)
+
+    def set_aside(self, *, now: float, stall_seconds: float) -> list[str]:
+        """Waits no longer for workers that have held others up with one step for so long; returns them.
+
+        Pushes do not prolong the time, only the next step does. Until then such a worker may go on by itself.
+        """
+        with self._lock:
+            pacer = self._pacer
+            if pacer is None:
+                self._since.clear()
+                return []
+            since = {}
+            # Those that wait themselves hold nobody up.
+            for worker_id in self._waited_for(pacer) - self._wakes.keys():
+                step = pacer.step_of(worker_id)
+                known, began = self._since.get(worker_id, (step, now))
+                since[worker_id] = (step, began if known == step else now)
+            slow = sorted(worker_id for worker_id, (_, began) in since.items() if now - began >= stall_seconds)
+            self._since = {worker_id: value for worker_id, value in since.items() if worker_id not in slow}
+            wakes = self._wakes_of([other for worker_id in slow for other in pacer.set_aside(worker_id)])
+        _call(wakes)
+        return slow
 
     def advanced(self, version: int) -> None:
         """Notes a shard's version; the highest counts."""
@@ -80,12 +132,7 @@ class Pacing:
 
     def open_gate(self) -> None:
         """Waits for no expected worker any longer; all waiting calls ask again."""
-        with self._lock:
-            if self._pacer is None or not self._pacer.missing:
-                return
-            self._pacer.quorum = 0
-            wakes = self._wakes_of(list(self._wakes))
-        _call(wakes)
+        self.expect(0)
 
     def replace(self, pacer: Pacer | None) -> None:
         """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again."""
@@ -120,9 +167,10 @@ class Pacing:
     def waited_for(self) -> set[str]:
         """All whom a waiting call waits for."""
         with self._lock:
-            if self._pacer is None:
-                return set()
-            return {other for worker_id in self._wakes for other in self._pacer.waiting_for(worker_id)}
+            return self._waited_for(self._pacer) if self._pacer is not None else set()
+
+    def _waited_for(self, pacer: Pacer) -> set[str]:
+        return {other for worker_id in self._wakes for other in pacer.waiting_for(worker_id)}
 
     def _wakes_of(self, worker_ids: Iterable[str]) -> list[Wake]:
         return [wake for worker_id in worker_ids for wake in self._wakes.pop(worker_id, [])]

@@ -321,7 +321,7 @@ class Run(RunFacts):
     @property
     def done(self) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
-        return self._attendance.done(expected_workers=self.config.expected_workers)
+        return self._attendance.done(expected_workers=self.membership.expected_workers)
 
     # Helpers.
 

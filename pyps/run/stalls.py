@@ -23,20 +23,20 @@ class Stalls:
     def idle(self, members: Iterable[Member], *, now: float) -> set[str]:
         """The workers of whom it is worth asking whether anybody waits for them."""
         shortest = IDLE_SHARE * self.stall_seconds
-        last = {m.worker_id: m.joined_at if m.pushed_at is None else m.pushed_at for m in members}
+        last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in members}
         return {worker_id for worker_id, time in last.items() if now - time >= shortest}
 
     def look(self, waited_for: Iterable[str], membership: Membership, *, now: float) -> list[str]:
-        """The workers that have been waited for, and have not pushed, for stall_seconds.
+        """The workers that have been waited for, and have pushed nothing that was taken, for stall_seconds.
 
         A worker's own long steps hold nobody up as long as nobody waits, so the time counts from when the wait
-        for it was first seen, or from its last push where that came later.
+        for it was first seen, or from its last push that was taken where that came later.
         """
         since = {}
         for worker_id in waited_for:
             member = membership.get(worker_id)
-            pushed_at = member.pushed_at if member is not None else None
-            since[worker_id] = max(self._since.get(worker_id, now), pushed_at or 0.0)
+            taken_at = member.taken_at if member is not None else None
+            since[worker_id] = max(self._since.get(worker_id, now), taken_at or 0.0)
         self._since = since
         return sorted(worker_id for worker_id, began in since.items() if now - began >= self.stall_seconds)
 

@@ -12,6 +12,7 @@ import grpc
 from pyps.checkpoint import CheckpointFolder
 from pyps.process import resident_bytes
 from pyps.run import Run
+from pyps.run.conduct import Settled
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.report import Addresses, histogram_of, learning_rates_of, shard_info, status_of, worker_info
@@ -170,18 +171,25 @@ class Inspector(InspectorServicer):
 
     @_answering
     def Configure(self, request: pb.ConfigureRequest, context: grpc.ServicerContext) -> pb.ConfigureReply:
-        """Changes protocol, staleness policy, learning rate or schedule."""
+        """Changes protocol, staleness policy, learning rate, schedule or how many workers are expected."""
         require_loopback(context, "Configure")
         learning_rate = request.learning_rate if request.HasField("learning_rate") else None
-        if not (request.protocol or request.staleness or request.schedule or learning_rate is not None):
-            raise BadRequest("nothing to configure: name a protocol, staleness, learning_rate or schedule")
-        run = self._run
-        settled = run.configure(
-            protocol=request.protocol,
-            staleness=request.staleness,
-            learning_rate=learning_rate,
-            schedule=request.schedule,
-        )
+        expects = request.HasField("expected_workers")
+        trains = bool(request.protocol or request.staleness or request.schedule or learning_rate is not None)
+        if not (trains or expects):
+            raise BadRequest(
+                "nothing to configure: name a protocol, staleness, learning_rate, schedule or expected_workers"
+            )
+        run, settled = self._run, Settled(0, 0)
+        if trains:
+            settled = run.configure(
+                protocol=request.protocol,
+                staleness=request.staleness,
+                learning_rate=learning_rate,
+                schedule=request.schedule,
+            )
+        if expects:
+            run.conduct.expect(request.expected_workers)
         texts = run.behaviour.texts
         return pb.ConfigureReply(
             protocol=texts["protocol"],

@@ -164,6 +164,7 @@ class ParameterServer:
             waits_for=lambda: run.conduct.waited_for_by(sender.worker_id),
         )
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
+        cancelled = False
         try:
             parking.look()
             again = False
@@ -171,8 +172,12 @@ class ParameterServer:
                 await parking.wait()
                 parking.look()
                 again = True
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
         finally:
-            run.conduct.pacing.forget(sender.worker_id, parking.wake)
+            # An answer that came too late is fetched by asking again; nobody asks again for one that was given up.
+            run.conduct.pacing.forget(sender.worker_id, parking.wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.conduct.pacing.asks).SerializeToString()
 
     async def heartbeat(self, message: bytes, context: Context) -> bytes:

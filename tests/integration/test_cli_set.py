@@ -67,7 +67,7 @@ def test_set_tells_what_became_of_gradients_that_waited(start_server: Start, she
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ((), 2, "nothing was named to set: give --protocol, --staleness, --learning-rate or --schedule"),
+        ((), 2, "nothing was named to set: give --protocol, --staleness, --learning-rate, --schedule or"),
         (("--staleness", "sometimes"), 1, "'sometimes' is unknown; expected one of"),
         (("--protocol", "softsync:n=0"), 1, "softsync"),
         (("--learning-rate", "nan"), 1, "learning_rate is nan"),

@@ -147,6 +147,32 @@ def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server):
     assert "Traceback" not in server.output()
 
 
+def test_a_cancelled_asker_is_given_no_turn(start_server):
+    server = start_server("--protocol", "serial", "--stall-seconds", "30")
+    with crew(server, 3) as [first, cancels, third]:
+        first.proceed(0)
+        call = asking(cancels, 0)
+        wait_until(lambda: len(waits(server)) == 1, 20, "the first wait")
+        behind = asking(third, 0)
+        wait_until(lambda: len(waits(server)) == 2, 20, "both waits")
+        call.cancel()
+        wait_until(lambda: len(waits(server)) == 1, 20, "the end of one")
+        again = asking(first, 1)
+        behind.result(10)
+        again.cancel()
+
+
+def test_a_clock_that_goes_backwards_is_refused(start_server):
+    server = start_server("--protocol", "ssp:s=1")
+    with crew(server, 2) as [worker, other]:
+        other.proceed(0)
+        worker.proceed(0)
+        worker.proceed(1)
+        status, name, text = refusal_of(worker.proceed, 0)
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert "send a count that never falls" in text
+
+
 def test_servers_beside_the_first_never_ask(start_server):
     server = start_server("--protocol", "serial")
     with WireWorker(server.data, server_index=1, num_servers=2) as worker:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyps.core.pacing import ClockBound, Pacer, Release, StagedPacer, TurnTaking
+from pyps_wire.errors import BadRequest
 
 WORKERS = "abcde"
 MAKERS: dict[str, Callable[[], Pacer]] = {
@@ -211,12 +212,67 @@ def test_those_held_back_by_the_slowest_go_on_when_it_departs() -> None:
     assert pacer.depart("c") == ["a", "b"]
 
 
-def test_a_worker_that_counts_from_the_beginning_began_anew() -> None:
+def test_a_worker_that_began_anew_counts_from_the_beginning() -> None:
     pacer = ClockBound(1)
     for clock in range(5):
         arrive_all(pacer, "ab", clock=clock)
+    pacer.depart("a")
     assert pacer.arrive("a", 0) == ["a"]
     assert pacer.arrive("b", 5) == ["b"]
+
+
+def test_a_clock_that_goes_backwards_is_refused() -> None:
+    """It would join at the slowest each time, and so run ahead without bound."""
+    pacer = ClockBound(1)
+    arrive_all(pacer, "ab")
+    assert pacer.arrive("a", 1) == ["a"]
+    with pytest.raises(BadRequest, match="'a' asks to go on after 0 steps, and has said that it finished 1"):
+        pacer.arrive("a", 0)
+    assert pacer.arrive("a", 2) == []
+
+
+# Those that are waited for no longer.
+
+
+def test_one_set_aside_goes_on_with_its_step_and_joins_again_with_the_next() -> None:
+    pacer = ClockBound(1)
+    arrive_all(pacer, "ab")
+    pacer.arrive("b", 1)
+    assert pacer.arrive("b", 2) == []
+    assert pacer.set_aside("a") == ["b"]
+    assert pacer.arrive("a", 0) == ["a"]
+    assert pacer.arrive("b", 3) == ["b"]
+    assert pacer.arrive("a", 1) == ["a"]
+    assert [pacer.arrive("b", 4), pacer.arrive("b", 5)] == [["b"], []]
+    assert pacer.waiting_for("b") == ("a",)
+
+
+def test_one_that_began_anew_after_it_was_set_aside_joins_with_any_count() -> None:
+    pacer = TurnTaking()
+    arrive_all(pacer, "ab", clock=5)
+    assert pacer.set_aside("a") == ["b"]
+    pacer.depart("a")
+    assert pacer.arrive("a", 0) == []
+    assert pacer.arrive("b", 6) == ["a"]
+
+
+def test_a_question_taken_back_gives_up_the_turn_and_comes_last_when_asked_again() -> None:
+    pacer = TurnTaking()
+    arrive_all(pacer, "abcd")
+    assert pacer.withdraw("b") == []
+    assert pacer.withdraw("a") == ["c"]
+    assert pacer.arrive("b", 0) == []
+    assert [pacer.arrive("c", 1), pacer.arrive("d", 1)] == [["d"], ["b"]]
+
+
+def test_a_question_taken_back_leaves_the_clock_where_it_was() -> None:
+    """Else a worker could run ahead by asking and taking back."""
+    pacer = ClockBound(0)
+    arrive_all(pacer, "ab")
+    assert pacer.arrive("a", 1) == []
+    pacer.withdraw("a")
+    assert pacer.arrive("a", 1) == []
+    assert pacer.waiting_for("a") == ("b",)
 
 
 @given(happenings, st.integers(0, 4))
@@ -279,6 +335,13 @@ def test_one_that_has_asked_counts_for_the_quorum_after_it_departed() -> None:
     pacer.arrive("a", 0)
     pacer.depart("a")
     assert pacer.arrive("b", 0) == ["b"]
+
+
+def test_those_excused_count_for_the_quorum_once() -> None:
+    pacer = TurnTaking(quorum=3)
+    assert pacer.arrive("a", 0) == []
+    assert pacer.excuse(["a", "b"]) == []
+    assert pacer.excuse(["c"]) == ["a"]
 
 
 def test_those_that_wait_go_on_when_the_quorum_is_lowered_and_anything_happens() -> None:

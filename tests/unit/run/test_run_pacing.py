@@ -20,6 +20,9 @@ class Calls:
     def end(self, name: str) -> None:
         self.pacing.forget(name, self._wakes[name])
 
+    def cancel(self, name: str) -> None:
+        self.pacing.forget(name, self._wakes[name], withdraw=True)
+
 
 def test_only_the_worker_that_is_released_is_woken():
     calls = Calls(Pacing(TurnTaking()))
@@ -107,5 +110,66 @@ def test_an_opened_gate_expects_nobody():
     assert calls.pacing.gate_holds
     calls.pacing.open_gate()
     assert not calls.pacing.gate_holds
+    assert calls.woken == ["a"]
+    assert calls.ask("a")
+
+
+def test_a_call_that_was_cancelled_gives_up_its_place():
+    calls = Calls(Pacing(TurnTaking()))
+    assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    calls.end("a")
+    calls.cancel("b")
+    assert not calls.ask("a", clock=1)
+    assert calls.woken == ["c"]
+
+
+def test_a_call_that_was_granted_its_step_and_cancelled_before_its_answer_hands_the_step_on():
+    calls = Calls(Pacing(TurnTaking()))
+    assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    calls.pacing.depart("a")
+    calls.cancel("b")
+    assert calls.woken == ["b", "c"]
+    assert calls.ask("c")
+
+
+def test_a_call_cancelled_after_the_worker_asked_anew_changes_nothing():
+    pacing = Pacing(TurnTaking())
+    first, second = (lambda: None), (lambda: None)
+    assert pacing.may_proceed("a", clock=0, wake=first)
+    assert pacing.may_proceed("a", clock=0, wake=second)
+    pacing.forget("a", first, withdraw=True)
+    assert not pacing.may_proceed("b", clock=0, wake=first)
+
+
+def test_a_worker_that_holds_others_up_with_one_step_is_set_aside_however_often_it_asks():
+    calls = Calls(Pacing(ClockBound(0)))
+    assert calls.ask("a")
+    assert calls.ask("b")
+    assert not calls.ask("a", clock=1)
+    assert calls.pacing.set_aside(now=0.0, stall_seconds=2.0) == []
+    assert calls.ask("b")
+    assert calls.pacing.set_aside(now=1.9, stall_seconds=2.0) == []
+    assert calls.pacing.set_aside(now=2.0, stall_seconds=2.0) == ["b"]
+    assert calls.woken == ["a"]
+    assert [calls.ask("a", clock=1), calls.ask("b"), calls.ask("a", clock=2)] == [True, True, True]
+
+
+def test_the_time_of_a_worker_that_takes_its_next_step_begins_anew():
+    calls = Calls(Pacing(TurnTaking()))
+    assert [calls.ask(name) for name in "ab"] == [True, False]
+    assert calls.pacing.set_aside(now=0.0, stall_seconds=2.0) == []
+    assert not calls.ask("a", clock=1)
+    assert calls.ask("b")
+    assert calls.ask("a", clock=1) is False
+    assert not calls.ask("b", clock=1)
+    assert calls.ask("a", clock=1)
+    assert calls.pacing.set_aside(now=2.0, stall_seconds=2.0) == []
+    assert calls.pacing.set_aside(now=4.0, stall_seconds=2.0) == ["a"]
+
+
+def test_workers_that_are_gone_or_at_work_are_excused_from_asking():
+    calls = Calls(Pacing(TurnTaking(quorum=3)))
+    assert not calls.ask("a")
+    calls.pacing.excuse(["b", "c"])
     assert calls.woken == ["a"]
     assert calls.ask("a")

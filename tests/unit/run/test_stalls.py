@@ -33,7 +33,7 @@ def test_long_steps_of_its_own_hold_nobody_up(members):
 def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(members):
     stalls = Stalls(stall_seconds=10.0)
     stalls.look(["a", "b"], members, now=100.0)
-    members.pushed("b", 1, now=105.0)
+    members.taken("b", 1, now=105.0)
     stalls.look(["b"], members, now=106.0)
     assert stalls.look(["a", "b"], members, now=112.0) == []
     assert stalls.look(["a", "b"], members, now=115.0) == ["b"]
@@ -41,7 +41,7 @@ def test_a_push_or_a_pause_in_the_waiting_begins_the_time_anew(members):
 
 def test_only_workers_that_have_not_pushed_for_a_while_are_looked_at(members):
     stalls = Stalls(stall_seconds=10.0)
-    members.pushed("b", 1, now=99.5)
+    members.taken("b", 1, now=99.5)
     assert stalls.idle(members.alive(), now=100.0) == {"a"}
     members.join("c", 1, now=50.0)
     assert stalls.idle(members.alive(), now=100.0) == {"a", "c"}
