@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from pyps.checkpoint import newest
+from pyps.cli.expectations import Expectations
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import PrefixedOutput, counted
@@ -82,8 +83,14 @@ def run(
         server_flags=tuple(part for flag, value in flags.items() if value for part in (flag, value)),
         each_server_flags=checkpoint_flags(checkpoint_dir, num_servers=servers, resume=resume),
     )
+    expectations = Expectations(expected_workers or workers)
     output = PrefixedOutput(width=len(f"worker-{workers - 1}"))
-    job = Job(settings, on_line=output.line if verbose else attention_only(output), announce=output.announce)
+    job = Job(
+        settings,
+        on_line=output.line if verbose else attention_only(output),
+        announce=output.announce,
+        without=lambda worker_id: expectations.lower(worker_id, [server.control for server in job.addresses]),
+    )
     with job.handle_signals(), job:
         status = run_job(job, output, stay=not exit_when_done)
     # The servers wrote their last checkpoints when they ended.

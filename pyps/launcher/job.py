@@ -65,7 +65,15 @@ class Job:
     told through `announce`, the children's output through `on_line`. Nothing is ever started a second time.
     """
 
-    def __init__(self, settings: JobSettings, *, on_line: LineHandler, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: JobSettings,
+        *,
+        on_line: LineHandler,
+        announce: Callable[[str], None],
+        without: Callable[[str], bool] = lambda worker_id: False,
+    ) -> None:
+        """`without` is called for each worker that ended; it says whether servers had to be told not to expect it."""
         self.settings = settings
         self.servers: list[ChildProcess] = []
         self.workers: list[ChildProcess] = []
@@ -76,6 +84,7 @@ class Job:
         self.server_died = False
         self._on_line = on_line
         self._announce = announce
+        self._without = without
         self._stopping = False
         self._reported: set[str] = set()
         self._gpus: tuple[str, ...] = ()
@@ -222,6 +231,8 @@ class Job:
         seconds = time.monotonic() - self._started_at
         others = sum(worker.running for worker in self.workers)
         rest = f"; {others} of {len(self.workers)} workers go on" if others else ""
+        if others and self._without(child.name):
+            rest += " without it: it never joined, and the servers expect it no more"
         if child.returncode == 0:
             self._announce(f"{child.name} finished after {seconds:.1f} s{rest}.")
         else:

@@ -178,6 +178,25 @@ def test_an_absurd_number_of_servers_is_refused(start_python: Start) -> None:
     assert "less than or equal to 64" in launcher.output()
 
 
+def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Start) -> None:
+    code = (
+        "import os, sys, numpy, pyps_client\n"
+        "if os.environ['PYPS_WORKER_INDEX'] == '1': sys.exit(3)\n"
+        "with pyps_client.Client({'w': numpy.zeros(8, numpy.float32)}) as client:\n"
+        "    for _ in range(3): client.pull(); client.push({'w': numpy.ones(8, numpy.float32)}, examples=1)\n"
+        "print('trained')\n"
+    )
+    for protocol in ("hardsync", "serial"):
+        launcher = run(start_python, "--servers", "2", "--workers", "3", "--protocol", protocol, code=code)
+        assert launcher.wait() == 1
+        assert launcher.output().count("| trained") == 2
+        assert re.search(
+            r"worker-1 ended with status 3 after .* s; 2 of 3 workers go on without it: it never joined, and the"
+            r" servers expect it no more\.",
+            launcher.output(),
+        )
+
+
 def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
     launcher = run(start_python, "--servers", "2", "--workers", "2", code=WAITING)
     launcher.wait_for_output("ready worker-0")

@@ -1,0 +1,50 @@
+"""How many workers the servers of a job expect, lowered when one of the job's own ends without having joined."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyps.cli.control import Control, read_token
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.errors import PypsError
+
+# A server that does not answer is about to end, or to be noticed.
+SECONDS = 5.0
+
+
+class Expectations:
+    """What the servers were told, one number for each."""
+
+    def __init__(self, expected_workers: int):
+        self._expected_workers = expected_workers
+        # The servers read the same variables.
+        file = os.environ.get("PYPS_TOKEN_FILE")
+        self._token = read_token(Path(file) if file else None)
+        # Workers that each server never saw, by its control address.
+        self._never_came: Counter[str] = Counter()
+
+    def lower(self, worker_id: str, addresses: Sequence[str]) -> bool:
+        """Tells the servers that never saw the worker to expect one fewer; True where there was one.
+
+        A server that did see it knows by itself that it is gone. A worker under another name than the job gave it
+        looks as if it never came; then a first round may begin without one that is slow to come.
+        """
+        told = [self._lower(worker_id, address) for address in addresses]
+        return any(told)
+
+    def _lower(self, worker_id: str, address: str) -> bool:
+        try:
+            with Control(address, token=self._token) as control:
+                known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=SECONDS)
+                if worker_id in {worker.worker_id for worker in known.workers}:
+                    return False
+                self._never_came[address] += 1
+                expected = max(0, self._expected_workers - self._never_came[address])
+                request = pb.ConfigureRequest(expected_workers=expected)
+                control.call("Configure", request, timeout_seconds=SECONDS)
+        except PypsError:
+            return False
+        return True
