@@ -71,7 +71,9 @@ def worker_sampler(
 
 
 class AsksForBatchSize(Protocol):
-    """What says how large minibatches should be now; RemoteOptimizer is one, and the numpy client's session."""
+    """What says how large minibatches should be now and wants to be told what they are; RemoteOptimizer is one."""
+
+    examples_in_batch: int | None
 
     @property
     def batch_size(self) -> int: ...
@@ -81,8 +83,9 @@ class GrowingBatchSampler:
     """Batches of this worker's part of a dataset, each as large as the servers' schedule then asks for.
 
     For DataLoader(dataset, batch_sampler=...). A server started with a batch growth (Zhang et al. 2013: the
-    minibatch starts small and grows as training goes on) tells the size with its answers to pushes. A loader
-    with processes of its own asks as many batches ahead as it fetches ahead.
+    minibatch starts small and grows as training goes on) tells the size with its answers to pushes, and learns
+    from each push how many examples it has seen: the sampler tells the optimizer. A loader with processes of
+    its own asks, and tells, as many batches ahead as it fetches ahead.
     """
 
     def __init__(self, sampler: WorkerSampler, optimizer: AsksForBatchSize, *, default: int) -> None:
@@ -106,6 +109,8 @@ class GrowingBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         indices = iter(self.sampler)
         while batch := list(islice(indices, self.batch_size)):
+            # Growth goes by the examples counted: uncounted ones would never let it begin.
+            self._optimizer.examples_in_batch = len(batch)
             yield batch
 
 
@@ -143,11 +148,10 @@ def count_examples(batches: Iterable[T], optimizer: CountsExamples) -> Iterator[
 
     Where several batches go before one step (gradient accumulation), their sizes add up.
     """
-    steps = -1
+    steps, total = -1, 0
     for batch in batches:
-        before = optimizer.examples_in_batch if optimizer.steps == steps else 0
-        optimizer.examples_in_batch = (before or 0) + batch_size(batch)
-        steps = optimizer.steps
+        total = batch_size(batch) + (total if optimizer.steps == steps else 0)
+        optimizer.examples_in_batch, steps = total, optimizer.steps
         yield batch
 
 

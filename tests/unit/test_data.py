@@ -91,6 +91,17 @@ def test_each_batch_is_as_large_as_the_servers_then_ask_for() -> None:
     assert sorted(parts) == list(range(21))
 
 
+def test_the_optimizer_is_told_how_large_each_growing_batch_is() -> None:
+    optimizer = SimpleNamespace(batch_size=4, examples_in_batch=None, steps=0)
+    sampler = growing_batches(range(10), optimizer)
+    told = [optimizer.examples_in_batch for _ in sampler]
+    assert told == [4, 4, 2]
+
+    # Two batches a step: the counter's sum holds, whatever the sampler has said of the last.
+    loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=sampler)
+    assert [optimizer.examples_in_batch for _ in count_examples(loader, optimizer)] == [4, 8, 10]
+
+
 def test_where_the_servers_leave_the_size_open_batches_are_of_the_given_one() -> None:
     optimizer = SimpleNamespace(batch_size=0)
     sampler = growing_batches(range(10), optimizer, batch_size=4)
