@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from pyps import _kernels
 from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
 from pyps.core.receipt import Receipt
+from pyps.core.spec import spell_out
 from pyps.run import Greeting, RuleSettings, Run
 from pyps.run.handshake import Pulse, Welcome
 from pyps.run.initialization import Opening
@@ -87,9 +88,16 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
     )
 
 
+# Room for a push's fields around its payload, extents aside.
+SPARE_BYTES = 4096
+
+
 def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
     """A pushed gradient whose payload lies in the received bytes."""
     require_few_extents(len(request.extents))
+    if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
+        # A gradient may wait long, and is charged for its payload: what came around it must not stay with it.
+        payload = memoryview(bytes(payload))
     return Gradient(
         worker_id=request.sender.worker_id,
         incarnation=request.sender.incarnation,
@@ -172,7 +180,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 
 def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.HelloReply:
     """Everything that a welcome caller needs to know."""
-    config, texts = run.config, run.behaviour.texts
+    config = run.config
     reply = wire.HelloReply(
         protocol_version=PROTOCOL_VERSION,
         features=FEATURES,
@@ -192,8 +200,8 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
         heartbeat_seconds=config.heartbeat_seconds,
         lease_seconds=config.lease_seconds,
         shards=shard_versions(run),
-        protocol=texts["protocol"],
-        staleness=texts["staleness"],
+        protocol=run.aggregation.text,
+        staleness=spell_out(run.staleness.name, run.staleness),
         ask_to_proceed=run.conduct.pacing.asks,
         batch_size=run.batch_size,
         accumulate=run.aggregation.accumulate,
@@ -214,15 +222,14 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
 
 def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
     """Where the run stands, and what is in force, which may have changed."""
-    texts = run.behaviour.texts
     return wire.HeartbeatReply(
         known=pulse.known,
         epoch=pulse.epoch,
         state=int(pulse.state),  # type: ignore[arg-type]
         command=wire.HeartbeatReply.COMMAND_STOP if pulse.stop else wire.HeartbeatReply.COMMAND_UNSPECIFIED,
         version=pulse.version,
-        protocol=texts["protocol"],
-        staleness=texts["staleness"],
+        protocol=run.aggregation.text,
+        staleness=spell_out(run.staleness.name, run.staleness),
         accumulate=run.aggregation.accumulate,
         current_version_only=run.aggregation.barrier,
     )

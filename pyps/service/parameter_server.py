@@ -36,6 +36,8 @@ from pyps_wire.errors import BadRequest, NotInitialized, PypsError, WaitTimedOut
 
 # A reply that nobody takes for so long ends its call.
 WRITE_SECONDS = 120.0
+# The parts of one push come within so long of each other.
+READ_SECONDS = 60.0
 # Figures of its own that a worker may report.
 SCALARS_MAX = 256
 
@@ -212,7 +214,7 @@ class ParameterServer:
         """Handles each pushed shard as it comes or, under one mutex for the model, each push once it is all there."""
         staged: list[Pushed] = []
         with contextlib.ExitStack() as held:
-            while (message := await context.read()) is not grpc.aio.EOF:
+            while (message := await _read(context, under_way=bool(staged))) is not grpc.aio.EOF:
                 check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
                 held.enter_context(self._budget.holding(len(message)))
                 request, payload = convert.parse_frame(wire.PushRequest, message)
@@ -222,6 +224,8 @@ class ParameterServer:
                     await reply(context, staged, await self._push_staged(staged))
                     staged = []
                 staged.append(pushed)
+                if self._run.whole is not None:
+                    _require_possible(staged, num_shards=len(self._run.shards))
                 if self._run.whole is not None and len(staged) != request.num_shards:
                     continue
                 await reply(context, staged, await self._push_staged(staged))
@@ -301,6 +305,24 @@ def _require_all(staged: Sequence[Pushed]) -> None:
             f"push {request.sequence} of worker {request.sender.worker_id!r} ended after {len(staged)} of its"
             f" {request.num_shards} messages, and nothing of it was applied: send them all in one stream"
         )
+
+
+def _require_possible(staged: Sequence[Pushed], *, num_shards: int) -> None:
+    """Refuses parts that cannot become one push: its memory would be held for what never comes."""
+    last = staged[-1].request
+    if last.num_shards > num_shards:
+        raise BadRequest(f"a push has num_shards {last.num_shards}, and this server holds {num_shards} shards")
+    if any(pushed.request.shard_id == last.shard_id for pushed in staged[:-1]):
+        raise BadRequest(f"a push holds shard {last.shard_id} twice: send each shard once in a push")
+
+
+async def _read(context: Context, *, under_way: bool) -> Any:
+    """The next message; a caller that leaves a push unfinished for long loses its call, and what it held is free."""
+    try:
+        async with asyncio.timeout(READ_SECONDS if under_way else None):
+            return await context.read()
+    except TimeoutError:
+        raise WaitTimedOut(f"the rest of the push did not come within {READ_SECONDS:g} s: send it again") from None
 
 
 async def _write(context: Context, message: bytes) -> None:

@@ -187,3 +187,17 @@ def test_a_push_that_says_no_number_of_shards_is_whole_when_its_stream_ends(star
         assert [receipt.shard_id for receipt in worker.push(first, second)] == [0, 1]
         replies = list(worker.stub.Exchange(iter([worker.push_request(1.0, 0, 1)]), timeout=20))
         assert [(reply.receipt.shard_id, reply.version) for reply in replies] == [(0, 2)]
+
+
+def test_a_push_of_parts_that_cannot_become_one_is_refused(start_server):
+    """Its memory would be held for what never comes."""
+    server = start_server("--protocol", "asgd:mutex=whole")
+    with WireWorker(server.data, model=Model((Tensor("t", (32,)),), shard_size=16)) as worker:
+        worker.join()
+        parts = [worker.push_request(1.0, 0) for _ in range(2)]
+        for num_shards, text in ((3, "num_shards 3, and this server holds 2"), (2, "holds shard 0 twice")):
+            for part in parts:
+                part.num_shards, part.sequence = num_shards, 7
+            status, name, message = refusal_of(worker.push, *parts)
+            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+            assert text in message
