@@ -11,6 +11,7 @@ from pyps.core.aggregation import Contribution
 from pyps.core.gradient import Extent, Gradient
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
+from pyps.core.update import Update
 
 # Told even where they have their default: they are what a log is read for.
 _ALWAYS_TOLD = ("staleness", "weight", "rate")
@@ -34,6 +35,23 @@ def push_from_plain(plain: Mapping[str, Any], payload: bytes) -> tuple[Gradient,
     fields["reason"] = Reason[plain.get("reason", "unspecified").upper()]
     fields["waiting_for"] = tuple(plain.get("waiting_for", ()))
     return gradient_from_plain(plain, payload), Receipt(**fields)
+
+
+def update_to_plain(update: Update) -> dict[str, Any]:
+    """The rate of an update, and for each gradient that it was made of whose it was and how it counted."""
+    return {
+        "rate": update.rate,
+        "parts": [
+            {
+                "worker_id": part.contribution.gradient.worker_id,
+                "incarnation": part.contribution.gradient.incarnation,
+                "sequence": part.contribution.gradient.sequence,
+                "weight": update.weight(part),
+                "rate_scale": update.rate_scale(part),
+            }
+            for part in update.parts
+        ],
+    }
 
 
 def gradient_to_plain(gradient: Gradient) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from threading import Lock
 
+from pyps.core.gradient import PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.core.update import Update
 
 # Upper bounds of the apply-time histogram's buckets, in seconds.
 APPLY_SECONDS_BOUNDS = (
@@ -41,6 +43,8 @@ class Tally:
     staleness_count: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
+    # Gradients that updates were made of, and what staleness left of the step size for each.
+    rate_scale_count: int = 0
     rate_scale_sum: float = 0.0
     histogram: dict[int, int] = field(default_factory=dict)
 
@@ -64,7 +68,6 @@ class Tally:
         self.staleness_count += 1
         self.staleness_sum += staleness
         self.staleness_max = max(self.staleness_max, staleness)
-        self.rate_scale_sum += receipt.rate_scale
         bucket = _staleness_bucket(staleness)
         self.histogram[bucket] = self.histogram.get(bucket, 0) + 1
 
@@ -80,8 +83,8 @@ class Tally:
 
     @property
     def rate_scale_mean(self) -> float:
-        """The mean of what staleness left of the learning rate: 1 for nothing lost, and before the first."""
-        return self.rate_scale_sum / self.staleness_count if self.staleness_count else 1.0
+        """The mean of what staleness left of the learning rate: 1 for nothing lost, and before the first update."""
+        return self.rate_scale_sum / self.rate_scale_count if self.rate_scale_count else 1.0
 
     @property
     def step_lost(self) -> float:
@@ -153,6 +156,21 @@ class Statistics:
             if apply_seconds is not None:
                 self._apply_counts[bisect_left(APPLY_SECONDS_BOUNDS, apply_seconds)] += 1
                 self._apply_sum += apply_seconds
+
+    def applied(self, shard_id: int, update: Update) -> None:
+        """Counts what staleness left of the step size for each of an update's gradients; called as it is made.
+
+        Only then is it known for a gradient that has waited: it may depend on the others.
+        """
+        with self._lock:
+            for part in update.parts:
+                gradient = part.contribution.gradient
+                if gradient.kind == PayloadKind.NOTHING:
+                    continue
+                rate_scale = update.rate_scale(part)
+                for tally in (self._total, self._worker(gradient.worker_id), self._shard(shard_id)):
+                    tally.rate_scale_count += 1
+                    tally.rate_scale_sum += rate_scale
 
     def pulled(self, worker_id: str, payload_bytes: int) -> None:
         """Counts the payload of one shard sent to a worker or observer."""

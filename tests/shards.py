@@ -20,6 +20,7 @@ from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard, ShardState
+from pyps.core.update import Update
 from pyps.core.update_rules import RULES
 
 JOIN_SECONDS = 60.0
@@ -192,7 +193,7 @@ class Log:
     ) -> None:
         self._keep(shard_id, Configured(behaviour, learning_rate, roster, version))
 
-    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
+    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
         self.digests.setdefault(shard_id, []).append(digest(parameters))
 
     def pulled(self, shard_id: int, worker_id: str, version: int) -> None:

@@ -33,7 +33,8 @@ class Reason(IntEnum):
 class Receipt:
     """The answer to one pushed shard; the fields are those of the wire contract's Receipt.
 
-    `rate`, `rate_scale` and `weight` are 0 where the push was rejected.
+    `rate`, `rate_scale` and `weight` are 0 where the push was rejected. Of a PENDING one they are what was known when
+    it came: the rate of an update made then, the policy's word on this gradient alone, no share yet.
     """
 
     shard_id: int

@@ -9,6 +9,7 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Receipt
 from pyps.core.roster import Roster
+from pyps.core.update import Update
 
 
 class Recorder(Protocol):
@@ -48,10 +49,11 @@ class Recorder(Protocol):
         """
         ...
 
-    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
-        """Hears of the update that made that version, told of before, and may look at the parameters, not keep them.
+    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
+        """Hears of the update that was made, told of before, and may look at the parameters, not keep them.
 
-        The update stands: this must not raise.
+        It is here that the weight and the rate of a gradient which has waited are known. The update stands: this
+        must not raise.
         """
         ...
 

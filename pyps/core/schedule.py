@@ -242,7 +242,8 @@ class _Unit:
             return 0
         if not (self.epoch_examples or epoch_examples):
             raise BadRequest(
-                f"schedule {name!r} counts epochs, but how many examples an epoch has is not known; set --epoch-examples"
+                f"schedule {name!r} counts epochs, but how many examples an epoch has is not known;"
+                " set --epoch-examples"
             )
         return self.epoch_examples or epoch_examples
 

@@ -20,7 +20,7 @@ from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.shard_state import ShardState, first_slots
 from pyps.core.staleness import WeighingContext
-from pyps.core.update import Target, apply_update
+from pyps.core.update import Target, Update, apply_update
 from pyps.core.update_rules import UpdateRule, validate
 from pyps.core.verdict import receipt_of, rejection
 from pyps.core.waiters import Waiter, Waiters
@@ -374,7 +374,8 @@ class Shard:
             applied = {id(part.contribution) for part in parts}
             self._pending = tuple(waiting for waiting in self._pending if id(waiting) not in applied)
         if self._recorder is not None:
-            self._recorder.updated(self.shard_id, self._version, self._readable)
+            update = Update(self._version, rate, update_scale, tuple(parts))
+            self._recorder.updated(self.shard_id, update, self._readable)
 
     def _waited_for(self, decision: Decision, arrival: Arrival) -> tuple[str, ...]:
         if not isinstance(decision, Park):

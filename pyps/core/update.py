@@ -26,6 +26,26 @@ class Target(NamedTuple):
     version: int
 
 
+class Update(NamedTuple):
+    """An update that was made, and of what."""
+
+    # The version that it made.
+    version: int
+    # The step size before staleness: the learning rate after schedules.
+    rate: float
+    # What the staleness of all its gradients together left of that.
+    update_scale: float
+    parts: tuple[Part, ...]
+
+    def weight(self, part: Part) -> float:
+        """Returns the gradient's weight among those of the update."""
+        return part.contribution.weighing.weight * part.share
+
+    def rate_scale(self, part: Part) -> float:
+        """Returns what staleness left of the step size for the gradient: 1 for all."""
+        return part.contribution.weighing.rate_scale * self.update_scale
+
+
 def apply_update(target: Target, parts: Sequence[Part], *, update_scale: float = 1.0) -> None:
     """Applies the parts as one update, in place; those that carry no numbers leave no trace.
 

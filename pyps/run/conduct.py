@@ -70,7 +70,7 @@ class Conduct:
         self._statistics = statistics
         self._events = events
         self._clock = clock
-        self.account = PendingAccount(config.max_pending_bytes, recorder)
+        self.account = PendingAccount(config.max_pending_bytes, statistics=statistics, recorder=recorder)
         self.owner = ScheduleOwner()
         self.pacing = Pacing(None)
         # Called after an update, with its shard.

@@ -12,6 +12,8 @@ from pyps.core.receipt import Outcome, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
+from pyps.core.update import Update
+from pyps.statistics import Statistics
 from pyps_wire.errors import LimitExceeded
 
 
@@ -19,11 +21,13 @@ class PendingAccount:
     """Counts the bytes of waiting gradients over all shards, and keeps one out that would not fit.
 
     A recorder in front of the run's own: it hears that a gradient is about to wait, and its exception prevents
-    it. Called under a shard's lock, from several at once.
+    it. Called under a shard's lock, from several at once. The statistics hear through it what became of the
+    gradients that have waited.
     """
 
-    def __init__(self, bytes_max: int, recorder: Recorder | None):
+    def __init__(self, bytes_max: int, *, statistics: Statistics, recorder: Recorder | None):
         self.bytes_max = bytes_max
+        self._statistics = statistics
         self._recorder = recorder
         self._lock = Lock()
         # Guarded by _lock.
@@ -60,10 +64,11 @@ class PendingAccount:
         if self._recorder is not None:
             self._recorder.configured(shard_id, behaviour, learning_rate, roster, version)
 
-    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
-        """Tells the run's recorder."""
+    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
+        """Tells the statistics and the run's recorder."""
+        self._statistics.applied(shard_id, update)
         if self._recorder is not None:
-            self._recorder.updated(shard_id, version, parameters)
+            self._recorder.updated(shard_id, update, parameters)
 
     def pulled(self, shard_id: int, worker_id: str, version: int) -> None:
         """Tells the run's recorder."""

@@ -34,7 +34,8 @@ class LoggedPush:
     receipt: Receipt
     roster: Roster
     payload_kept: bool
-    # The quick checksum of the shard after the push's update; empty where it made none.
+    # The update that the push made: its rate and parts, and the quick checksum of the shard after it; empty for none.
+    update: Mapping[str, Any]
     checksum: str
 
 
@@ -43,6 +44,8 @@ class Updated:
     """An update that no push brought about."""
 
     version: int
+    # Its rate and parts.
+    update: Mapping[str, Any]
     checksum: str
 
 
@@ -146,9 +149,10 @@ class ShardLog:
                 place = line["payload"]
                 payload = b"" if place is None else self._payload(payloads, place)
                 gradient, receipt = push_from_plain(line, payload)
-                return LoggedPush(gradient, receipt, roster, place is not None, line.get("checksum", ""))
+                update, checksum = line.get("update", {}), line.get("checksum", "")
+                return LoggedPush(gradient, receipt, roster, place is not None, update, checksum)
             case "update":
-                return Updated(line["version"], line["checksum"])
+                return Updated(line["version"], line["update"], line["checksum"])
             case "complete":
                 return Completed(roster)
             case "configure":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.arrays import Floats
@@ -14,6 +16,8 @@ from pyps.core.gradient import Gradient
 from pyps.core.receipt import Receipt
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
+from pyps.core.update import Update
+from pyps.plain import update_to_plain
 from pyps.update_log.lines import UpdateLogError
 from pyps.update_log.reader import Completed, Configured, Ended, Event, LoggedPush, Pulled, ShardLog, Updated
 
@@ -83,7 +87,7 @@ class _Replay:
             case LoggedPush():
                 self._push(event)
             case Updated():
-                self._compare_update(event.version, event.checksum, "")
+                self._compare_update(event.version, event.update, event.checksum, "")
             case Completed():
                 self._require_no_more()
                 self._shard.complete(event.roster)
@@ -124,12 +128,17 @@ class _Replay:
                 what = f"update {logged.version_after}, by {push}" if event.checksum else f"the answer to {push}"
                 raise Different(f"{what}: {name} is logged as {_number(theirs)}, replayed it is {_number(mine)}")
         if event.checksum:
-            self._compare_update(logged.version_after, event.checksum, f", by {push}")
+            self._compare_update(logged.version_after, event.update, event.checksum, f", by {push}")
 
-    def _compare_update(self, version: int, checksum: str, by: str) -> None:
+    def _compare_update(self, version: int, update: Mapping[str, Any], checksum: str, by: str) -> None:
         if not self._made.updates:
             raise Different(f"update {version}{by}: it is logged, but the replay makes none")
-        made_version, made_checksum = self._made.updates.popleft()
+        made_version, made_update, made_checksum = self._made.updates.popleft()
+        for name, made in made_update.items():
+            if update[name] != made:
+                raise Different(
+                    f"update {version}{by}: {name} is logged as {_number(update[name])}, replayed it is {_number(made)}"
+                )
         if (made_version, made_checksum) != (version, checksum):
             raise Different(
                 f"update {version}{by}: the shard's checksum is logged as {checksum}, replayed it is {made_checksum} "
@@ -139,7 +148,7 @@ class _Replay:
 
     def _require_no_more(self) -> None:
         if self._made.updates:
-            version, checksum = self._made.updates.popleft()
+            version, _, checksum = self._made.updates.popleft()
             raise Different(f"update {version}: the replay makes it (checksum {checksum}), but it is not logged")
 
     def _end(self, event: Ended) -> None:
@@ -160,10 +169,11 @@ _COMPARED = tuple(field.name for field in dataclasses.fields(Receipt))
 class _Made:
     """A recorder that keeps the updates that a shard makes, and nothing else."""
 
-    updates: deque[tuple[int, str]] = field(default_factory=deque)
+    # The version, rate and parts, and checksum of each.
+    updates: deque[tuple[int, dict[str, Any], str]] = field(default_factory=deque)
 
-    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
-        self.updates.append((version, quick_checksum_of(parameters)))
+    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
+        self.updates.append((update.version, update_to_plain(update), quick_checksum_of(parameters)))
 
     def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
         """Is compared by its receipt."""

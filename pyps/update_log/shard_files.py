@@ -18,7 +18,8 @@ from pyps.core.gradient import Gradient
 from pyps.core.receipt import Receipt
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from pyps.plain import contribution_to_plain, push_to_plain
+from pyps.core.update import Update
+from pyps.plain import contribution_to_plain, push_to_plain, update_to_plain
 from pyps.update_log.lines import FORMAT, UpdateLogError, encode
 
 log = logs.get("pyps.update_log")
@@ -108,12 +109,11 @@ class ShardFiles:
             self._note(roster)
             self._append(line)
 
-    def update(self, version: int, checksum: str) -> None:
-        """Writes the version that an update has made."""
+    def update(self, update: Update, checksum: str) -> None:
+        """Writes what an update has made of which gradients, behind the push that brought it about."""
         push, self._push = self._push, None
-        self.write(
-            {**push, "checksum": checksum} if push else {"event": "update", "version": version, "checksum": checksum}
-        )
+        cause = push or {"event": "update", "version": update.version}
+        self.write({**cause, "update": update_to_plain(update), "checksum": checksum})
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line."""

@@ -15,6 +15,7 @@ from pyps.core.gradient import Gradient
 from pyps.core.receipt import Receipt
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
+from pyps.core.update import Update
 from pyps.update_log.lines import UpdateLogError
 from pyps.update_log.shard_files import Budget, ShardFiles
 
@@ -100,10 +101,10 @@ class UpdateLog:
             }
             files.change(change, roster)
 
-    def updated(self, shard_id: int, version: int, parameters: Floats) -> None:
-        """Logs the version that an update made, and a checksum of its parameters."""
+    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
+        """Logs the version that an update made, what it was made of, and a checksum of its parameters."""
         if files := self._files.get(shard_id):
-            files.update(version, quick_checksum_of(parameters))
+            files.update(update, quick_checksum_of(parameters))
 
     def pulled(self, shard_id: int, worker_id: str, version: int) -> None:
         """Logs a pull."""

@@ -116,6 +116,38 @@ def test_a_line_tells_who_pushed_what_became_of_it_and_the_checksum_after_it(log
     assert pushes[1]["checksum"] == quick_checksum_of(pull(shard)[1])
 
 
+def test_an_update_tells_what_it_was_made_of_and_at_which_rate(log: UpdateLog, tmp_path: Path) -> None:
+    """A gradient that waits is answered before its share and its update's scale are known."""
+    both = roster("a", "b")
+    behaviour = make_behaviour("softsync:n=1", "per_update")
+    shard = logged_shard(log, behaviour=behaviour)
+    for sequence in (1, 2, 3):
+        push(shard, np.ones(16), sequence=sequence, epoch=2, base_version=0, workers=both)
+        push(shard, np.ones(16), sequence=sequence, epoch=2, base_version=0, worker_id="b", workers=both)
+    log.end()
+    path = only(tmp_path)
+    pushes = [line for line in lines_of(path) if line["event"] == "push"]
+    assert ["update" in line for line in pushes] == [False, True] * 3
+    waited, last = pushes[-2:]
+    assert (waited["outcome"], waited["weight"], waited["rate"], waited["rate_scale"]) == ("pending", 1.0, 0.1, 1.0)
+    part = {"incarnation": 1, "sequence": 3, "weight": 0.5, "rate_scale": 0.5}
+    assert last["update"] == {"rate": 0.1, "parts": [{"worker_id": "a", **part}, {"worker_id": "b", **part}]}
+    assert not replay(path).difference
+
+
+@pytest.mark.parametrize(("name", "value"), [("rate", 0.25), ("parts", [])])
+def test_an_update_that_was_made_otherwise_than_logged_is_told(
+    log: UpdateLog, tmp_path: Path, name: str, value: object
+) -> None:
+    train(logged_shard(log), range(1, 4))
+    log.end()
+    path = only(tmp_path)
+    [line] = [line for line in lines_of(path) if line.get("sequence") == 2]
+    rewrite(path, 2, {"update": {**line["update"], name: value}})
+    start = f"update 2, by push 2 of worker 'a': {name} is logged as {value}, replayed it is "
+    assert replay(path).difference.startswith(start)
+
+
 def test_events_come_in_order_with_payloads_and_receipts(log: UpdateLog, tmp_path: Path) -> None:
     shard = logged_shard(log)
     sent = gradient(np.arange(16), sequence=5, epoch=2, clock=4, example_count=32, learning_rate=0.05)
@@ -123,13 +155,15 @@ def test_events_come_in_order_with_payloads_and_receipts(log: UpdateLog, tmp_pat
     workers = roster("a", "b", "c")
     receipt = shard.push(sent, roster=workers)
     checksum = quick_checksum_of(pull(shard)[1])
+    part = {"worker_id": "a", "incarnation": 1, "sequence": 5, "weight": 1.0, "rate_scale": 1.0}
+    update = {"rate": 0.05, "parts": [part]}
     shard.configure(behaviour=make_behaviour("hardsync"), learning_rate=0.5, roster=workers)
     log.end()
     shard_log = ShardLog(only(tmp_path))
     assert shard_log.run == HEADER
     assert list(shard_log.events()) == [
         Pulled("b", 0),
-        LoggedPush(sent, receipt, workers, payload_kept=True, checksum=checksum),
+        LoggedPush(sent, receipt, workers, payload_kept=True, update=update, checksum=checksum),
         Configured(make_behaviour("hardsync"), 0.5, workers, finished=False),
         Ended(1, checksum_of(pull(shard)[1])),
     ]

@@ -226,7 +226,7 @@ def test_the_first_turns_do_without_expected_workers_that_do_not_come_in_time(pr
 def test_the_rate_of_a_schedule_that_a_worker_owns_is_not_set_beside_it():
     crew = Crew("a", protocol="async")
     crew.push("a", learning_rate=0.5)
-    with pytest.raises(ScheduleOwned, match="worker 'a' owns the schedule .* before the server's is changed"):
+    with pytest.raises(ScheduleOwned, match=r"worker 'a' owns the schedule .* before the server's is changed"):
         crew.run.configure(learning_rate=0.1, staleness="divide")
     assert (crew.run.shards[0].learning_rate, crew.run.behaviour.staleness.text) == (0.5, "none")
     crew.run.leave("r", "a", 1, failed=False, message="")
