@@ -57,7 +57,7 @@ class BatchGrowth:
     @property
     def text(self) -> str:
         """The text that names an equal growth."""
-        return spec.spell("", self).removeprefix(":")
+        return spec.spell_settings(self, always=("every",))
 
     def size(self, examples: int) -> int:
         """Returns the minibatch after so many examples."""

@@ -87,6 +87,11 @@ class Behaviour:
             "epoch_examples": self.epoch_examples,
         }
 
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether something goes by the examples behind a shard's updates."""
+        return self.batch_growth is not None or any(term.epoch_examples for term in self.schedule.terms)
+
     def rate_factor(self, version: int, examples: int) -> float:
         """Returns what multiplies the base rate of the update that follows so many updates and examples."""
         factor = self.schedule.factor(version, examples)

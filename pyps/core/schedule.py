@@ -254,6 +254,9 @@ def _check(holds: bool, schedule: str, setting: str, value: float | str, *, expe
 
 
 def _check_length(schedule: str, setting: str, value: float) -> None:
+    if value == 0.0:
+        # Left out, too: the length of a curve has no sensible default.
+        raise BadRequest(f"schedule {schedule!r} needs {setting}=..., a finite number above 0")
     # A smaller one could overflow when a time is divided by it.
     _check(1e-6 <= value < math.inf, schedule, setting, value, expected="a finite number above 0")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pyps_wire.errors import BadRequest
@@ -46,10 +46,23 @@ def spell(name: str, thing: object) -> str:
     return f"{name}:{settings}" if settings else name
 
 
-def spell_settings(thing: object) -> str:
-    """Returns the "name=value,name=value" of which `build` makes an equal object."""
+def spell_settings(thing: object, *, always: Collection[str] = ()) -> str:
+    """Returns the "name=value,name=value" of which `build` makes an equal object.
+
+    Settings at their defaults are left out, but for those named in `always`.
+    """
     values = [(field, getattr(thing, field.name)) for field in _settings(thing)]
-    return ",".join(f"{field.name}={spell_value(value)}" for field, value in values if value != field.default)
+    return ",".join(
+        f"{field.name}={spell_value(value)}"
+        for field, value in values
+        if value != field.default or field.name in always
+    )
+
+
+def spell_out(name: str, thing: object) -> str:
+    """Returns the text that makes an equal object, with all its settings, for people."""
+    settings = spell_settings(thing, always=[field.name for field in _settings(thing)])
+    return f"{name}:{settings}" if settings else name
 
 
 def example(kind: type) -> str:

@@ -7,7 +7,7 @@ zero, g += weight_decay * theta before all else: once per update, on the paramet
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -363,17 +363,22 @@ def find(name: str) -> UpdateRule:
     return RULES[name]
 
 
+def require_known(rule: UpdateRule, names: Iterable[str]) -> None:
+    """Raises UnsupportedOptimizer for the name of a setting that the rule does not have."""
+    unknown = sorted(set(names) - set(rule.settings))
+    if unknown:
+        raise UnsupportedOptimizer(
+            f"{rule.name} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(rule.settings)}"
+        )
+
+
 def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> dict[str, float]:
     """Returns the rule's hyperparameters, the missing ones at their defaults.
 
     Raises UnsupportedOptimizer for a rule, a setting or a value that cannot be.
     """
     rule = find(rule) if isinstance(rule, str) else rule
-    unknown = sorted(set(hyperparameters) - set(rule.settings))
-    if unknown:
-        raise UnsupportedOptimizer(
-            f"{rule.name} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(rule.settings)}"
-        )
+    require_known(rule, hyperparameters)
     settled = {name: setting.default for name, setting in rule.settings.items()} | {
         name: float(value) for name, value in hyperparameters.items()
     }

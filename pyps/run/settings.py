@@ -24,20 +24,23 @@ class RuleSettings:
     @classmethod
     def parse(cls, text: str) -> RuleSettings:
         """Reads adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError when malformed."""
-        rule, _, rest = text.partition(":")
+        name_of_rule, _, rest = text.partition(":")
+        rule = update_rules.find(name_of_rule.strip())
         group: dict[str, float] = {}
         for item in filter(None, rest.split(",")):
             name, separator, number = item.partition("=")
             if not separator:
                 raise ValueError(f"{item!r} is no setting: write name=number")
             name = name.strip()
+            # First: what would be a number for a setting that there is not says nothing.
+            update_rules.require_known(rule, [name])
             if name in group:
                 raise ValueError(f"{name} is given twice: {group[name]:g} and {number}")
             try:
                 group[name] = float(number)
             except ValueError:
                 raise ValueError(f"{name} is {number!r}, but must be a number") from None
-        return cls.make(rule.strip(), (group,))
+        return cls.make(rule.name, (group,))
 
     def for_groups(self, num_groups: int) -> RuleSettings:
         """The same settings for every one of a model's groups, where one was given."""

@@ -67,7 +67,7 @@ def test_a_growths_text_names_exactly_that_growth(growth: BatchGrowth) -> None:
 
 
 def test_a_growths_text_leaves_out_defaults_and_says_how_long_an_epoch_is() -> None:
-    assert parse("start=8,maximum=64,every=2,lr_scaling=none").text == "start=8,maximum=64,epoch_examples=1000"
+    assert parse("start=8,maximum=64,every=2,lr_scaling=none").text == "start=8,maximum=64,every=2,epoch_examples=1000"
 
 
 def test_a_text_that_says_how_long_an_epoch_is_has_the_last_word() -> None:

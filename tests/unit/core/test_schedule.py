@@ -142,7 +142,7 @@ def test_an_unknown_schedule_is_refused_with_those_there_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("step", "schedule 'step': every is 0.0; expected a finite number above 0"),
+        ("step", "schedule 'step' needs every=..., a finite number above 0"),
         ("step:every=-1", "schedule 'step': every is -1.0; expected a finite number above 0"),
         ("step:every=3,factor=1.5", "schedule 'step': factor is 1.5; expected a number from 0 to 1"),
         ("step:evry=3", "schedule 'step' has no setting 'evry=3'; it has every=, factor="),
