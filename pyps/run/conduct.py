@@ -39,6 +39,13 @@ _COUNTS_DIFFER = (
     " equal shares; give `examples` with every push, or choose weighting=equal"
 )
 
+_NO_EXAMPLES = (
+    "no worker tells how many examples stand behind its gradients (optimizer.step(examples=...), count_examples), so"
+    " {} does not move"
+)
+# By then a worker that counts its examples has pushed.
+UPDATES_BEFORE_DOUBT = 100
+
 
 @dataclass(frozen=True)
 class Settled:
@@ -108,11 +115,23 @@ class Conduct:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What people should know about the protocol with the workers that count, in sentences."""
-        num_workers = self._membership.roster.num_expected
+        """What people should know about the behaviour with the workers that count, in sentences."""
+        return self._warnings_with(self._membership.roster.num_expected)
+
+    @property
+    def warnings_of_a_change(self) -> tuple[str, ...]:
+        """The same for whoever changes it; where nobody counts now, with the workers to expect or those known."""
+        members = len(self._membership.all())
+        return self._warnings_with(self._membership.roster.num_expected or self._membership.expected_workers or members)
+
+    def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
         warnings = self.aggregation.warnings(num_workers) if num_workers else ()
         if self.aggregation.weighs_examples and len(self._counted) == 2:
             warnings += (_COUNTS_DIFFER,)
+        shard = self._content.first if self._content is not None else None
+        if self.behaviour.counts_epochs and shard and shard.version >= UPDATES_BEFORE_DOUBT and not shard.examples:
+            what = "the growth of the minibatch" if self.behaviour.batch_growth else "the schedule by epochs"
+            warnings += (_NO_EXAMPLES.format(what),)
         return warnings
 
     # What a push brings.

@@ -39,7 +39,8 @@ class Events:
 
     def add(self, kind: str, what: str, *, warning: bool = False, **facts: object) -> None:
         """Notes what happened just now, with its facts by name, and logs it."""
-        words = [f"{name.replace('_', ' ')} {fact}" for name, fact in facts.items() if fact != ""]
+        facts = {name: fact for name, fact in facts.items() if fact != ""}
+        words = [f"{name.replace('_', ' ')} {fact}" for name, fact in facts.items()]
         message = f"{what}: {', '.join(words)}" if words else what
         with self._lock:
             self._number += 1

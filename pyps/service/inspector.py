@@ -13,13 +13,14 @@ from pyps.checkpoint import CheckpointFolder
 from pyps.process import resident_bytes
 from pyps.run import Run
 from pyps.run.conduct import Settled
+from pyps.run.state import RunState
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.report import Addresses, histogram_of, learning_rates_of, shard_info, status_of, worker_info
 from pyps.service.security import require_loopback, text_of
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import METADATA_KEY, BadRequest, NotAllowed, NotInitialized, PypsError
+from pyps_wire.errors import METADATA_KEY, BadRequest, NotAllowed, NotInitialized, PypsError, RunFinished
 from pyps_wire.inspector_pb2_grpc import InspectorServicer
 
 EVENTS_DEFAULT = 100
@@ -181,6 +182,10 @@ class Inspector(InspectorServicer):
                 "nothing to configure: name a protocol, staleness, learning_rate, schedule or expected_workers"
             )
         run, settled = self._run, Settled(0, 0)
+        if run.state is RunState.FINISHED:
+            raise RunFinished("the run has finished: nothing in it can be set any more")
+        if trains and run.model is None:
+            raise NotInitialized("this server holds no run yet: start its workers first")
         if trains:
             settled = run.configure(
                 protocol=request.protocol,
@@ -198,7 +203,7 @@ class Inspector(InspectorServicer):
             learning_rates=learning_rates_of(run),
             gradients_settled=settled.gradients,
             updates_made=settled.updates,
-            warnings=run.conduct.warnings,
+            warnings=run.conduct.warnings_of_a_change,
         )
 
     @_answering

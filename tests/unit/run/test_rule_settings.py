@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyps.run.settings import RuleSettings, settle
-from pyps_wire.errors import OptimizerMismatch
+from pyps_wire.errors import OptimizerMismatch, UnsupportedOptimizer
 
 
 def settled(told: str, asked: str) -> RuleSettings:
@@ -35,3 +35,10 @@ def test_other_settings_than_the_heavy_balls_are_refused_with_the_difference(ask
 def test_a_heavy_ball_does_not_join_momentum() -> None:
     with pytest.raises(OptimizerMismatch):
         settled("momentum:learning_rate=0.1,momentum=0.9", "heavy_ball:learning_rate=0.1,momentum=0.9")
+
+
+def test_an_unknown_setting_is_said_before_its_value_is_read() -> None:
+    with pytest.raises(UnsupportedOptimizer, match="adam has no setting 'amsgrad'"):
+        RuleSettings.parse("adam:amsgrad=true")
+    with pytest.raises(ValueError, match="learning_rate is 'fast', but must be a number"):
+        RuleSettings.parse("adam:learning_rate=fast")
