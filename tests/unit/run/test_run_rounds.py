@@ -284,3 +284,14 @@ def test_a_reset_forgets_who_counted_and_what_waited():
     assert crew.run.roster.missing == 2
     assert crew.run.conduct.account.bytes_held == 0
     assert crew.events("reset")
+
+
+def test_a_schedule_by_epochs_that_cannot_move_is_told_of() -> None:
+    crew = Crew("a", schedule="step:every=1,factor=0.5,unit=epochs", epoch_examples="100")
+    for version in range(100):
+        assert not crew.run.conduct.warnings
+        crew.push("a", base_version=version, example_count=0)
+    (warning,) = crew.run.conduct.warnings
+    assert "count_examples), so the schedule by epochs does not move" in warning
+    crew.push("a", base_version=100, example_count=1)
+    assert not crew.run.conduct.warnings
