@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 from pyps.core import aggregation as protocols
@@ -11,6 +12,7 @@ from pyps.core import schedule as schedules
 from pyps.core import staleness as policies
 from pyps.core.aggregation import Aggregation
 from pyps.core.batch_growth import BatchGrowth
+from pyps.core.clipping import Clipping, NoClipping
 from pyps.core.schedule import Schedule
 from pyps.core.staleness import StalenessPolicy
 from pyps.core.warmup import Staged, WarmUp
@@ -43,12 +45,18 @@ class Behaviour:
     clip_norm: float = 0.0
     batch_growth: BatchGrowth | None = None
     epoch_examples: int = 0
+    # What the two settings above come to, picked once.
+    clipping: NoClipping = field(init=False, repr=False, compare=False)
+    growth_factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.clip_norm < math.inf:
             raise BadRequest(
                 f"clip_norm is {self.clip_norm}; expected the norm that pushes are clipped to, or 0 to clip none"
             )
+        growth_factor = self.batch_growth.rate_factor if self.batch_growth else _no_growth
+        object.__setattr__(self, "clipping", Clipping(self.clip_norm) if self.clip_norm else NoClipping())
+        object.__setattr__(self, "growth_factor", growth_factor)
 
     @classmethod
     def parse(
@@ -94,5 +102,8 @@ class Behaviour:
 
     def rate_factor(self, version: int, examples: int) -> float:
         """Returns what multiplies the base rate of the update that follows so many updates and examples."""
-        factor = self.schedule.factor(version, examples)
-        return factor if self.batch_growth is None else factor * self.batch_growth.rate_factor(examples)
+        return self.schedule.factor(version, examples) * self.growth_factor(examples)
+
+
+def _no_growth(examples: int) -> float:
+    return 1.0

@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from pyps.core.gradient import Codec, Gradient, PayloadKind
 from pyps.core.staleness import Weighing
+
+
+class NoClipping:
+    """Takes pushes of any norm as they are."""
+
+    def norm_of(self, gradient: Gradient) -> float | None:
+        """Returns the norm that `clip` needs, found without a lock; None where it needs none."""
+        return None
+
+    def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None) -> Weighing:
+        """Returns what is left of a weighing of the gradient; a norm of None is not known yet."""
+        return weighing
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping(NoClipping):
+    """Brings longer pushes down to a norm."""
+
+    clip_norm: float
+
+    def norm_of(self, gradient: Gradient) -> float | None:
+        return norm_of(gradient)
+
+    def clip(self, weighing: Weighing, gradient: Gradient, norm: float | None) -> Weighing:
+        # None: clipping has just been switched on.
+        norm = norm_of(gradient) if norm is None else norm
+        return clipped(weighing, norm=norm, clip_norm=self.clip_norm)
 
 
 def norm_of(gradient: Gradient) -> float:

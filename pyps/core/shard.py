@@ -12,7 +12,6 @@ from pyps import _kernels
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Refuse
 from pyps.core.arrays import Floats, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
-from pyps.core.clipping import clipped, norm_of
 from pyps.core.gradient import Gradient, PayloadKind, require_fitting, require_possible_version, require_rate
 from pyps.core.ledger import FORGOTTEN, Ledger
 from pyps.core.receipt import Reason, Receipt
@@ -88,7 +87,7 @@ class Shard:
         require_fitting(gradient, shard_id=self.shard_id, shard_length=self.length)
         # The scans take as long as an update; the payload cannot change, so they need no lock.
         non_finite_index = _first_non_finite(gradient)
-        norm = norm_of(gradient) if self._behaviour.clip_norm else None
+        norm = self._behaviour.clipping.norm_of(gradient)
         with self._lock:
             receipt = self._answered(gradient, roster)
             if receipt is None:
@@ -326,11 +325,7 @@ class Shard:
         staleness = self._version - gradient.base_version
         context = WeighingContext(gradient.worker_id, roster.num_workers, self._version, split)
         weighing = behaviour.staleness.weigh(staleness, context)
-        if behaviour.clip_norm:
-            # None: clipping has just been switched on.
-            norm = norm_of(gradient) if norm is None else norm
-            weighing = clipped(weighing, norm=norm, clip_norm=behaviour.clip_norm)
-        return Contribution(gradient, staleness, weighing)
+        return Contribution(gradient, staleness, behaviour.clipping.clip(weighing, gradient, norm))
 
     def _too_stale(self, contribution: Contribution) -> Refuse:
         policy, staleness = self._behaviour.staleness.name, contribution.staleness

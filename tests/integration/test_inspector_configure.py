@@ -159,8 +159,11 @@ def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(sta
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
         b.join()
+        # The first update waits for both.
+        b.push(b.push_request(1.0))
         a.push(a.push_request(1.0))
-        late = b.push(b.push_request(1.0))[0]
+        a.push(a.push_request(1.0, base_version=1))
+        late = b.push(b.push_request(1.0, base_version=1))[0]
     assert late.reason == common.REASON_DROPPED
     told = status(server)
     assert (told.pushes_dropped, told.pushes_rejected, dict(told.rejected_by_reason)) == (1, 1, {"dropped": 1})
