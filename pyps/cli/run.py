@@ -12,12 +12,14 @@ import typer
 
 from pyps.checkpoint import newest
 from pyps.cli.expectations import Expectations
+from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import PrefixedOutput, counted
 from pyps.launcher.server_output import ServerLines
 
 WAIT_SECONDS = 1.0
+LOG_VARIABLE = "PYPS_UPDATE_LOG"
 # More on one machine is a slip of the finger.
 SERVERS_MAX = 64
 WORKERS_MAX = 256
@@ -37,12 +39,34 @@ def run(
         str,
         typer.Option(help="Update rule and settings, as adagrad:learning_rate=0.05; empty takes the workers'."),
     ] = "",
+    clip_norm: Annotated[
+        float | None, typer.Option(help="Largest norm of a push; a longer one is scaled down.", show_default=False)
+    ] = None,
+    batch_growth: Annotated[
+        str, typer.Option(help="How the workers' minibatch grows, as start=8,maximum=64,every=2 (epochs).")
+    ] = "",
+    epoch_examples: Annotated[
+        int | None, typer.Option(help="Examples in an epoch, for what counts in epochs.", show_default=False)
+    ] = None,
+    stall_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="After this time without a push a worker that others wait for counts no more.", show_default=False
+        ),
+    ] = None,
     run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
     checkpoint_dir: Annotated[
         Path | None,
         typer.Option(help="Folder for checkpoints, one inside it per server.", envvar="PYPS_CHECKPOINT_DIR"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the newest checkpoint.")] = False,
+    update_log: Annotated[
+        Path | None,
+        typer.Option(help="Folder for logs of every push and update, one inside it per server.", envvar=LOG_VARIABLE),
+    ] = None,
+    log_gradients: Annotated[
+        bool, typer.Option("--log-gradients", help="Write the gradients into those logs too, for `pyps replay`.")
+    ] = False,
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
@@ -58,30 +82,39 @@ def run(
     """Start servers and workers on this machine and end with them.
 
     Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by
-    default. Servers listen on free ports of 127.0.0.1. Further settings of the servers come from PYPS_
-    variables or --config. A worker that dies is reported and not restarted; the exit status is 0 only if all
-    workers finished with 0.
+    default. Servers listen on free ports of 127.0.0.1. Every other setting of `pyps serve` goes through its
+    PYPS_ variable, which `pyps serve --help` names, or --config. A worker that dies is reported and not
+    restarted; the exit status is 0 only if all workers finished with 0.
     """
     if resume and checkpoint_dir is None:
         raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     flags = {
-        "--protocol": protocol,
-        "--staleness": staleness,
-        "--warmup": warmup,
-        "--schedule": schedule,
-        "--optimizer": optimizer,
-        "--stop-after": stop_after,
-        "--config": str(config) if config else "",
-        "--expected-workers": str(expected_workers or workers),
+        "protocol": protocol,
+        "staleness": staleness,
+        "warmup": warmup,
+        "schedule": schedule,
+        "optimizer": optimizer,
+        "clip_norm": _text(clip_norm),
+        "batch_growth": batch_growth,
+        "epoch_examples": _text(epoch_examples),
+        "stall_seconds": _text(stall_seconds),
+        "stop_after": stop_after,
+        "expected_workers": str(expected_workers or workers),
     }
+    of_all = spelled(flags, config) + (("--log-gradients",) if log_gradients else ())
+    folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
+    check_servers_flags({**flags, **folders, "log_gradients": log_gradients or None}, config, num_servers=servers)
     settings = JobSettings(
         command=tuple(command),
         num_servers=servers,
         num_workers=workers,
         run_id=run_id,
         resume=resume,
-        server_flags=tuple(part for flag, value in flags.items() if value for part in (flag, value)),
-        each_server_flags=checkpoint_flags(checkpoint_dir, num_servers=servers, resume=resume),
+        server_flags=of_all,
+        each_server_flags=tuple(
+            folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=update_log)
+            for index in range(servers)
+        ),
     )
     expectations = Expectations(expected_workers or workers)
     output = PrefixedOutput(width=len(f"worker-{workers - 1}"))
@@ -99,12 +132,17 @@ def run(
     raise typer.Exit(status)
 
 
-def checkpoint_flags(folder: Path | None, *, num_servers: int, resume: bool) -> tuple[tuple[str, ...], ...]:
-    """What each server is told about checkpoints: a folder of its own inside `folder`."""
-    if folder is None:
-        return ((),) * num_servers
-    rest = ("--resume",) if resume else ()
-    return tuple(("--checkpoint-dir", str(folder / f"server-{index}"), *rest) for index in range(num_servers))
+def folder_flags(name: str, *, checkpoint_dir: Path | None, resume: bool, update_log: Path | None) -> tuple[str, ...]:
+    """What the server of that name is told of folders: its own inside each."""
+    return (
+        *(("--checkpoint-dir", str(checkpoint_dir / name)) if checkpoint_dir else ()),
+        *(("--resume",) if resume else ()),
+        *(("--update-log", str(update_log / name)) if update_log else ()),
+    )
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def attention_only(output: PrefixedOutput) -> Callable[[str, str], None]:

@@ -226,6 +226,8 @@ class Job:
             # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when-done.
             if child.returncode != 0:
                 self.server_died = True
+            if child.returncode != 0 and self.addresses:
+                # Before all serve, `start` says so.
                 self._announce(f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards.")
             return
         seconds = time.monotonic() - self._started_at

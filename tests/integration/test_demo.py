@@ -44,3 +44,13 @@ def test_what_the_demo_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert result.exit_code == 1
     assert "the demo needs no_such_module: pip install 'pyps[demo]'" in result.output
+
+
+def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has() -> None:
+    result = CliRunner().invoke(app, ["demo", "--optimizer", "adam:amsgrad=1"])
+
+    assert result.exit_code != 0
+    assert "one of adagrad, sgd, momentum" in str(result.exception)
+    script = command.worker_script().read_text()
+    offered = re.findall(r'^    "(\w+)": \(torch\.optim', script, re.MULTILINE)
+    assert tuple(offered) == command.OPTIMIZERS

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 from safetensors.numpy import load_file
 
 from support import ROOT, PythonProcess, wait_until
@@ -218,13 +219,44 @@ def test_a_command_that_does_not_exist_is_named(start_python: Start) -> None:
 
 
 def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: Start) -> None:
-    launcher = run(start_python, "--optimizer", "nonesuch:learning_rate=1", code=WAITING)
+    # An address of documentation (RFC 5737), which is nobody's.
+    launcher = run(start_python, code=WAITING, env={"PYPS_HOST": "203.0.113.9", "PYPS_INSECURE": "1"})
 
     assert launcher.wait() == 1
-    output = launcher.output()
-    assert "nonesuch" in output
-    assert "before it served" in output
-    assert "Traceback" not in output
+    reason, *closing = launcher.output().splitlines()
+    assert "cannot listen on 203.0.113.9" in reason
+    assert len(closing) == 1 and "ended with status 2 before it served" in closing[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--optimizer", "nonesuch:learning_rate=1"), "'nonesuch' is unknown"),
+        (("--optimizer", "adam:amsgrad=true"), "adam has no setting 'amsgrad'"),
+        (("--schedule", "cosine"), "schedule 'cosine' needs length=..."),
+        (("--servers", "2", "--protocol", "asgd:mutex=whole"), "needs one server, and the run has 2"),
+        (("--workers", "2", "--protocol", "backup:b=2"), "leaves nobody of 2 workers to wait for"),
+        (("--log-gradients",), "give --update-log too"),
+        (("--clip-norm", "-1"), "the flag --clip-norm is -1.0"),
+    ],
+)
+def test_what_servers_would_refuse_is_refused_before_any_starts(
+    start_python: Start, flags: tuple[str, ...], message: str
+) -> None:
+    launcher = run(start_python, *flags, code=WAITING)
+
+    assert launcher.wait() == 2
+    assert message in launcher.output()
+    assert len(launcher.output().splitlines()) == 1
+
+
+def test_each_server_keeps_an_update_log_of_its_own(start_python: Start, tmp_path: Path) -> None:
+    flags = ("--clip-norm", "1", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
+    logs = ("--update-log", str(tmp_path), "--log-gradients", "--stall-seconds", "20")
+    launcher = run(start_python, "--servers", "2", *flags, *logs, code="pass")
+
+    assert launcher.wait() == 0, launcher.output()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["server-0", "server-1"]
 
 
 def test_a_resumed_job_trains_the_run_of_its_checkpoint(start_python: Start, tmp_path: Path) -> None:

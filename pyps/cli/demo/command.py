@@ -19,6 +19,8 @@ from pyps.cli.demo.held_out import HeldOut
 from pyps.cli.demo.picture import draw
 from pyps.cli.demo.progress import Progress, ProgressReader
 from pyps.cli.demo.screen import Screen, final_table
+from pyps.cli.server_flags import check_servers_flags, spelled
+from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.output import counted
 from pyps_client.observer import Observer
@@ -29,6 +31,8 @@ WATCH_SECONDS = 0.25
 HEARTBEAT_SECONDS = 0.5
 # Lines of a child's output that are shown when it fails.
 KEPT_LINES = 15
+# What the worker's script can make, each with settings that suit it.
+OPTIMIZERS = ("adagrad", "sgd", "momentum", "nesterov", "rmsprop", "adam", "adamw")
 NEEDED = {"matplotlib": "pyps[demo]", "sklearn": "pyps[demo]", "torch": "pyps-client[torch]"}
 
 
@@ -38,9 +42,7 @@ def demo(
     epochs: Annotated[int, typer.Option(help="Passes of each worker over its part of the data.", min=1)] = 40,
     protocol: Annotated[str, typer.Option(help="How pushes become updates, as softsync:n=2 or hardsync.")] = "async",
     staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as divide or none.")] = "divide",
-    optimizer: Annotated[
-        str, typer.Option(help="The workers' torch optimizer: adagrad, sgd, momentum, nesterov, rmsprop, adam, adamw.")
-    ] = "adagrad",
+    optimizer: Annotated[str, typer.Option(help=f"The workers' torch optimizer: {', '.join(OPTIMIZERS)}.")] = "adagrad",
     warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=50,protocol=serial.")] = "",
     picture: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("pyps-demo.png"),
 ) -> None:
@@ -49,6 +51,19 @@ def demo(
     By default Downpour with Adagrad on the servers, each gradient's step divided by its staleness. Ends with
     the accuracy on images that no worker saw, a table of what staleness cost, and a picture.
     """
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(
+            f"--optimizer is {optimizer!r}, but the demo takes one of {', '.join(OPTIMIZERS)}, "
+            "with settings that suit its model"
+        )
+    flags = {
+        "protocol": protocol,
+        "staleness": staleness,
+        "warmup": warmup,
+        "heartbeat_seconds": str(HEARTBEAT_SECONDS),
+        "expected_workers": str(workers),
+    }
+    check_servers_flags(flags, num_servers=servers)
     console = Console()
     for module, requirement in NEEDED.items():
         if importlib.util.find_spec(module) is None:
@@ -58,11 +73,7 @@ def demo(
         command=(sys.executable, str(worker_script()), "--epochs", str(epochs), "--optimizer", optimizer),
         num_servers=servers,
         num_workers=workers,
-        server_flags=(
-            *("--protocol", protocol, "--staleness", staleness),
-            *(("--warmup", warmup) if warmup else ()),
-            *("--heartbeat-seconds", str(HEARTBEAT_SECONDS), "--expected-workers", str(workers)),
-        ),
+        server_flags=spelled(flags),
     )
     mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {staleness}, {optimizer}"
     raise typer.Exit(Demo(settings, mode=mode, console=console, picture=picture).run())
@@ -184,7 +195,8 @@ class Demo:
             return self._fail("The servers were never seen with parameters.")
         accuracy = self._history.accuracies[-1][1]
         self._console.print(final_table(progress))
-        title = f"{progress.updates} updates by {counted(len(progress.workers), 'worker')}: accuracy {accuracy:.3f}"
+        made = f"{progress.updates} updates by {counted(len(progress.workers), 'worker')}"
+        title = f"{self._mode}: {made}, accuracy {accuracy:.3f}"
         draw(
             self._picture,
             losses=self._history.losses or [(progress.seconds, float("nan"))],
