@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Of the gradients; a few stragglers would make the histogram all tail.
 SHOWN_SHARE = 0.999
+# The histogram's axis reaches at least this far: a lone bar at zero must look like a bar.
+LEAST_SPAN = 5
 
 
 def draw(
@@ -25,6 +28,7 @@ def draw(
     """
     # Figure alone draws without a display, which pyplot might ask for.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     figure.suptitle(title)
@@ -34,7 +38,7 @@ def draw(
     over_time.set(xlabel="seconds", ylabel="training loss", ylim=(0, None))
     accuracy_axis = over_time.twinx()
     accuracy_axis.plot(*zip(*accuracies, strict=True), color="tab:blue", label="held-out accuracy (right)")
-    accuracy_axis.set(ylabel="held-out accuracy", ylim=(0.5, 1))
+    accuracy_axis.set(ylabel="held-out accuracy", ylim=(least_shown(accuracies), 1))
     accuracy_axis.axhline(
         wanted_accuracy, color="tab:blue", linewidth=1.2, linestyle=":", label=f"accuracy {wanted_accuracy:g}"
     )
@@ -44,8 +48,12 @@ def draw(
 
     values = shown_values(staleness)
     histogram.bar(values, [staleness[value] for value in values], color="tab:green", width=0.9)
-    histogram.set(xlabel="staleness (versions)", title=f"Staleness of the gradients (max {max(staleness, default=0)})")
-    histogram.set_ylabel("pushes" if num_shards == 1 else f"pushed shards ({num_shards} a push)")
+    last, oldest = max(values, default=0), max(staleness, default=0)
+    histogram.set_xlim(-0.6, max(last, LEAST_SPAN) + 0.6)
+    histogram.xaxis.set_major_locator(MaxNLocator(integer=True))
+    largest = f"max {oldest}, not shown" if oldest > last else f"max {oldest}"
+    histogram.set(xlabel="staleness (versions)", title=f"Staleness of the gradients ({largest})")
+    histogram.set_ylabel("pushes" if num_shards == 1 else f"pushes, each counted for all {num_shards} shards")
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -62,3 +70,10 @@ def shown_values(staleness: Mapping[int, int]) -> list[int]:
         shown.append(value)
         count += staleness[value]
     return shown
+
+
+def least_shown(accuracies: Sequence[tuple[float, float]]) -> float:
+    """Where the axis of the accuracy begins: the tenth below the least of it."""
+    least = min((value for _, value in accuracies), default=0.0)
+    # A run that is seen only at its end still gets an axis.
+    return min(0.9, math.floor(10 * least) / 10)
