@@ -107,7 +107,8 @@ def call_each(
                 typer.echo(f"pyps: {error}", err=True)
                 failed = True
     if failed:
-        _tell_done(method, [address for address, _ in replies])
+        if not method.startswith("Get"):
+            _tell_done(method, [address for address, _ in replies])
         raise typer.Exit(1)
     return replies
 

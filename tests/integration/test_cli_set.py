@@ -85,7 +85,37 @@ def test_what_cannot_be_set_is_one_sentence(
 
 
 def test_set_without_a_run_is_one_sentence(start_server: Start, shell: Shell) -> None:
-    assert "holds no" in shell("set", "--protocol", "async", "--servers", start_server().control, status=1)
+    refused = shell("set", "--protocol", "async", "--servers", start_server().control, status=1)
+    assert "this server holds no run yet: start its workers first" in refused
+
+
+def test_set_on_some_of_the_servers_changes_nothing_unless_it_is_meant(start_server: Start, shell: Shell) -> None:
+    servers = start_servers(start_server, 2)
+    change = ("set", "--protocol", "softsync:n=1", "--servers", servers[0].control)
+    with make_client(addresses(servers)) as client:
+        client.push(gradients_like(small_model(), seed=1))
+        refused = shell(*change, status=1)
+        untouched = inspect(servers[0].control, "GetStatus").protocol
+        shell(*change, "--partial")
+        changed = inspect(servers[0].control, "GetStatus").protocol
+    assert "nothing was set, as the run has 2 servers: server 1 of 2 was not asked" in refused
+    assert (untouched, changed) == ("async", "softsync:n=1")
+
+
+def test_set_after_the_workers_warns_for_those_known_and_after_the_run_is_refused(
+    start_server: Start, shell: Shell
+) -> None:
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+        worker.leave()
+    change = ("set", "--protocol", "backup:b=9", "--servers", server.control)
+    assert "warns: backup:b=9 with 1 worker leaves nobody to wait for" in shell(*change)
+    events = [event.message for event in inspect(server.control, "ListEvents").events if event.kind == "configured"]
+    assert events == ["settings changed: protocol backup:b=9"]
+    shell("stop", "--servers", server.control)
+    assert "the run has finished: nothing in it can be set any more" in shell(*change, status=1)
 
 
 def test_status_tells_whom_a_round_waits_for(start_server: Start, shell: Shell) -> None:
