@@ -26,7 +26,7 @@ def export(
     servers: Annotated[str, typer.Option(help=DATA_SERVERS_HELP, envvar="PYPS_SERVERS")] = "127.0.0.1:7610",
     checkpoint: Annotated[
         list[Path] | None,
-        typer.Option(help="Instead: a server's checkpoint folder, or one checkpoint in it; once a server."),
+        typer.Option(help="Instead: a job's checkpoint folder; or a server's, or one checkpoint in it, once a server."),
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
@@ -51,7 +51,7 @@ def export(
 
 def from_checkpoints(folders: Sequence[Path]) -> Arrays:
     """The model in the newest checkpoints of all its servers."""
-    checkpoints = [_open(folder) for folder in folders]
+    checkpoints = [_open(part) for folder in folders for part in _parts(folder)]
     first = checkpoints[0].header
     plan = partition(first.model, num_servers=first.num_servers)
     vectors = [np.zeros(size, np.float32) for size in first.model.group_sizes]
@@ -78,6 +78,12 @@ def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:
             f"{checkpoint.path} is of run {mine.run_id!r} on {mine.num_servers} servers, {first.path} of run "
             f"{other.run_id!r} on {other.num_servers}: name checkpoints of one run"
         )
+
+
+def _parts(folder: Path) -> list[Path]:
+    """The folder, or where `pyps run` was told to keep checkpoints in it: server-0, server-1..."""
+    of_servers = sorted(path for path in folder.glob("server-*") if path.is_dir())
+    return of_servers or [folder]
 
 
 def _open(folder: Path) -> Checkpoint:

@@ -28,22 +28,25 @@ def replay(
     if not paths:
         fail(f"there is no update log in {folder}: start a server with --update-log and --log-gradients to make one")
     table = Table("run", "epoch", "shard", "version", "updates", "pulls", "CRC-32", "as logged")
-    wrong = []
+    different, unread = [], []
     for path in paths:
         try:
             replayed = replay_log(path)
         except PypsError as error:
-            wrong.append(str(error))
+            unread.append(str(error))
             continue
         table.add_row(*map(Text, _row(replayed)))
         if replayed.difference:
-            wrong.append(f"{path}: {replayed.difference}")
+            different.append(f"{path}: {replayed.difference}")
     if table.rows:
         Console().print(table)
-    for message in wrong:
+    for message in (*different, *unread):
         typer.echo(message)
-    if wrong:
-        fail(f"{len(wrong)} of {len(paths)} logs do not replay to what was logged")
+    if different:
+        rest = f"; {len(unread)} could not be replayed" if unread else ""
+        fail(f"{len(different)} of {len(paths)} logs do not replay to what was logged{rest}")
+    if unread:
+        fail(f"{len(unread)} of {len(paths)} logs could not be replayed, so nothing is said of what they hold")
 
 
 def _row(replayed: Replayed) -> tuple[str, ...]:

@@ -139,7 +139,9 @@ def test_export_gives_plain_pytorch_the_tensors_under_their_names(
     assert wrote.count("checkpoint-0000000") == 2
     folders = [argument for index in range(2) for argument in ("--checkpoint", str(tmp_path / f"server-{index}"))]
     assert "5,002 parameters" in shell.run("export", str(saved), *folders)
-    for file in (live, saved):
+    whole = tmp_path / "whole.safetensors"
+    shell.run("export", str(whole), "--checkpoint", str(tmp_path))
+    for file in (live, saved, whole):
         tensors = load_file(file)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
             name: array.shape for name, array in expected.items()

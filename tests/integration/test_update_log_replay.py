@@ -96,7 +96,8 @@ def test_four_workers_on_two_servers_replay_to_the_final_bits_and_obey_the_law(
     refused = start_python("-m", "pyps", "replay", str(job.folder))
     assert refused.wait() == 1
     words = " ".join(refused.output().split())
-    assert f"{paths[1]} is damaged" in words and f"2 of {len(paths)} logs do not replay" in words
+    assert f"{paths[1]} is damaged" in words
+    assert f"1 of {len(paths)} logs do not replay to what was logged; 1 could not be replayed" in words
     assert "Traceback" not in refused.output()
 
 
@@ -170,3 +171,17 @@ def test_a_round_that_a_worker_left_is_replayed_to_the_final_bits(
     assert (replayed.difference, replayed.ended, replayed.updates) == ("", True, 3)
     assert (replayed.version, replayed.checksum) == final
     assert [type(event) for event in ShardLog(path).events()][-3:] == [Completed, Updated, Ended]
+
+
+def test_a_log_without_gradients_is_not_taken_for_a_damaged_one(
+    start_server: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path
+) -> None:
+    server = start_server("--update-log", str(tmp_path))
+    with WireWorker(server.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+    refused = start_python("-m", "pyps", "replay", str(tmp_path))
+    assert refused.wait() == 1
+    words = " ".join(refused.output().split())
+    assert "holds no gradients: a server keeps them with --log-gradients" in words
+    assert "could not be replayed, so nothing is said of what they hold" in words and "do not replay" not in words
