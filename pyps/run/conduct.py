@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from pyps.core.schedule import Constant
 from pyps.core.shard import Shard
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
+from pyps.run.caveats import Caveats
 from pyps.run.content import Content
 from pyps.run.events import Events
 from pyps.run.pacing import Pacing
@@ -43,8 +43,6 @@ _NO_EXAMPLES = (
     "no worker tells how many examples stand behind its gradients (optimizer.step(examples=...), count_examples), so"
     " {} does not move"
 )
-# By then a worker that counts its examples has pushed.
-UPDATES_BEFORE_DOUBT = 100
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ class Conduct:
         # The workers with whom rounds were looked at last.
         self._roster = Roster()
         self._told: tuple[str, ...] = ()
-        # Whether gradients come with their count of examples: all say True, all False, or some one and some the other.
-        self._counted = set[bool]()
+        self._caveats = Caveats()
 
     def begin(self, content: Content) -> None:
         """Takes the shards in, which serve from now on."""
@@ -125,14 +122,9 @@ class Conduct:
         return self._warnings_with(self._membership.roster.num_expected or self._membership.expected_workers or members)
 
     def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
-        warnings = self.aggregation.warnings(num_workers) if num_workers else ()
-        if self.aggregation.weighs_examples and len(self._counted) == 2:
-            warnings += (_COUNTS_DIFFER,)
-        shard = self._content.first if self._content is not None else None
-        if self.behaviour.counts_epochs and shard and shard.version >= UPDATES_BEFORE_DOUBT and not shard.examples:
-            what = "the growth of the minibatch" if self.behaviour.batch_growth else "the schedule by epochs"
-            warnings += (_NO_EXAMPLES.format(what),)
-        return warnings
+        # A server of a small model may hold none of its shards.
+        shard = self._content.first if self._content is not None and self._content.shards else None
+        return self._caveats.sentences(self.behaviour, shard, num_workers=num_workers)
 
     # What a push brings.
 
@@ -141,7 +133,7 @@ class Conduct:
         shard = content.shard(shard_id)
         began = self._clock()
         require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
-        with self._claiming([gradient]) as receipts:
+        with self.owner.claiming([gradient], schedule=self._own_schedule, events=self._events) as receipts:
             roster = self._hear(gradient, now=began)
             receipt = shard.push(gradient, roster=roster)
             receipts.append(receipt)
@@ -154,7 +146,9 @@ class Conduct:
         began, roster = self._clock(), self._membership.roster
         for shard, (shard_id, gradient) in zip(shards, gradients, strict=True):
             require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
-        with self._claiming([gradient for _, gradient in gradients]) as receipts:
+        with self.owner.claiming(
+            [gradient for _, gradient in gradients], schedule=self._own_schedule, events=self._events
+        ) as receipts:
             for _, gradient in gradients:
                 roster = self._hear(gradient, now=began)
             receipts += content.whole.push(gradients, roster=roster)
@@ -170,24 +164,6 @@ class Conduct:
             # At work already, with or without asking.
             self.pacing.excuse([gradient.worker_id])
         return roster
-
-    @contextmanager
-    def _claiming(self, gradients: Sequence[Gradient]) -> Iterator[list[Receipt]]:
-        """Makes a worker that sends a rate the schedule's owner, if one of the receipts says that a gradient was taken.
-
-        Raises ScheduleOwned where another owns it.
-        """
-        receipts: list[Receipt] = []
-        rated = [gradient.worker_id for gradient in gradients if gradient.learning_rate is not None]
-        claimed = [worker_id for worker_id in rated if self.owner.claim(worker_id, schedule=self._own_schedule)]
-        try:
-            yield receipts
-        finally:
-            for worker_id in claimed:
-                if any(receipt.outcome is not Outcome.REJECTED for receipt in receipts):
-                    self._events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
-                else:
-                    self.owner.release(worker_id)
 
     def _answered(self, shard: Shard, gradient: Gradient, receipt: Receipt, roster: Roster, *, began: float) -> None:
         now = self._clock()
@@ -206,7 +182,7 @@ class Conduct:
         if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
             self._attendance.taken(gradient.worker_id, gradient.incarnation, now=now)
         if gradient.kind != PayloadKind.NOTHING:
-            self._counted.add(gradient.example_count > 0)
+            self._caveats.heard(gradient)
         if receipt.version_after > receipt.version_before:
             self.pacing.advanced(receipt.version_after)
             self.on_update(shard)

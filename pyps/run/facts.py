@@ -136,7 +136,7 @@ class RunFacts:
     def batch_size(self) -> int:
         """The minibatch that the schedule asks of workers now; 0 where it has none or the run has not begun."""
         content, growth = self._content, self.behaviour.batch_growth
-        return growth.size(content.first.examples) if content is not None and growth is not None else 0
+        return growth.size(content.first.examples) if content and content.shards and growth else 0
 
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""
