@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 # Of the gradients; a few stragglers would make the histogram all tail.
-SHOWN_SHARE = 0.999
+SHOWN_SHARE = 0.99
 # The histogram's axis reaches at least this far: a lone bar at zero must look like a bar.
 LEAST_SPAN = 5
 
@@ -52,7 +52,7 @@ def draw(
     histogram.set_xlim(-0.6, max(last, LEAST_SPAN) + 0.6)
     histogram.xaxis.set_major_locator(MaxNLocator(integer=True))
     largest = f"max {oldest}, not shown" if oldest > last else f"max {oldest}"
-    histogram.set(xlabel="staleness (versions)", title=f"Staleness of the gradients ({largest})")
+    histogram.set(xlabel="staleness (versions)", title=f"Staleness ({largest})")
     histogram.set_ylabel("pushes" if num_shards == 1 else f"pushes, each counted for all {num_shards} shards")
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def shown_values(staleness: Mapping[int, int]) -> list[int]:
 
 
 def least_shown(accuracies: Sequence[tuple[float, float]]) -> float:
-    """Where the axis of the accuracy begins: the tenth below the least of it."""
+    """Where the axis of the accuracy begins: at the tenth below the least of it, at a half or lower."""
     least = min((value for _, value in accuracies), default=0.0)
-    # A run that is seen only at its end still gets an axis.
-    return min(0.9, math.floor(10 * least) / 10)
+    # Room below for the legend, however late the run was first seen.
+    return min(0.5, math.floor(10 * least) / 10)
