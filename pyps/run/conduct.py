@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from pyps.config import ServerConfig
 
 
-_COUNTS_DIFFER = (
-    "some workers push gradients without a count of examples and some with one: a round with both is averaged with"
-    " equal shares; give `examples` with every push, or choose weighting=equal"
-)
-
-_NO_EXAMPLES = (
-    "no worker tells how many examples stand behind its gradients (optimizer.step(examples=...), count_examples), so"
-    " {} does not move"
-)
-
-
 @dataclass(frozen=True)
 class Settled:
     """What a change of protocol made of the gradients that waited."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 
+from pyps.core.gradient import Gradient
+from pyps.core.receipt import Outcome, Receipt
+from pyps.run.events import Events
 from pyps_wire.errors import ScheduleOwned
 
 
@@ -48,3 +53,21 @@ class ScheduleOwner:
             if owned:
                 self._worker_id = ""
             return owned
+
+    @contextmanager
+    def claiming(self, gradients: Sequence[Gradient], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
+        """Makes a worker that sends a rate the owner, if one of the receipts then says that a gradient was taken.
+
+        Yields the list to put the receipts into. Raises ScheduleOwned where another owns the schedule.
+        """
+        receipts: list[Receipt] = []
+        rated = [gradient.worker_id for gradient in gradients if gradient.learning_rate is not None]
+        claimed = [worker_id for worker_id in rated if self.claim(worker_id, schedule=schedule)]
+        try:
+            yield receipts
+        finally:
+            for worker_id in claimed:
+                if any(receipt.outcome is not Outcome.REJECTED for receipt in receipts):
+                    events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
+                else:
+                    self.release(worker_id)

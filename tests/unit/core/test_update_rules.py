@@ -27,7 +27,7 @@ def test_a_rule_may_be_named_or_given() -> None:
 
 
 def test_an_unknown_rule_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="'lamb' is unknown; this server has adagrad, adam, .*, sgd"):
+    with pytest.raises(UnsupportedOptimizer, match=r"'lamb' is unknown; this server has adagrad, adam, .*, sgd"):
         find("lamb")
 
 
