@@ -9,7 +9,7 @@ from typing import Any
 
 from pyps_wire.errors import PypsError
 
-FORMAT = "pyps update log 1"
+FORMAT = "pyps update log 2"
 _CHECKSUM = b', "crc32": "'
 
 
