@@ -70,7 +70,7 @@ def demo(
             console.print(f"pyps: the demo needs {module}: pip install '{requirement}'.", markup=False)
             raise typer.Exit(1)
     settings = JobSettings(
-        command=(sys.executable, str(worker_script()), "--epochs", str(epochs), "--optimizer", optimizer),
+        command=(sys.executable, str(worker_script()), "--epochs", str(epochs), "--optimizer", optimizer, "--anneal"),
         num_servers=servers,
         num_workers=workers,
         server_flags=spelled(flags),
