@@ -31,7 +31,8 @@ class Parking:
         now = time.monotonic()
         waited = now - self._began
         if stop.is_set():
-            raise RunFinished(f"The wait for other workers was given up: {unanswered}.")
+            # Or a call to another server failed, whose error goes before this one.
+            raise RunFinished("The client was closed while it waited for other workers.")
         if waited >= self.wait_seconds:
             raise WaitTimedOut(
                 f"Waited {waited:.0f} s for other workers: {unanswered}. "

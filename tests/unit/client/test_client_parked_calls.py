@@ -151,7 +151,7 @@ def test_a_failure_elsewhere_ends_the_wait(scripted: Callable[..., ScriptedServe
     caller = Caller(scripted(UNANSWERED).address)
     caller.stop.set()
 
-    with pytest.raises(RunFinished, match="given up"):
+    with pytest.raises(RunFinished, match="closed while it waited"):
         caller.run(Proceeding(Sender(worker_id="a"), clock=1, parking=Parking(600.0)))
 
 
