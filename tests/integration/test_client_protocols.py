@@ -193,6 +193,8 @@ def test_a_worker_killed_inside_a_barrier_holds_up_the_others_for_a_lease_and_is
         # More than the step that was under way: the barrier goes on without the dead worker.
         wait_until(lambda index=index, before=before: steps_of(workers[index]) > before + 5, 20, "further steps")
     for server in servers:
+        # A turn that was only waited for falls with the connection, before the lease.
+        wait_until(lambda server=server: "lease ran out" in server.output(), 20, "the end of the lease")
         line = next(line for line in server.output().splitlines() if "lease ran out" in line)
         assert "worker-1" in line
         inspect(server.control, "Stop")
