@@ -1,7 +1,7 @@
 // The update rules' part of the module pyps._kernels.
 //
-// Each function takes the numbers of its rule's formula and checks them. How a rate, a schedule or a
-// bias correction makes those numbers stands in pyps/core/update_rules.py.
+// Each function takes the numbers of its rule's formula and checks them. How a rate, a schedule or
+// a bias correction makes those numbers stands in pyps/core/update_rules.py.
 
 #include <cmath>
 #include <deque>

@@ -17,8 +17,7 @@ constexpr std::size_t update_piece = 2 * cache_line_size / sizeof(float);
 // zero times infinity would be NaN.
 template <bool decays, class C, class Options, class... Float>
 inline void update_loop(const Byte* __restrict gradient, float factor, std::size_t count,
-                        Options options, float* __restrict parameters,
-                        Float* __restrict... slots) {
+                        Options options, float* __restrict parameters, Float* __restrict... slots) {
   for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
     float g = factor * C::decode(load<C>(gradient, i));
     if constexpr (decays) g = decayed(options, g, parameters[i]);
@@ -53,16 +52,16 @@ void sum_encoded(float* sum, const Gradient& gradient, std::size_t start, std::s
     using C = decltype(c);
     constexpr std::size_t word_size = sizeof(typename C::Word);
     const Byte* words = static_cast<const Byte*>(gradient.payload) + start * word_size;
-    for_each_piece<update_piece>(count, [=, factor = gradient.factor](std::size_t at,
-                                                                      std::size_t size) {
-      prefetch(words + at * word_size, update_distance, size * word_size);
-      sum_loop<adds, C>(sum + at, words + at * word_size, factor, size);
-    });
+    for_each_piece<update_piece>(
+        count, [=, factor = gradient.factor](std::size_t at, std::size_t size) {
+          prefetch(words + at * word_size, update_distance, size * word_size);
+          sum_loop<adds, C>(sum + at, words + at * word_size, factor, size);
+        });
   });
 }
 
-// Elements that are summed before they are applied: a sum that stays in the nearest cache, beside the
-// arrays' own pieces.
+// Elements that are summed before they are applied: a sum that stays in the nearest cache, beside
+// the arrays' own pieces.
 constexpr std::size_t sum_block_max = 1024;
 
 template <bool decays, class Options, class... Float>

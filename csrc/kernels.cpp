@@ -2,8 +2,8 @@
 //
 // The build defines PYPS_ISA_NAME ("avx2") and PYPS_KERNELS (kernels_avx2). Everything but the
 // table is local to this file and the kernel_*.h that it includes, and no standard-library template
-// is used: a weak symbol compiled with wider instructions could otherwise be the one that the linker
-// picks for everybody.
+// is used: a weak symbol compiled with wider instructions could otherwise be the one that the
+// linker picks for everybody.
 //
 // `scripts/check_vectorised.py` requires that the compiler vectorised every loop marked
 // "Vectorised".

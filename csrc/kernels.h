@@ -169,7 +169,8 @@ struct Kernels {
   Summary (*summary)(const float* values, std::size_t count);
 
   // The memory traffic of a rule over these one to three arrays, with the least arithmetic that
-  // makes each read count: a = a + g for each, with g in float32. It is there to be measured against.
+  // makes each read count: a = a + g for each, with g in float32. It is there to be measured
+  // against.
   void (*bandwidth)(float* const* arrays, std::size_t num_arrays, const void* gradient,
                     std::size_t count);
 };
