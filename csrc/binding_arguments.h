@@ -55,6 +55,23 @@ inline std::string type_name(py::handle object) {
   return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
 }
 
+template <class Number>
+Number to_number(py::handle object, const std::string& owner, const char* name) {
+  try {
+    return object.cast<Number>();
+  } catch (const py::cast_error&) {
+    throw py::type_error(owner + "'s " + name + " is of type " + type_name(object) +
+                         "; expected a number");
+  }
+}
+
+inline bool overlap(const void* one, std::size_t one_size, const void* other,
+                    std::size_t other_size) {
+  const auto first = reinterpret_cast<std::uintptr_t>(one);
+  const auto second = reinterpret_cast<std::uintptr_t>(other);
+  return first < second + other_size && second < first + one_size;
+}
+
 // A contiguous run of bytes that some Python object owns, read-only, held until destruction. It is
 // created and destroyed with the GIL, and may be read without.
 class Bytes {
@@ -126,9 +143,10 @@ class Floats {
                            "; expected a numpy.ndarray of float32");
     }
     array_ = py::reinterpret_borrow<py::array>(object);
-    if (!array_.dtype().equal(py::dtype::of<float>())) {
-      throw py::type_error(std::string(name) + " has dtype " +
-                           py::str(array_.dtype()).cast<std::string>() + "; expected float32");
+    const py::dtype dtype = array_.dtype();
+    if (dtype.num() != py::detail::npy_api::NPY_FLOAT_ || dtype.byteorder() != '=') {
+      throw py::type_error(std::string(name) + " has dtype " + py::str(dtype).cast<std::string>() +
+                           "; expected float32");
     }
     if (array_.ndim() != 1) refuse(std::to_string(array_.ndim()) + "-dimensional; expected 1-D");
     if ((array_.flags() & py::array::c_style) == 0) refuse("not C-contiguous");
@@ -159,9 +177,7 @@ class Floats {
  private:
   // The loops assume that what they write is nowhere else read.
   void require_apart(const void* other, std::size_t size, const std::string& other_name) const {
-    const auto mine = reinterpret_cast<std::uintptr_t>(data());
-    const auto theirs = reinterpret_cast<std::uintptr_t>(other);
-    if (mine < theirs + size && theirs < mine + count() * sizeof(float)) {
+    if (overlap(data(), count() * sizeof(float), other, size)) {
       throw py::value_error(std::string(name_) + " and " + other_name + " overlap in memory");
     }
   }
@@ -172,6 +188,67 @@ class Floats {
 
   const char* name_;
   py::array array_;
+};
+
+// Where parameters are written to, encoded: (writable buffer, byte offset, codec), or None. The
+// buffer may be a bytes object that nobody else has seen. Held until destruction.
+class ReplyPlace {
+ public:
+  ReplyPlace(py::handle reply, std::size_t count) {
+    if (reply.is_none()) return;
+    if (!py::isinstance<py::tuple>(reply) || PyTuple_GET_SIZE(reply.ptr()) != 3) {
+      throw py::type_error("reply is of type " + type_name(reply) +
+                           "; expected None or a tuple (buffer, offset, codec)");
+    }
+    reply_ = py::reinterpret_borrow<py::tuple>(reply);
+    codec_ = to_codec(to_number<int>(reply_[2], "reply", "codec"));
+    const auto offset = to_number<std::int64_t>(reply_[1], "reply", "offset");
+    open(reply_[0]);
+    size_ = count * size_of(codec_);
+    const std::size_t held = buffer_size_;
+    if (offset < 0 || static_cast<std::uint64_t>(offset) > held ||
+        size_ > held - static_cast<std::size_t>(offset)) {
+      throw py::value_error("reply holds " + std::to_string(held) + " bytes; " +
+                            std::to_string(count) + " values of " + name_of(codec_) + " take " +
+                            std::to_string(size_) + " from byte " + std::to_string(offset) + " on");
+    }
+    encoded_ = buffer_ + offset;
+  }
+  ~ReplyPlace() { PyBuffer_Release(&view_); }
+  ReplyPlace(const ReplyPlace&) = delete;
+  ReplyPlace& operator=(const ReplyPlace&) = delete;
+
+  Reply view() const { return {.encoded = encoded_, .codec = codec_}; }
+
+  void require_apart(const void* other, std::size_t size, const std::string& other_name) const {
+    if (overlap(encoded_, size_, other, size)) {
+      throw py::value_error("reply and " + other_name + " overlap in memory");
+    }
+  }
+
+ private:
+  void open(py::handle buffer) {
+    if (PyBytes_CheckExact(buffer.ptr())) {
+      buffer_ = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(buffer.ptr()));
+      buffer_size_ = static_cast<std::size_t>(PyBytes_GET_SIZE(buffer.ptr()));
+      return;
+    }
+    if (PyObject_GetBuffer(buffer.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) != 0) {
+      PyErr_Clear();
+      throw py::type_error("reply's buffer is of type " + type_name(buffer) +
+                           "; expected a new bytes object or a writable, contiguous buffer");
+    }
+    buffer_ = static_cast<unsigned char*>(view_.buf);
+    buffer_size_ = static_cast<std::size_t>(view_.len);
+  }
+
+  py::tuple reply_;
+  Py_buffer view_ = {};
+  unsigned char* buffer_ = nullptr;
+  std::size_t buffer_size_ = 0;
+  unsigned char* encoded_ = nullptr;
+  std::size_t size_ = 0;
+  Codec codec_ = Codec::float32;
 };
 
 }  // namespace pyps

@@ -53,7 +53,9 @@ class GradientList {
     for (const py::handle item : items) add(item, count);
   }
 
-  Gradients view() const { return {.first = weighted_.data(), .num = weighted_.size()}; }
+  Gradients view(bool guarded) const {
+    return {.first = weighted_.data(), .num = weighted_.size(), .guarded = guarded};
+  }
   const std::deque<Bytes>& payloads() const { return payloads_; }
 
  private:
@@ -74,16 +76,6 @@ class GradientList {
     weighted_.push_back({.payload = payload.data(), .codec = codec, .factor = factor});
   }
 
-  template <class Number>
-  static Number to_number(py::handle object, const std::string& owner, const char* name) {
-    try {
-      return object.cast<Number>();
-    } catch (const py::cast_error&) {
-      throw py::type_error(owner + "'s " + name + " is of type " + type_name(object) +
-                           "; expected a number");
-    }
-  }
-
   std::deque<Bytes> payloads_;
   std::vector<Gradient> weighted_;
 };
@@ -93,19 +85,29 @@ struct NamedArray {
   const char* name;
 };
 
-// The arrays of one update: of one length, each apart from the others and from every gradient.
+// The memory of one update: arrays of one length, each apart from the others, from every gradient
+// and from the reply.
 class Arrays {
  public:
-  Arrays(std::initializer_list<NamedArray> arrays, py::handle gradients)
-      : written_(checked(arrays)), gradients_(gradients, written_.front().count()) {
+  Arrays(std::initializer_list<NamedArray> arrays, py::handle gradients, py::handle reply,
+         bool guarded)
+      : written_(checked(arrays)),
+        gradients_(gradients, written_.front().count()),
+        reply_(reply, written_.front().count()),
+        guarded_(guarded) {
     for (const Floats& array : written_) {
       for (const Bytes& payload : gradients_.payloads()) array.require_apart(payload);
+      reply_.require_apart(array.data(), array.count() * sizeof(float), array.name());
+    }
+    for (const Bytes& payload : gradients_.payloads()) {
+      reply_.require_apart(payload.data(), payload.size(), payload.name());
     }
   }
 
   float* operator[](std::size_t index) const { return written_[index].mutable_data(); }
   std::size_t count() const { return written_.front().count(); }
-  Gradients gradients() const { return gradients_.view(); }
+  Gradients gradients() const { return gradients_.view(guarded_); }
+  Reply reply() const { return reply_.view(); }
 
  private:
   static std::vector<Floats> checked(std::initializer_list<NamedArray> arrays) {
@@ -121,65 +123,80 @@ class Arrays {
 
   std::vector<Floats> written_;
   GradientList gradients_;
+  ReplyPlace reply_;
+  bool guarded_;
 };
 
-void sgd(py::handle parameters, py::handle gradients, double rate, double weight_decay) {
-  const Arrays arrays({{parameters, "parameters"}}, gradients);
+std::size_t sgd(py::handle parameters, py::handle gradients, double rate, double weight_decay,
+                py::handle reply, bool guarded) {
+  const Arrays arrays({{parameters, "parameters"}}, gradients, reply, guarded);
   const SgdOptions options = {.rate = to_float32(rate, "rate"),
                               .weight_decay = to_non_negative(weight_decay, "weight_decay")};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.sgd(arrays[0], arrays.gradients(), arrays.count(), options);
+  return table.sgd(arrays[0], arrays.gradients(), arrays.reply(), arrays.count(), options);
 }
 
-void momentum(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
-              double momentum, double dampening, double weight_decay) {
-  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients);
+std::size_t momentum(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
+                     double momentum, double dampening, double weight_decay, py::handle reply,
+                     bool guarded) {
+  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients, reply,
+                      guarded);
   const MomentumOptions options = {.rate = to_float32(rate, "rate"),
                                    .momentum = to_non_negative(momentum, "momentum"),
                                    .gradient_share = to_float32(1.0 - dampening, "dampening"),
                                    .weight_decay = to_non_negative(weight_decay, "weight_decay")};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.momentum(arrays[0], arrays[1], arrays.gradients(), arrays.count(), options);
+  return table.momentum(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
+                        options);
 }
 
-void heavy_ball(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
-                double momentum, double weight_decay) {
-  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients);
+std::size_t heavy_ball(py::handle parameters, py::handle velocity, py::handle gradients,
+                       double rate, double momentum, double weight_decay, py::handle reply,
+                       bool guarded) {
+  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients, reply,
+                      guarded);
   const HeavyBallOptions options = {.rate = to_float32(rate, "rate"),
                                     .momentum = to_non_negative(momentum, "momentum"),
                                     .weight_decay = to_non_negative(weight_decay, "weight_decay")};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.heavy_ball(arrays[0], arrays[1], arrays.gradients(), arrays.count(), options);
+  return table.heavy_ball(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
+                          options);
 }
 
-void nesterov(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
-              double momentum, double weight_decay) {
-  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients);
+std::size_t nesterov(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
+                     double momentum, double weight_decay, py::handle reply, bool guarded) {
+  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients, reply,
+                      guarded);
   const NesterovOptions options = {.rate = to_float32(rate, "rate"),
                                    .momentum = to_non_negative(momentum, "momentum"),
                                    .weight_decay = to_non_negative(weight_decay, "weight_decay")};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.nesterov(arrays[0], arrays[1], arrays.gradients(), arrays.count(), options);
+  return table.nesterov(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
+                        options);
 }
 
-void adagrad(py::handle parameters, py::handle accumulator, py::handle gradients, double rate,
-             double eps, double weight_decay) {
-  const Arrays arrays({{parameters, "parameters"}, {accumulator, "accumulator"}}, gradients);
+std::size_t adagrad(py::handle parameters, py::handle accumulator, py::handle gradients,
+                    double rate, double eps, double weight_decay, py::handle reply, bool guarded) {
+  const Arrays arrays({{parameters, "parameters"}, {accumulator, "accumulator"}}, gradients, reply,
+                      guarded);
   const AdagradOptions options = {.rate = to_float32(rate, "rate"),
                                   .eps = to_non_negative(eps, "eps"),
                                   .weight_decay = to_non_negative(weight_decay, "weight_decay")};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.adagrad(arrays[0], arrays[1], arrays.gradients(), arrays.count(), options);
+  return table.adagrad(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
+                       options);
 }
 
-void rmsprop(py::handle parameters, py::handle square_average, py::handle gradients, double rate,
-             double decay, double eps, double weight_decay) {
-  const Arrays arrays({{parameters, "parameters"}, {square_average, "square_average"}}, gradients);
+std::size_t rmsprop(py::handle parameters, py::handle square_average, py::handle gradients,
+                    double rate, double decay, double eps, double weight_decay, py::handle reply,
+                    bool guarded) {
+  const Arrays arrays({{parameters, "parameters"}, {square_average, "square_average"}}, gradients,
+                      reply, guarded);
   const RmspropOptions options = {.rate = to_float32(rate, "rate"),
                                   .decay = to_fraction(decay, "decay"),
                                   .gradient_share = rest_of(decay),
@@ -187,16 +204,17 @@ void rmsprop(py::handle parameters, py::handle square_average, py::handle gradie
                                   .weight_decay = to_non_negative(weight_decay, "weight_decay")};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.rmsprop(arrays[0], arrays[1], arrays.gradients(), arrays.count(), options);
+  return table.rmsprop(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
+                       options);
 }
 
 // The array arguments of Adam and AdamW.
 Arrays adam_arrays(py::handle parameters, py::handle first_moment, py::handle second_moment,
-                   py::handle gradients) {
+                   py::handle gradients, py::handle reply, bool guarded) {
   return Arrays({{parameters, "parameters"},
                  {first_moment, "first_moment"},
                  {second_moment, "second_moment"}},
-                gradients);
+                gradients, reply, guarded);
 }
 
 AdamOptions adam_options(double rate, double beta1, double beta2, double root_scale, double eps,
@@ -211,25 +229,29 @@ AdamOptions adam_options(double rate, double beta1, double beta2, double root_sc
           .weight_decay = to_non_negative(weight_decay, "weight_decay")};
 }
 
-void adam(py::handle parameters, py::handle first_moment, py::handle second_moment,
-          py::handle gradients, double rate, double beta1, double beta2, double root_scale,
-          double eps, double weight_decay) {
-  const Arrays arrays = adam_arrays(parameters, first_moment, second_moment, gradients);
+std::size_t adam(py::handle parameters, py::handle first_moment, py::handle second_moment,
+                 py::handle gradients, double rate, double beta1, double beta2, double root_scale,
+                 double eps, double weight_decay, py::handle reply, bool guarded) {
+  const Arrays arrays =
+      adam_arrays(parameters, first_moment, second_moment, gradients, reply, guarded);
   const AdamOptions options = adam_options(rate, beta1, beta2, root_scale, eps, weight_decay);
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.adam(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.count(), options);
+  return table.adam(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.reply(),
+                    arrays.count(), options);
 }
 
-void adamw(py::handle parameters, py::handle first_moment, py::handle second_moment,
-           py::handle gradients, double rate, double beta1, double beta2, double root_scale,
-           double eps, double weight_decay) {
-  const Arrays arrays = adam_arrays(parameters, first_moment, second_moment, gradients);
+std::size_t adamw(py::handle parameters, py::handle first_moment, py::handle second_moment,
+                  py::handle gradients, double rate, double beta1, double beta2, double root_scale,
+                  double eps, double weight_decay, py::handle reply, bool guarded) {
+  const Arrays arrays =
+      adam_arrays(parameters, first_moment, second_moment, gradients, reply, guarded);
   const AdamwOptions options = {adam_options(rate, beta1, beta2, root_scale, eps, weight_decay),
                                 rest_of(weight_decay)};
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.adamw(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.count(), options);
+  return table.adamw(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.reply(),
+                     arrays.count(), options);
 }
 
 void bandwidth(const py::list& arrays, py::handle gradient) {
@@ -259,27 +281,31 @@ void bind_rules(py::module_& module) {
   const py::kw_only named;
   const arg parameters("parameters"), velocity("velocity"), gradients("gradients"), rate("rate");
   const arg first_moment("first_moment"), second_moment("second_moment"), eps("eps");
-  const py::arg_v weight_decay("weight_decay", 0.0);
+  const py::arg_v weight_decay("weight_decay", 0.0), reply("reply", py::none());
+  const py::arg_v guarded("guarded", false);
 
-  module.def("sgd", &sgd, parameters, gradients, named, rate, weight_decay, "p = p - rate * g");
+  module.def("sgd", &sgd, parameters, gradients, named, rate, weight_decay, reply, guarded,
+             "p = p - rate * g");
   module.def("momentum", &momentum, parameters, velocity, gradients, named, rate, arg("momentum"),
-             arg("dampening") = 0.0, weight_decay,
+             arg("dampening") = 0.0, weight_decay, reply, guarded,
              "v = momentum * v + (1 - dampening) * g; p = p - rate * v");
   module.def("heavy_ball", &heavy_ball, parameters, velocity, gradients, named, rate,
-             arg("momentum"), weight_decay, "v = momentum * v + rate * g; p = p - v");
+             arg("momentum"), weight_decay, reply, guarded,
+             "v = momentum * v + rate * g; p = p - v");
   module.def("nesterov", &nesterov, parameters, velocity, gradients, named, rate, arg("momentum"),
-             weight_decay, "v = momentum * v + g; p = p - rate * (g + momentum * v)");
+             weight_decay, reply, guarded,
+             "v = momentum * v + g; p = p - rate * (g + momentum * v)");
   module.def("adagrad", &adagrad, parameters, arg("accumulator"), gradients, named, rate, eps,
-             weight_decay, "a = a + g * g; p = p - rate * g / (sqrt(a) + eps)");
+             weight_decay, reply, guarded, "a = a + g * g; p = p - rate * g / (sqrt(a) + eps)");
   module.def("rmsprop", &rmsprop, parameters, arg("square_average"), gradients, named, rate,
-             arg("decay"), eps, weight_decay,
+             arg("decay"), eps, weight_decay, reply, guarded,
              "s = decay * s + (1 - decay) * g * g; p = p - rate * g / (sqrt(s) + eps)");
   module.def("adam", &adam, parameters, first_moment, second_moment, gradients, named, rate,
-             arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay,
+             arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay, reply, guarded,
              "m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g; "
              "p = p - rate * m / (sqrt(v) * root_scale + eps)");
   module.def("adamw", &adamw, parameters, first_moment, second_moment, gradients, named, rate,
-             arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay,
+             arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay, reply, guarded,
              "p = (1 - weight_decay) * p, then as adam without decay.");
   module.def("bandwidth", &bandwidth, arg("arrays"), arg("gradient"),
              "Moves the memory that a rule over these arrays moves. For benchmarks.");

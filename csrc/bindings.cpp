@@ -112,30 +112,67 @@ py::tuple split_frame_of(py::handle message, std::int64_t field_number) {
   return py::make_tuple(header, frame.payload.offset, frame.payload.size);
 }
 
-py::bytes join_frame(const py::bytes& header, std::int64_t field_number, py::handle values,
-                     int codec_number) {
-  const Codec codec = to_codec(codec_number);
-  const std::uint32_t number = to_field_number(field_number);
-  const Bytes head(header, "header");
-  const Floats v(values, "values", Access::read);
-  const std::size_t payload_size = v.count() * size_of(codec);
+// A message of header, tag, length and room for `payload_size` bytes of payload, which begins at
+// `*payload_offset`.
+py::bytes frame_with_room(const Bytes& header, std::uint32_t field_number, std::size_t payload_size,
+                          std::size_t* payload_offset) {
   unsigned char prefix[payload_prefix_size_max];
-  const std::size_t prefix_size = write_payload_prefix(number, payload_size, prefix);
-  const std::size_t total = head.size() + prefix_size + payload_size;
+  const std::size_t prefix_size = write_payload_prefix(field_number, payload_size, prefix);
+  *payload_offset = header.size() + prefix_size;
+  const std::size_t total = *payload_offset + payload_size;
   if (total > INT32_MAX) {
     throw py::value_error("the message would take " + std::to_string(total) +
                           " bytes; protobuf's limit is 2 GiB");
   }
   unsigned char* out = nullptr;
   py::bytes message = new_bytes(total, &out);
+  std::memcpy(out, header.data(), header.size());
+  std::memcpy(out + header.size(), prefix, prefix_size);
+  return message;
+}
+
+py::bytes join_frame(const py::bytes& header, std::int64_t field_number, py::handle values,
+                     int codec_number) {
+  const Codec codec = to_codec(codec_number);
+  const std::uint32_t number = to_field_number(field_number);
+  const Floats v(values, "values", Access::read);
+  std::size_t offset = 0;
+  py::bytes message =
+      frame_with_room(Bytes(header, "header"), number, v.count() * size_of(codec), &offset);
+  auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(message.ptr())) + offset;
   const Kernels& table = kernels();
   {
     py::gil_scoped_release release;
-    std::memcpy(out, head.data(), head.size());
-    std::memcpy(out + head.size(), prefix, prefix_size);
-    table.encode(out + head.size() + prefix_size, v.data(), codec, v.count());
+    table.encode(out, v.data(), codec, v.count());
   }
   return message;
+}
+
+py::tuple new_frame(const py::bytes& header, std::int64_t field_number, std::size_t count,
+                    int codec_number) {
+  const Codec codec = to_codec(codec_number);
+  const std::uint32_t number = to_field_number(field_number);
+  if (count > INT32_MAX) {
+    throw py::value_error("count is " + std::to_string(count) +
+                          "; a message of that many values is beyond protobuf's 2 GiB");
+  }
+  std::size_t offset = 0;
+  const py::bytes message =
+      frame_with_room(Bytes(header, "header"), number, count * size_of(codec), &offset);
+  return py::make_tuple(message, offset);
+}
+
+void encode_into(py::handle values, py::handle reply) {
+  const Floats v(values, "values", Access::read);
+  const ReplyPlace place(reply, v.count());
+  place.require_apart(v.data(), v.count() * sizeof(float), "values");
+  const Kernels& table = kernels();
+  const Reply target = place.view();
+  if (target.encoded == nullptr) {
+    throw py::type_error("reply is None; expected a tuple (buffer, offset, codec)");
+  }
+  py::gil_scoped_release release;
+  table.encode(target.encoded, v.data(), target.codec, v.count());
 }
 
 }  // namespace
@@ -174,4 +211,10 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("join_frame", &pyps::join_frame, arg("header"), arg("field_number"), arg("values"),
              arg("codec") = static_cast<int>(pyps::Codec::float32),
              "Returns header, tag, length and encoded values as one bytes object.");
+  module.def("new_frame", &pyps::new_frame, arg("header"), arg("field_number"), arg("count"),
+             arg("codec"),
+             "Returns (header, tag, length and uninitialised values as one bytes object, the "
+             "values' offset).");
+  module.def("encode_into", &pyps::encode_into, arg("values"), arg("reply"),
+             "Writes the values, encoded, to where a reply is wanted.");
 }

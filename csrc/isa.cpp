@@ -7,16 +7,19 @@
 namespace pyps {
 
 extern const Kernels kernels_baseline;
-#ifdef PYPS_HAS_AVX2
+#ifdef PYPS_HAS_AVX
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
 #endif
 
 namespace {
 
 std::vector<const Kernels*> available_tables() {
   std::vector<const Kernels*> tables = {&kernels_baseline};
-#ifdef PYPS_HAS_AVX2
+#ifdef PYPS_HAS_AVX
   if (__builtin_cpu_supports("avx2")) tables.push_back(&kernels_avx2);
+  // The kernels need no VBMI2, but processors without it slow down over vectors of 512 bits.
+  if (__builtin_cpu_supports("avx512vbmi2")) tables.push_back(&kernels_avx512);
 #endif
   return tables;
 }

@@ -13,6 +13,7 @@ namespace {
 // own prefetching does not do across the pages of several arrays. Distances are in bytes and
 // measured; they cost little where they are wrong.
 constexpr std::size_t update_distance = 2048;
+constexpr std::size_t guarded_distance = 3072;
 constexpr std::size_t scan_distance = 16384;
 constexpr std::size_t cache_line_size = 64;
 

@@ -4,7 +4,9 @@
 #pragma once
 
 #include "kernel_codecs.h"
+#include "kernel_finite.h"
 #include "kernel_memory.h"
+#include "kernel_reply.h"
 #include "kernel_rules.h"
 
 namespace pyps {
@@ -25,15 +27,17 @@ inline void update_loop(const Byte* __restrict gradient, float factor, std::size
   }
 }
 
+// `ahead` is where that much of the gradient lies that is read some time later.
 template <bool decays, class C, class Options, class... Float>
-inline void update_encoded(const Byte* gradient, float factor, std::size_t count, Options options,
-                           float* parameters, Float*... slots) {
+inline void update_encoded(const Byte* gradient, const Byte* ahead, float factor, std::size_t count,
+                           Options options, float* parameters, Float*... slots) {
   for_each_piece<update_piece>(count, [=](std::size_t start, std::size_t size) {
-    const Byte* piece = gradient + start * sizeof(typename C::Word);
+    constexpr std::size_t word_size = sizeof(typename C::Word);
     prefetch(parameters + start, update_distance, size * sizeof(float));
     (prefetch(slots + start, update_distance, size * sizeof(float)), ...);
-    prefetch(piece, update_distance, size * sizeof(typename C::Word));
-    update_loop<decays, C>(piece, factor, size, options, parameters + start, (slots + start)...);
+    prefetch(ahead, start * word_size, size * word_size);
+    update_loop<decays, C>(gradient + start * word_size, factor, size, options, parameters + start,
+                           (slots + start)...);
   });
 }
 
@@ -60,49 +64,112 @@ void sum_encoded(float* sum, const Gradient& gradient, std::size_t start, std::s
   });
 }
 
-// Elements that are summed before they are applied: a sum that stays in the nearest cache, beside
-// the arrays' own pieces.
-constexpr std::size_t sum_block_max = 1024;
+// A block of a gradient that others may write to, as it was at one moment.
+struct PrivateBlock {
+  alignas(cache_line_size) Byte words[block_max * sizeof(float)];
 
-template <bool decays, class Options, class... Float>
-void update_summed(Gradients gradients, std::size_t count, Options options, float* parameters,
-                   Float*... slots) {
-  alignas(cache_line_size) float sum[sum_block_max];
-  for (std::size_t start = 0; start < count; start += sum_block_max) {
-    const std::size_t left = count - start;
-    const std::size_t size = left < sum_block_max ? left : sum_block_max;
-    sum_encoded<false>(sum, gradients.first[0], start, size);
-    for (std::size_t i = 1; i < gradients.num; ++i) {
-      sum_encoded<true>(sum, gradients.first[i], start, size);
+  // Returns whether all numbers are finite.
+  bool copy(const Gradient& gradient, std::size_t start, std::size_t count) {
+    return with_codec(gradient.codec, [&](auto c) {
+      using C = decltype(c);
+      constexpr std::size_t word_size = sizeof(typename C::Word);
+      const Byte* theirs = static_cast<const Byte*>(gradient.payload) + start * word_size;
+      __builtin_memcpy(words, theirs, count * word_size);
+      // From here on the copy is read: the compiler may not go back to the memory behind it.
+      asm volatile("" : : "r"(words) : "memory");
+      return !is_carry<C>(exponent_carries<C>(words, count));
+    });
+  }
+};
+
+// What one block of an update applies, and the room to make it in.
+class BlockSource {
+ public:
+  BlockSource(Gradients gradients) : gradients_(gradients) {}
+
+  std::size_t left_out() const { return left_out_; }
+
+  // Calls `update(codec, words, ahead, factor)` with the weighted sum of the block's gradients,
+  // unless all of them were left out.
+  template <class Update>
+  void with_block(std::size_t start, std::size_t count, Update update) {
+    if (gradients_.num > 1) {
+      if (!sum(start, count)) return;
+      const Byte* words = reinterpret_cast<const Byte*>(sum_);
+      update(Float32{}, words, words, 1.0f);
+      return;
     }
-    update_encoded<decays, Float32>(reinterpret_cast<const Byte*>(sum), 1.0f, size, options,
-                                    parameters + start, (slots + start)...);
+    const Gradient& only = gradients_.first[0];
+    const bool guarded = gradients_.guarded;
+    if (guarded && !copy_.copy(only, start, count)) {
+      left_out_ += count;
+      return;
+    }
+    with_codec(only.codec, [&](auto c) {
+      const Byte* theirs =
+          static_cast<const Byte*>(only.payload) + start * sizeof(typename decltype(c)::Word);
+      update(c, guarded ? copy_.words : theirs,
+             theirs + (guarded ? guarded_distance : update_distance), only.factor);
+    });
   }
-}
+
+ private:
+  // Returns whether any gradient was added.
+  bool sum(std::size_t start, std::size_t count) {
+    bool any = false;
+    for (std::size_t i = 0; i < gradients_.num; ++i) {
+      Gradient gradient = gradients_.first[i];
+      std::size_t at = start;
+      if (gradients_.guarded) {
+        if (!copy_.copy(gradient, start, count)) {
+          left_out_ += count;
+          continue;
+        }
+        gradient.payload = copy_.words;
+        at = 0;
+      }
+      if (any) {
+        sum_encoded<true>(sum_, gradient, at, count);
+      } else {
+        sum_encoded<false>(sum_, gradient, at, count);
+      }
+      any = true;
+    }
+    return any;
+  }
+
+  Gradients gradients_;
+  std::size_t left_out_ = 0;
+  PrivateBlock copy_;
+  alignas(cache_line_size) float sum_[block_max];
+};
 
 template <bool decays, class Options, class... Float>
-void update_all(Gradients gradients, std::size_t count, Options options, float* parameters,
-                Float*... slots) {
-  if (gradients.num > 1) {
-    update_summed<decays>(gradients, count, options, parameters, slots...);
-    return;
+std::size_t update_blocks(Gradients gradients, Reply reply, std::size_t count, Options options,
+                          float* parameters, Float*... slots) {
+  BlockSource source(gradients);
+  ReplyWriter writer(reply, count);
+  for (std::size_t start = 0; start < count; start += block_max) {
+    const std::size_t left = count - start;
+    const std::size_t size = left < block_max ? left : block_max;
+    source.with_block(start, size, [=](auto c, const Byte* words, const Byte* ahead, float factor) {
+      update_encoded<decays, decltype(c)>(words, ahead, factor, size, options, parameters + start,
+                                          (slots + start)...);
+    });
+    writer.write(parameters + start, size);
   }
-  const Gradient only = gradients.first[0];
-  with_codec(only.codec, [=](auto c) {
-    update_encoded<decays, decltype(c)>(static_cast<const Byte*>(only.payload), only.factor, count,
-                                        options, parameters, slots...);
-  });
+  writer.finish();
+  return source.left_out();
 }
 
 // A kernel of the table: `Float` is float, once for each of the rule's slots.
 template <class Options, class... Float>
-void update(float* parameters, Float*... slots, Gradients gradients, std::size_t count,
-            Options options) {
+std::size_t update(float* parameters, Float*... slots, Gradients gradients, Reply reply,
+                   std::size_t count, Options options) {
   if (options.weight_decay == 0.0f) {
-    update_all<false>(gradients, count, options, parameters, slots...);
-  } else {
-    update_all<true>(gradients, count, options, parameters, slots...);
+    return update_blocks<false>(gradients, reply, count, options, parameters, slots...);
   }
+  return update_blocks<true>(gradients, reply, count, options, parameters, slots...);
 }
 
 }  // namespace

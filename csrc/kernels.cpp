@@ -13,43 +13,20 @@
 #include <cstdint>
 
 #include "kernel_codecs.h"
+#include "kernel_finite.h"
 #include "kernel_memory.h"
+#include "kernel_reply.h"
 #include "kernel_update.h"
 
 namespace pyps {
 namespace {
 
-// The carries out of the exponents: the top bit is set if any word is NaN or infinite.
-template <class C>
-inline typename C::Word exponent_carries(const Byte* encoded, std::size_t count) {
-  using Word = typename C::Word;
-  Word carries = 0;
-  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
-    const Word exponent = load<C>(encoded, i) & C::exponent_mask;
-    carries = static_cast<Word>(carries | (exponent + C::exponent_one));
-  }
-  return carries;
-}
-
-template <class C>
-bool any_non_finite(const Byte* encoded, std::size_t count) {
-  using Word = typename C::Word;
-  constexpr std::size_t scan_piece = 2 * cache_line_size / sizeof(Word);
-  Word carries = 0;
-  for_each_piece<scan_piece>(count, [&](std::size_t start, std::size_t size) {
-    const Byte* piece = encoded + start * sizeof(Word);
-    prefetch(piece, scan_distance, size * sizeof(Word));
-    carries = static_cast<Word>(carries | exponent_carries<C>(piece, size));
-  });
-  return carries >> (8 * sizeof(Word) - 1) != 0;
-}
-
 template <class C>
 std::ptrdiff_t first_non_finite_loop(const Byte* encoded, std::size_t count) {
-  constexpr std::size_t block_max = 4096;
-  for (std::size_t start = 0; start < count; start += block_max) {
+  constexpr std::size_t scan_block_max = 4096;
+  for (std::size_t start = 0; start < count; start += scan_block_max) {
     const std::size_t left = count - start;
-    const std::size_t block = left < block_max ? left : block_max;
+    const std::size_t block = left < scan_block_max ? left : scan_block_max;
     const Byte* words = encoded + start * sizeof(typename C::Word);
     if (!any_non_finite<C>(words, block)) continue;
     for (std::size_t i = 0; i < block; ++i) {
@@ -80,16 +57,13 @@ void decode(float* values, const void* encoded, Codec codec, std::size_t count) 
   });
 }
 
-template <class C>
-void encode_loop(Byte* __restrict encoded, const float* __restrict values, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
-    store<C>(encoded, i, C::encode(values[i]));
-  }
-}
-
 void encode(void* encoded, const float* values, Codec codec, std::size_t count) {
-  with_codec(codec,
-             [=](auto c) { encode_loop<decltype(c)>(static_cast<Byte*>(encoded), values, count); });
+  ReplyWriter writer({encoded, codec}, count);
+  for (std::size_t start = 0; start < count; start += block_max) {
+    const std::size_t left = count - start;
+    writer.write(values + start, left < block_max ? left : block_max);
+  }
+  writer.finish();
 }
 
 constexpr std::size_t num_lanes = 16;

@@ -26,9 +26,21 @@ struct Gradient {
 };
 
 // At least one. What a rule applies is g = f0 * g0 + f1 * g1 + ..., summed in this order.
+//
+// `guarded` where somebody may write to a payload while it is read, memory shared with a worker: it
+// is then copied block by block, and a block of a gradient that is not finite when it is copied is
+// left out of the sum. What is finite throughout is applied to the same bits as without.
 struct Gradients {
   const Gradient* first;
   std::size_t num;
+  bool guarded = false;
+};
+
+// Where a rule writes the parameters that it made, in the same pass; `encoded` is null where nobody
+// wants them, and may otherwise be any byte.
+struct Reply {
+  void* encoded = nullptr;
+  Codec codec = Codec::float32;
 };
 
 // Where weight_decay is not zero, g = g + weight_decay * p before all else, once per update.
@@ -99,25 +111,28 @@ struct Summary {
 struct Kernels {
   const char* isa;
 
+  // Each rule returns how many numbers of its gradients were left out: 0 unless they are guarded.
+
   // p = p - rate * g
-  void (*sgd)(float* parameters, Gradients gradients, std::size_t count, SgdOptions options);
+  std::size_t (*sgd)(float* parameters, Gradients gradients, Reply reply, std::size_t count,
+                     SgdOptions options);
 
   // v = momentum * v + gradient_share * g
   // p = p - rate * v
-  void (*momentum)(float* parameters, float* velocity, Gradients gradients, std::size_t count,
-                   MomentumOptions options);
+  std::size_t (*momentum)(float* parameters, float* velocity, Gradients gradients, Reply reply,
+                          std::size_t count, MomentumOptions options);
 
   // v = momentum * v + rate * g
   // p = p - v
-  void (*heavy_ball)(float* parameters, float* velocity, Gradients gradients, std::size_t count,
-                     HeavyBallOptions options);
+  std::size_t (*heavy_ball)(float* parameters, float* velocity, Gradients gradients, Reply reply,
+                            std::size_t count, HeavyBallOptions options);
 
   // The parameters are the look-ahead point, at which gradients are taken.
   //
   //   v = momentum * v + g
   //   p = p - rate * (g + momentum * v)
-  void (*nesterov)(float* parameters, float* velocity, Gradients gradients, std::size_t count,
-                   NesterovOptions options);
+  std::size_t (*nesterov)(float* parameters, float* velocity, Gradients gradients, Reply reply,
+                          std::size_t count, NesterovOptions options);
 
   // Dean et al. 2012, section 4.1. The sum includes the gradient at hand; eps stands outside the
   // root.
@@ -130,25 +145,25 @@ struct Kernels {
   // d is zero only with eps = 0, for a gradient that is zero or whose square rounds to zero. Where
   // g * g is too large for float32, a becomes infinite and the parameter stands still from then on.
   // The next three rules treat d and large squares alike.
-  void (*adagrad)(float* parameters, float* accumulator, Gradients gradients, std::size_t count,
-                  AdagradOptions options);
+  std::size_t (*adagrad)(float* parameters, float* accumulator, Gradients gradients, Reply reply,
+                         std::size_t count, AdagradOptions options);
 
   // s = decay * s + gradient_share * (g * g)
   // d = sqrt(s) + eps
   // p = p - (rate * g) / d
-  void (*rmsprop)(float* parameters, float* square_average, Gradients gradients, std::size_t count,
-                  RmspropOptions options);
+  std::size_t (*rmsprop)(float* parameters, float* square_average, Gradients gradients, Reply reply,
+                         std::size_t count, RmspropOptions options);
 
   // m = beta1 * m + gradient_share1 * g
   // v = beta2 * v + gradient_share2 * (g * g)
   // d = sqrt(v) * root_scale + eps
   // p = p - (rate * m) / d
-  void (*adam)(float* parameters, float* first_moment, float* second_moment, Gradients gradients,
-               std::size_t count, AdamOptions options);
+  std::size_t (*adam)(float* parameters, float* first_moment, float* second_moment,
+                      Gradients gradients, Reply reply, std::size_t count, AdamOptions options);
 
   // p = parameter_share * p, which no moment sees; then as adam without decay.
-  void (*adamw)(float* parameters, float* first_moment, float* second_moment, Gradients gradients,
-                std::size_t count, AdamwOptions options);
+  std::size_t (*adamw)(float* parameters, float* first_moment, float* second_moment,
+                       Gradients gradients, Reply reply, std::size_t count, AdamwOptions options);
 
   // Index of the first NaN or infinity, -1 when all are finite.
   std::ptrdiff_t (*first_non_finite)(const void* gradient, Codec codec, std::size_t count);

@@ -29,14 +29,17 @@ INSTANTIATIONS = {
     "update_loop": NUM_RULES * 2 * 4 * 2,
     # The first gradient of a sum, and those that are added.
     "sum_loop": 2 * 3 * 2,
-    "exponent_carries": 6,
+    # In memory and in a private copy.
+    "exponent_carries": 9,
     "sum_of_squares_loop": 2,
     "decode_loop": 2,
-    "encode_loop": 2,
+    "encode_loop": 3,
     # Over one, two and three arrays.
     "bandwidth_loop": 3,
 }
-VECTOR_BYTES = {"baseline": 16, "avx2": 32}
+# Those that become two vectors or so are unrolled first, and then vectorised as straight code.
+UNROLLED = {("avx512", "update_loop"): 3, ("avx512", "sum_of_squares_loop"): 2}
+VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64}
 
 
 def main() -> int:
@@ -48,7 +51,8 @@ def main() -> int:
     for isa, command in compile_commands().items():
         widths = vectorised_lines(command)
         for name, (file, line) in loops.items():
-            expected, found = INSTANTIATIONS[name], widths[file, line, VECTOR_BYTES[isa]]
+            expected = INSTANTIATIONS[name] - UNROLLED.get((isa, name), 0)
+            found = widths[file, line, VECTOR_BYTES[isa]]
             verdict = "ok" if found >= expected else "NOT VECTORISED"
             missing += found < expected
             print(f"{isa:9} {name:19} {found:3} loops of {expected}, {VECTOR_BYTES[isa]} bytes: {verdict}")

@@ -13,5 +13,5 @@ fi
 mkdir -p "$output/pyps_wire"
 "$environment/bin/python" -m grpc_tools.protoc -Iproto \
   --python_out="$output" --pyi_out="$output" --grpc_python_out="$output" proto/pyps_wire/*.proto
-# A file without services yields an empty stub file.
-rm -f "$output/pyps_wire/common_pb2_grpc.py"
+# Files without services yield empty stub files.
+rm -f "$output"/pyps_wire/{common,local}_pb2_grpc.py

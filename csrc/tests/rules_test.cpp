@@ -1,8 +1,10 @@
 // The update rules against references for one element, bit for bit.
 
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -34,7 +36,7 @@ struct State {
 };
 
 struct Rule {
-  std::function<void(State&, pyps::Gradients, std::size_t)> kernel;
+  std::function<std::size_t(State&, pyps::Gradients, pyps::Reply, std::size_t)> kernel;
   std::function<void(Rounded g, float& p, float& s, float& t)> reference;
 };
 
@@ -52,54 +54,56 @@ std::vector<Rule> rules(float decay) {
     p = Rounded(p) - Rounded(rate) * Rounded(m) / (root({v}) * Rounded(scale) + Rounded(eps));
   };
   return {
-      {[=](State& x, pyps::Gradients g, std::size_t n) { k.sgd(x.p.data(), g, n, {rate, decay}); },
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.sgd(x.p.data(), g, reply, n, {rate, decay});
+       },
        [=](Rounded g, float& p, float&, float&) {
          p = Rounded(p) - Rounded(rate) * decayed(g, p);
        }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.momentum(x.p.data(), x.s.data(), g, n, {rate, keep, share, decay});
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.momentum(x.p.data(), x.s.data(), g, reply, n, {rate, keep, share, decay});
        },
        [=](Rounded g, float& p, float& v, float&) {
          v = Rounded(keep) * Rounded(v) + Rounded(share) * decayed(g, p);
          p = Rounded(p) - Rounded(rate) * Rounded(v);
        }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.heavy_ball(x.p.data(), x.s.data(), g, n, {rate, keep, decay});
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.heavy_ball(x.p.data(), x.s.data(), g, reply, n, {rate, keep, decay});
        },
        [=](Rounded g, float& p, float& v, float&) {
          v = Rounded(keep) * Rounded(v) + Rounded(rate) * decayed(g, p);
          p = Rounded(p) - Rounded(v);
        }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.nesterov(x.p.data(), x.s.data(), g, n, {rate, keep, decay});
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.nesterov(x.p.data(), x.s.data(), g, reply, n, {rate, keep, decay});
        },
        [=](Rounded g, float& p, float& v, float&) {
          const Rounded d = decayed(g, p);
          v = Rounded(keep) * Rounded(v) + d;
          p = Rounded(p) - Rounded(rate) * (d + Rounded(keep) * Rounded(v));
        }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.adagrad(x.p.data(), x.s.data(), g, n, {rate, eps, decay});
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.adagrad(x.p.data(), x.s.data(), g, reply, n, {rate, eps, decay});
        },
        [=](Rounded g, float& p, float& a, float&) {
          const Rounded d = decayed(g, p);
          a = Rounded(a) + d * d;
          p = Rounded(p) - Rounded(rate) * d / (root({a}) + Rounded(eps));
        }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.rmsprop(x.p.data(), x.s.data(), g, n, {rate, keep, share, eps, decay});
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.rmsprop(x.p.data(), x.s.data(), g, reply, n, {rate, keep, share, eps, decay});
        },
        [=](Rounded g, float& p, float& s, float&) {
          const Rounded d = decayed(g, p);
          s = Rounded(keep) * Rounded(s) + Rounded(share) * (d * d);
          p = Rounded(p) - Rounded(rate) * d / (root({s}) + Rounded(eps));
        }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.adam(x.p.data(), x.s.data(), x.t.data(), g, n, adam);
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.adam(x.p.data(), x.s.data(), x.t.data(), g, reply, n, adam);
        },
        [=](Rounded g, float& p, float& m, float& v) { adam_reference(decayed(g, p), p, m, v); }},
-      {[=](State& x, pyps::Gradients g, std::size_t n) {
-         k.adamw(x.p.data(), x.s.data(), x.t.data(), g, n, {adam, 1 - decay});
+      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
+         return k.adamw(x.p.data(), x.s.data(), x.t.data(), g, reply, n, {adam, 1 - decay});
        },
        [=](Rounded g, float& p, float& m, float& v) {
          p = Rounded(1 - decay) * Rounded(p);
@@ -135,18 +139,77 @@ struct Sum {
   std::vector<float> total;
 };
 
+void check_reply(const unsigned char* reply, Codec codec, const std::vector<float>& parameters) {
+  const std::size_t size = size_of(codec);
+  unsigned char expected[sizeof(float)];
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    pyps::kernels().encode(expected, &parameters[i], codec, 1);
+    CHECK(std::memcmp(reply + i * size, expected, size) == 0);
+  }
+}
+
+// With a reply in one codec after the other, each at another offset, and every other time guarded.
 void test_rule(const Rule& rule, const Sum& sum) {
   const std::size_t count = sum.total.size();
   State found = {random_values(count, 1), std::vector<float>(count), std::vector<float>(count)};
   State expected = found;
-  for (int update = 0; update < 2; ++update) {
-    rule.kernel(found, {sum.gradients.data(), sum.gradients.size()}, count);
+  for (unsigned update = 0; update < 4; ++update) {
+    const bool guarded = update % 2 == 1;
+    const Codec codec = codecs[update % 3];
+    Payload reply(count * size_of(codec), (update + count) % 8);
+    const std::size_t left_out = rule.kernel(
+        found, {sum.gradients.data(), sum.gradients.size(), guarded}, {reply.data(), codec}, count);
     for (std::size_t i = 0; i < count; ++i) {
       rule.reference(sum.total[i], expected.p[i], expected.s[i], expected.t[i]);
     }
+    CHECK(left_out == 0);
     CHECK(same_bits(found.p, expected.p));
     CHECK(same_bits(found.s, expected.s));
     CHECK(same_bits(found.t, expected.t));
+    check_reply(reply.data(), codec, found.p);
+  }
+}
+
+// Replies so long that they go past the caches, at every place in a line of memory.
+void test_long_replies() {
+  const pyps::Kernels& kernels = pyps::kernels();
+  for (const Codec codec : codecs) {
+    const std::size_t count = 256 * 1024 / size_of(codec) + 77;
+    std::vector<float> parameters = random_values(count, 1);
+    const std::vector<float> gradient = random_values(count, 2);
+    const pyps::Gradient only = {gradient.data(), Codec::float32, 1.0f};
+    for (std::size_t offset = 0; offset < 65; ++offset) {
+      Payload reply(count * size_of(codec), offset);
+      kernels.sgd(parameters.data(), {&only, 1, offset % 2 == 1}, {reply.data(), codec}, count,
+                  {rate, 0.0f});
+      check_reply(reply.data(), codec, parameters);
+    }
+  }
+}
+
+// A block of a guarded gradient that is not finite is left out, and nothing else is.
+void test_left_out(Codec codec, std::size_t count, std::size_t bad) {
+  const pyps::Kernels& kernels = pyps::kernels();
+  std::vector<float> values(count, 1.0f);
+  values[bad] = std::numeric_limits<float>::quiet_NaN();
+  Payload broken(count * size_of(codec), 3);
+  kernels.encode(broken.data(), values.data(), codec, count);
+  const std::vector<float> sound(count, 2.0f);
+  const pyps::Gradient both[] = {{broken.data(), codec, 1.0f},
+                                 {sound.data(), Codec::float32, 1.0f}};
+  for (const std::size_t num : {1u, 2u}) {
+    std::vector<float> parameters(count);
+    const std::size_t left_out =
+        kernels.sgd(parameters.data(), {both, num, true}, {}, count, {1.0f, 0.0f});
+    std::size_t found = 0;
+    for (const float parameter : parameters) {
+      const float of_sound = num == 1 ? 0.0f : -2.0f;
+      CHECK(parameter == of_sound || parameter == of_sound - 1.0f);
+      found += parameter == of_sound;
+    }
+    CHECK(found == left_out);
+    CHECK(left_out >= 1 && left_out <= 512);
+    CHECK(parameters[bad] == (num == 1 ? 0.0f : -2.0f));
   }
 }
 
@@ -169,6 +232,10 @@ void test_bandwidth(std::size_t count) {
 void test_rules() {
   for (const std::string& isa : pyps::available_isas()) {
     pyps::select_isa(isa);
+    test_long_replies();
+    for (const Codec codec : codecs) {
+      for (const std::size_t bad : {0u, 511u, 512u, 1999u}) test_left_out(codec, 2000, bad);
+    }
     for (const std::size_t count : lengths) {
       test_bandwidth(count);
       for (std::size_t offset = 0; offset < 8; ++offset) {

@@ -27,6 +27,13 @@ def aligned_copy(values: Floats) -> Floats:
     return copy
 
 
+def aligned(values: Floats) -> Floats:
+    """Returns the very array where a shard can work on it, else an aligned copy."""
+    flags = values.flags
+    fits = values.dtype == np.float32 and values.ndim == 1 and flags.c_contiguous and flags.writeable
+    return values if fits and values.ctypes.data % CACHE_LINE_BYTES == 0 else aligned_copy(values)
+
+
 def read_only(values: Floats) -> Floats:
     """Returns a view through which the values cannot be changed."""
     view = values.view()

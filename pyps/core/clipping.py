@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ def clipped(weighing: Weighing, *, norm: float, clip_norm: float) -> Weighing:
     """
     if norm <= clip_norm:
         return weighing
-    return replace(weighing, weight=weighing.weight * (clip_norm / norm))
+    return weighing._replace(weight=weighing.weight * (clip_norm / norm))
 
 
 def _numbers(payload: bytes | memoryview, codec: int) -> npt.NDArray[np.floating]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -34,14 +33,13 @@ class Extent(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
+class Gradient(NamedTuple):
     """One shard's part of a push.
 
-    The payload must never change: it is scanned before the shard's lock is taken and applied under it.
-    (worker_id, incarnation, sequence) is the push's identity. Without extents the payload covers the whole
-    shard; parameters outside the extents had no gradient, which is not a gradient of zero. A push of NOTHING has
-    no payload and no extents.
+    The payload must never change, unless it is called volatile: it is scanned before the shard's lock is taken and
+    applied under it. (worker_id, incarnation, sequence) is the push's identity. Without extents the payload covers
+    the whole shard; parameters outside the extents had no gradient, which is not a gradient of zero. A push of
+    NOTHING has no payload and no extents.
     """
 
     worker_id: str
@@ -62,6 +60,12 @@ class Gradient:
     learning_rate: float | None = None
     # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
     norm: float = 0.0
+    # Whether the payload lies in memory that the worker can still write.
+    volatile: bool = False
+
+    def private(self) -> Gradient:
+        """Returns the gradient with a payload that nobody else can write; numbers may have changed since a scan."""
+        return self._replace(payload=bytes(self.payload), volatile=False)
 
     def stretches(self, shard_length: int) -> tuple[Extent, ...]:
         """Returns the extents, or the whole shard as one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,7 +51,21 @@ class LedgerState:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the state in plain lists, dictionaries, numbers and strings."""
-        return dataclasses.asdict(self)
+        entries = [
+            {
+                "worker_id": entry.worker_id,
+                "incarnation": entry.incarnation,
+                "forgotten_sequence": entry.forgotten_sequence,
+                "receipts": [receipt._asdict() for receipt in entry.receipts],
+            }
+            for entry in self.entries
+        ]
+        return {
+            "entries": entries,
+            "forgotten_incarnation": self.forgotten_incarnation,
+            "forgotten": dict(self.forgotten),
+            "lives_max": self.lives_max,
+        }
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> LedgerState:
@@ -119,7 +132,9 @@ class Ledger:
     def record(self, worker_id: str, incarnation: int, receipt: Receipt) -> None:
         """Remembers the receipt of a push that `lookup` called new."""
         key = (worker_id, incarnation)
-        life = self._lives.setdefault(key, _Life())
+        life = self._lives.get(key)
+        if life is None:
+            life = self._lives[key] = _Life()
         self._lives.move_to_end(key)
         life.receipts[receipt.sequence] = receipt
         if len(life.receipts) > self._receipts_max:

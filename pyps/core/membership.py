@@ -20,6 +20,9 @@ class WorkerState(StrEnum):
     FAILED = "failed"
 
 
+_ALIVE = WorkerState.ALIVE
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker says of itself, for people."""
@@ -30,9 +33,9 @@ class WorkerInfo:
     software: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Member:
-    """One worker as the server knows it. Times are in seconds of the caller's clock."""
+    """One worker as the server knew it when it was asked for. Times are in seconds of the caller's clock."""
 
     worker_id: str
     incarnation: int
@@ -58,7 +61,7 @@ class Member:
     @property
     def alive(self) -> bool:
         """Whether it counts among the run's workers."""
-        return self.state is WorkerState.ALIVE
+        return self.state is _ALIVE
 
 
 class Membership:
@@ -72,7 +75,8 @@ class Membership:
         self.lease_seconds = lease_seconds
         self.workers_max = workers_max
         self._lock = threading.Lock()
-        # Guarded by _lock. The one that joined longest ago comes first.
+        # Guarded by _lock, the members too: they change with every push, and copies of them are given away. The one
+        # that joined longest ago comes first.
         self._members: dict[str, Member] = {}
         self._num_alive = 0
         # How many workers the job has, as far as people have said.
@@ -128,9 +132,12 @@ class Membership:
                 clock=known.clock if known and same else 0,
                 scalars=known.scalars if known and same else {},
             )
-            self._put(member)
+            if known is not None and known.incarnation != incarnation:
+                del self._members[worker_id]
+            self._members[worker_id] = member
+            self._moved(member, before=_GONE if known is None else _standing(known))
             self._forget_gone()
-            return member
+            return replace(member)
 
     def renew(
         self,
@@ -146,31 +153,17 @@ class Membership:
         Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name.
         """
         with self._lock:
-            known = self._require(worker_id, incarnation)
-            member = replace(
-                known,
-                state=WorkerState.ALIVE,
-                heard_at=max(now, known.heard_at),
-                clock=known.clock if clock is None else clock,
-                scalars=known.scalars if scalars is None else dict(scalars),
-            )
-            self._put(member)
-            return member
+            member = self._require(worker_id, incarnation)
+            self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, counts=member.counts)
+            if scalars is not None:
+                member.scalars = dict(scalars)
+            return replace(member)
 
     def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None) -> Roster:
         """Notes a push, which makes the worker count, and returns the workers that count now; raises as `renew`."""
         with self._lock:
-            known = self._require(worker_id, incarnation)
-            self._put(
-                replace(
-                    known,
-                    state=WorkerState.ALIVE,
-                    heard_at=max(now, known.heard_at),
-                    pushed_at=now,
-                    counts=known.counts or known.stalls < STALLS_MAX,
-                    clock=known.clock if clock is None else clock,
-                )
-            )
+            member = self._require(worker_id, incarnation)
+            self._heard(member, now=now, clock=clock, pushed_at=now, counts=member.counts or member.stalls < STALLS_MAX)
             if self._roster is None:
                 self._roster = self._make_roster()
             return self._roster
@@ -178,11 +171,15 @@ class Membership:
     def taken(self, worker_id: str, incarnation: int, *, now: float) -> bool:
         """Notes that a push of the worker was taken; True where that makes it count again."""
         with self._lock:
-            known = self._members.get(worker_id)
-            if known is None or known.incarnation != incarnation or not known.alive:
+            member = self._members.get(worker_id)
+            if member is None or member.incarnation != incarnation or member.state is not _ALIVE:
                 return False
-            self._put(replace(known, taken_at=now, stalls=0, counts=True))
-            return not known.counts
+            member.taken_at, member.stalls = now, 0
+            if member.counts:
+                return False
+            before, member.counts = _standing(member), True
+            self._moved(member, before=before)
+            return True
 
     def stall(self, worker_id: str) -> bool:
         """Stops counting a worker, which stays a member; False where it did not count.
@@ -191,10 +188,12 @@ class Membership:
         whose pushes are all refused would hold the others up for ever.
         """
         with self._lock:
-            known = self._members.get(worker_id)
-            if known is None or not known.counts:
+            member = self._members.get(worker_id)
+            if member is None or not member.counts:
                 return False
-            self._put(replace(known, counts=False, stalls=known.stalls + 1))
+            before, member.counts = _standing(member), False
+            member.stalls += 1
+            self._moved(member, before=before)
             return True
 
     def expect(self, num_workers: int) -> None:
@@ -221,29 +220,32 @@ class Membership:
         """Ends the worker's membership as FINISHED or FAILED; None where that process is no member."""
         assert state in _ENDED, state
         with self._lock:
-            known = self._members.get(worker_id)
-            if known is None or known.incarnation != incarnation:
+            member = self._members.get(worker_id)
+            if member is None or member.incarnation != incarnation:
                 return None
-            member = replace(known, state=state, heard_at=now, message=message, counts=False)
-            self._put(member)
-            return member
+            before, member.state, member.counts = _standing(member), state, False
+            member.heard_at, member.message = now, message
+            self._moved(member, before=before)
+            return replace(member)
 
     def expire(self, now: float) -> list[Member]:
         """Marks the workers that were silent for longer than the lease, and returns them."""
         with self._lock:
             silent = [
-                replace(member, state=WorkerState.EXPIRED, counts=False)
+                member
                 for member in self._members.values()
                 if member.alive and now - member.heard_at > self.lease_seconds
             ]
             for member in silent:
-                self._put(member)
-            return silent
+                before, member.state, member.counts = _standing(member), WorkerState.EXPIRED, False
+                self._moved(member, before=before)
+            return [replace(member) for member in silent]
 
     def get(self, worker_id: str) -> Member | None:
         """Returns the worker, alive or gone."""
         with self._lock:
-            return self._members.get(worker_id)
+            member = self._members.get(worker_id)
+            return None if member is None else replace(member)
 
     def alive(self) -> list[Member]:
         """Returns the live workers, in the order in which they joined."""
@@ -252,7 +254,7 @@ class Membership:
     def all(self) -> list[Member]:
         """Returns all workers known, gone ones too."""
         with self._lock:
-            return list(self._members.values())
+            return [replace(member) for member in self._members.values()]
 
     # What follows is called under the lock.
 
@@ -275,14 +277,23 @@ class Membership:
         coming = [m.worker_id for m in members if missing and m.alive and m.pushed_at is None]
         return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing, tuple(sorted(coming)))
 
-    def _put(self, member: Member) -> None:
-        known = self._members.get(member.worker_id)
-        if known is None or _standing(known) != _standing(member):
+    def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
+        """Notes a sign of life, which most of the time changes nothing of the roster."""
+        before = _standing(member)
+        member.state = _ALIVE
+        member.heard_at = max(now, member.heard_at)
+        member.pushed_at = pushed_at
+        member.counts = counts
+        if clock is not None:
+            member.clock = clock
+        self._moved(member, before=before)
+
+    def _moved(self, member: Member, *, before: Standing) -> None:
+        """Forgets the roster where a worker stands otherwise than before."""
+        now = _standing(member)
+        if now != before:
             self._roster = None
-        self._num_alive += int(member.alive) - int(known is not None and known.alive)
-        if known is not None and known.incarnation != member.incarnation:
-            del self._members[member.worker_id]
-        self._members[member.worker_id] = member
+            self._num_alive += now[0] - before[0]
 
     def _forget_gone(self) -> None:
         """Lets go of the longest gone, so that workers that come and go do not fill the memory."""
@@ -302,9 +313,13 @@ STALLS_MAX = 2
 _ENDED = (WorkerState.FINISHED, WorkerState.FAILED)
 
 
-def _standing(member: Member) -> tuple[bool, bool, bool]:
-    """What a roster is made from."""
-    return member.alive, member.counts, member.pushed_at is None
+# What a roster is made from: whether a worker is alive, counts, and has yet to push.
+Standing = tuple[bool, bool, bool]
+_GONE: Standing = (False, False, False)
+
+
+def _standing(member: Member) -> Standing:
+    return member.state is _ALIVE, member.counts, member.pushed_at is None
 
 
 def _superseded(known: Member, incarnation: int) -> Superseded:

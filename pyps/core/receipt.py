@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 WAITING_FOR_MAX = 8
 
@@ -29,8 +29,7 @@ class Reason(IntEnum):
     REPEATED = 7
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Receipt:
+class Receipt(NamedTuple):
     """The answer to one pushed shard; the fields are those of the wire contract's Receipt.
 
     `rate`, `rate_scale` and `weight` are 0 where the push was rejected. Of a PENDING one they are what was known when
@@ -40,11 +39,11 @@ class Receipt:
     shard_id: int
     sequence: int
     outcome: Outcome
+    version_before: int
+    version_after: int
     reason: Reason = Reason.UNSPECIFIED
     message: str = ""
     duplicate: bool = False
-    version_before: int
-    version_after: int
     staleness: int = 0
     rate: float = 0.0
     rate_scale: float = 0.0

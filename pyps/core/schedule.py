@@ -27,6 +27,8 @@ class Schedule:
 
     def factor(self, version: int, examples: int) -> float:
         """Returns the factor for the update that comes after `version` updates made of `examples` examples."""
+        if not self.terms:
+            return 1.0
         return math.prod((term.factor(version, examples) for term in self.terms), start=1.0)
 
     @property

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
 from pyps import _kernels
+from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Refuse
-from pyps.core.arrays import Floats, aligned_copy, read_only
+from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PayloadKind, require_fitting, require_possible_version, require_rate
+from pyps.core.finding import Finding, scan
+from pyps.core.gradient import Gradient, require_possible_version, require_rate
 from pyps.core.ledger import FORGOTTEN, Ledger
-from pyps.core.receipt import Reason, Receipt
+from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
+from pyps.core.reply import Answer, Reply
 from pyps.core.roster import Roster
 from pyps.core.shard_state import ShardState, first_slots
 from pyps.core.staleness import WeighingContext
 from pyps.core.update import Target, Update, apply_update
 from pyps.core.update_rules import UpdateRule, validate
-from pyps.core.verdict import receipt_of, rejection
-from pyps.core.waiters import Waiter, Waiters
+from pyps.core.waiters import Waiter, Waiters, call_all
 
 __all__ = ["Shard", "ShardState"]
 
@@ -53,11 +54,14 @@ class Shard:
         examples: int = 0,
         learning_rate: float | None = None,
         recorder: Recorder | None = None,
+        take_over: bool = False,
     ) -> None:
         """Copies the parameters, and the slots where a restored shard brings them.
 
+        With `take_over` they are the shard's own from now on, and copied only where they do not lie as it needs them.
         `learning_rate` is the base rate where it is no longer that of the hyperparameters.
         """
+        take = aligned if take_over else aligned_copy
         self.shard_id = shard_id
         self.epoch = epoch
         self.length = parameters.size
@@ -71,31 +75,36 @@ class Shard:
         self._version = version
         self._examples = examples
         self._finished = False
-        self._parameters = aligned_copy(parameters)
+        self._parameters = take(parameters)
         self._readable = read_only(self._parameters)
-        self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length)
+        self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = pending
         self._waiters = Waiters()
 
-    def push(self, gradient: Gradient, *, roster: Roster) -> Receipt:
+    def push(
+        self, gradient: Gradient, *, roster: Roster, answer: Answer | None = None, finding: Finding | None = None
+    ) -> Receipt:
         """Handles a gradient and returns its receipt; a push that was answered before gets the first answer.
+
+        `answer` is given the parameters to go on with, whatever became of the push. `finding` is what `scan` said where
+        it has run already, of this gradient or of another part of a push that is taken as a whole or not at all.
 
         Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied here. A push
         that is refused, either way, changes no parameter and no slot.
         """
-        require_fitting(gradient, shard_id=self.shard_id, shard_length=self.length)
-        # The scans take as long as an update; the payload cannot change, so they need no lock.
-        non_finite_index = _first_non_finite(gradient)
+        # The scans take as long as an update. The payload cannot change, or is looked at again when it is applied.
+        if finding is None:
+            finding = scan(gradient, shard_id=self.shard_id, shard_length=self.length)
         norm = self._behaviour.clipping.norm_of(gradient)
         with self._lock:
-            receipt = self._answered(gradient, roster)
+            receipt = self._answered(gradient, roster) or self._refused(gradient, roster, finding)
             if receipt is None:
-                receipt = self._refusal(gradient, roster, non_finite_index)
-            if receipt is None:
-                receipt = self._decide(gradient, roster, norm)
+                receipt = self._decide(gradient, roster, norm, answer)
+            else:
+                self._answer(answer, receipt, gradient.worker_id)
             reached = self._waiters.take_reached(self._version)
-        _call(reached)
+        call_all(reached)
         return receipt
 
     def complete(self, roster: Roster) -> int:
@@ -111,7 +120,7 @@ class Shard:
                 self._update(decision)
                 updates += 1
             reached = self._waiters.take_reached(self._version)
-        _call(reached)
+        call_all(reached)
         return updates
 
     def configure(
@@ -140,7 +149,7 @@ class Shard:
             if learning_rate is not None:
                 self._learning_rate = learning_rate
             reached = self._waiters.take_reached(self._version)
-        _call(reached)
+        call_all(reached)
         return updates
 
     def read(self, reader: Callable[[int, Floats], T], *, worker_id: str | None = None) -> T:
@@ -240,7 +249,7 @@ class Shard:
         with self._lock:
             self._finished = True
             waiters = self._waiters.take_all()
-        _call(waiters)
+        call_all(waiters)
 
     def state(self) -> ShardState:
         """Returns a copy of everything that a restored shard needs."""
@@ -260,45 +269,35 @@ class Shard:
     def _answered(self, gradient: Gradient, roster: Roster) -> Receipt | None:
         answer = self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)
         if answer is FORGOTTEN:
-            message = (
-                f"shard {self.shard_id} no longer remembers push {gradient.sequence} of worker"
-                f" {gradient.worker_id!r}, so it may have been applied; go on with a new push"
-            )
-            return self._rejected(gradient, roster, Reason.FORGOTTEN, message)
-        return None if answer is None else replace(answer, duplicate=True)
+            return self._rejected(verdict.forgotten(gradient, shard_id=self.shard_id), gradient, roster)
+        return None if answer is None else answer._replace(duplicate=True)
 
-    def _refusal(self, gradient: Gradient, roster: Roster, non_finite_index: int) -> Receipt | None:
+    def _refused(self, gradient: Gradient, roster: Roster, finding: Finding) -> Receipt | None:
         """Returns the receipt of a push that cannot be used and leaves no trace, not even in the ledger."""
+        refusal = None
         if self._finished:
-            message = f"the run is finished; shard {self.shard_id} stays at version {self._version}"
-            return self._rejected(gradient, roster, Reason.FINISHED, message)
-        if gradient.epoch != self.epoch:
-            message = (
-                f"the gradient is of epoch {gradient.epoch}, shard {self.shard_id} of epoch {self.epoch}"
-                " since the server was restored; pull again, then go on"
-            )
-            return self._rejected(gradient, roster, Reason.EPOCH, message)
-        require_possible_version(gradient, shard_id=self.shard_id, version=self._version)
-        if non_finite_index >= 0:
-            message = (
-                f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter"
-                f" {gradient.parameter_index(non_finite_index)} of shard {self.shard_id}; nothing of this"
-                " gradient was applied to the shard"
-            )
-            return self._rejected(gradient, roster, Reason.NOT_FINITE, message)
-        return None
+            refusal = verdict.over(shard_id=self.shard_id, version=self._version)
+        elif gradient.epoch != self.epoch:
+            refusal = verdict.other_epoch(gradient, shard_id=self.shard_id, epoch=self.epoch)
+        else:
+            require_possible_version(gradient, shard_id=self.shard_id, version=self._version)
+            if not finding.finite:
+                refusal = verdict.not_finite(finding, gradient, shard_id=self.shard_id)
+        return None if refusal is None else self._rejected(refusal, gradient, roster)
 
-    def _decide(self, gradient: Gradient, roster: Roster, norm: float | None) -> Receipt:
+    def _decide(self, gradient: Gradient, roster: Roster, norm: float | None, answer: Answer | None) -> Receipt:
         aggregation = self._behaviour.aggregation.at(self._version)
         contribution = self._weigh(gradient, roster, aggregation.split(roster), norm)
         arrival = Arrival(contribution, self._pending, self._version, roster)
         decision = aggregation.decide(arrival)
         if not contribution.weighing.accept and isinstance(decision, Apply | Park):
-            decision = self._too_stale(contribution)
+            decision = verdict.too_stale(contribution, policy=self._behaviour.staleness.name, version=self._version)
+        if gradient.volatile and isinstance(decision, Park):
+            return self._decide_on_copy(gradient, roster, answer)
         learning_rate = self._learning_rate if gradient.learning_rate is None else gradient.learning_rate
         rate = self._rate(learning_rate)
         update_scale = self._update_scale(decision.parts) if isinstance(decision, Apply) else 1.0
-        receipt = receipt_of(
+        receipt = verdict.receipt_of(
             decision,
             arrival,
             shard_id=self.shard_id,
@@ -307,18 +306,44 @@ class Shard:
             update_scale=update_scale,
             waiting_for=self._waited_for(decision, arrival),
         )
+        reply = None if answer is None else answer.place(receipt, receipt.version_after)
         if self._recorder is not None:
             self._recorder.pushed(self.shard_id, gradient, receipt, roster)
         # The rate is the run's, not the gradient's: it holds even where the gradient is not needed.
         self._learning_rate = learning_rate
         if isinstance(decision, Apply):
-            self._apply(decision.parts, rate=rate, update_scale=update_scale)
+            left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=reply)
+            receipt = verdict.telling(receipt, gradient, left_out=left_out)
         elif isinstance(decision, Park):
             self._pending = (*self._pending, contribution)
         elif isinstance(decision, Acknowledge):
             self._examples += gradient.example_count
         self._ledger.record(gradient.worker_id, gradient.incarnation, receipt)
+        self._replied(reply, gradient.worker_id, written=isinstance(decision, Apply))
         return receipt
+
+    def _decide_on_copy(self, gradient: Gradient, roster: Roster, answer: Answer | None) -> Receipt:
+        """Decides on a gradient that has to wait, while its worker goes on writing where it lies."""
+        private = gradient.private()
+        finding = scan(private, shard_id=self.shard_id, shard_length=self.length)
+        if finding.finite:
+            return self._decide(private, roster, None, answer)
+        receipt = self._rejected(verdict.not_finite(finding, private, shard_id=self.shard_id), private, roster)
+        self._answer(answer, receipt, gradient.worker_id)
+        return receipt
+
+    def _answer(self, answer: Answer | None, receipt: Receipt, worker_id: str) -> None:
+        """Gives the parameters that there are to whose push changed nothing."""
+        if answer is not None:
+            self._replied(answer.place(receipt, self._version), worker_id, written=False)
+
+    def _replied(self, reply: Reply | None, worker_id: str, *, written: bool) -> None:
+        if reply is None:
+            return
+        if not written:
+            _kernels.encode_into(self._parameters, reply)
+        if self._recorder is not None:
+            self._recorder.pulled(self.shard_id, worker_id, self._version)
 
     def _weigh(self, gradient: Gradient, roster: Roster, split: float, norm: float | None) -> Contribution:
         behaviour = self._behaviour
@@ -327,15 +352,8 @@ class Shard:
         weighing = behaviour.staleness.weigh(staleness, context)
         return Contribution(gradient, staleness, behaviour.clipping.clip(weighing, gradient, norm))
 
-    def _too_stale(self, contribution: Contribution) -> Refuse:
-        policy, staleness = self._behaviour.staleness.name, contribution.staleness
-        message = f"the policy {policy!r} takes no gradient that is {staleness} updates old"
-        return Refuse(Reason.STALE, message, min_version=self._version)
-
-    def _rejected(self, gradient: Gradient, roster: Roster, reason: Reason, message: str) -> Receipt:
-        return rejection(
-            Refuse(reason, message), gradient, self._version, roster, shard_id=self.shard_id, epoch=self.epoch
-        )
+    def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
+        return verdict.rejection(refusal, gradient, self._version, roster, shard_id=self.shard_id, epoch=self.epoch)
 
     def _completed(self, roster: Roster) -> Apply | None:
         if self._finished or not self._pending:
@@ -359,9 +377,10 @@ class Shard:
         rate, update_scale = self._rate(self._learning_rate), self._update_scale(decision.parts)
         self._apply(decision.parts, rate=rate, update_scale=update_scale)
 
-    def _apply(self, parts: Sequence[Part], *, rate: float, update_scale: float) -> None:
+    def _apply(self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None) -> int:
+        """Makes an update; returns how many numbers were left out, as they were finite no more."""
         target = Target(self._parameters, self._slots, self.rule, self.hyperparameters, rate, self._version)
-        apply_update(target, parts, update_scale=update_scale)
+        left_out = apply_update(target, parts, update_scale=update_scale, reply=reply)
         self._version += 1
         for part in parts:
             self._examples += part.contribution.gradient.example_count
@@ -371,21 +390,10 @@ class Shard:
         if self._recorder is not None:
             update = Update(self._version, rate, update_scale, tuple(parts))
             self._recorder.updated(self.shard_id, update, self._readable)
+        return left_out
 
     def _waited_for(self, decision: Decision, arrival: Arrival) -> tuple[str, ...]:
         if not isinstance(decision, Park):
             return ()
         aggregation = self._behaviour.aggregation.at(self._version)
         return aggregation.waiting_for((*arrival.pending, arrival.contribution), arrival.roster)
-
-
-def _first_non_finite(gradient: Gradient) -> int:
-    """Returns the place of the payload's first NaN or infinity, -1 where there is none."""
-    if gradient.kind == PayloadKind.NOTHING:
-        return -1
-    return _kernels.first_non_finite(gradient.payload, gradient.codec)
-
-
-def _call(waiters: Sequence[Waiter]) -> None:
-    for waiter in waiters:
-        waiter.callback()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pyps.core.aggregation import Contribution
-from pyps.core.arrays import Floats, aligned_copy
+from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.update_rules import Slots, UpdateRule
 from pyps_wire.errors import BadRequest, WrongSize
@@ -35,8 +35,9 @@ def first_slots(
     *,
     shard_id: int,
     length: int,
+    take: Callable[[Floats], Floats],
 ) -> Slots:
-    """Returns a copy of the restored slots, or those of a shard that has had no update.
+    """Returns what `take` makes of the restored slots, or those of a shard that has had no update.
 
     Raises BadRequest where they are another rule's, WrongSize where they are another shard's.
     """
@@ -49,4 +50,4 @@ def first_slots(
     for name, slot in restored.items():
         if slot.size != length:
             raise WrongSize(f"shard {shard_id}: the slot {name!r} has {slot.size} values for {length} parameters")
-    return {name: aligned_copy(slot) for name, slot in restored.items()}
+    return {name: take(slot) for name, slot in restored.items()}

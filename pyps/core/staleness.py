@@ -21,8 +21,7 @@ from pyps.core import spec
 from pyps_wire.errors import BadRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Weighing:
+class Weighing(NamedTuple):
     """A policy's verdict on one gradient."""
 
     accept: bool = True

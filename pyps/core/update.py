@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Extent, Gradient, PayloadKind, item_bytes
+from pyps.core.reply import Reply
+from pyps.core.staleness import Weighing
 from pyps.core.update_rules import AddDelta, Slots, UpdateRule, WeightedGradient
 
 
@@ -46,19 +49,24 @@ class Update(NamedTuple):
         return part.contribution.weighing.rate_scale * self.update_scale
 
 
-def apply_update(target: Target, parts: Sequence[Part], *, update_scale: float = 1.0) -> None:
+def apply_update(
+    target: Target, parts: Sequence[Part], *, update_scale: float = 1.0, reply: Reply | None = None
+) -> int:
     """Applies the parts as one update, in place; those that carry no numbers leave no trace.
 
-    `update_scale` shortens the update as a whole, beside what each gradient's own staleness does to it.
+    `update_scale` shortens the update as a whole, beside what each gradient's own staleness does to it. The new
+    parameters are written to `reply`, in the same pass over memory where one kernel's call makes the whole update.
+
+    Returns how many numbers of volatile gradients were left out, because they were no longer finite.
     """
-    gradients = [part for part in parts if part.contribution.gradient.kind in _GRADIENTS]
-    if gradients:
-        _apply_parts(target, gradients, target.rule, rate=target.rate, update_scale=update_scale)
-    if len(gradients) == len(parts):
-        return
-    deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
-    if deltas:
-        _apply_parts(target, deltas, _ADD_DELTA, rate=1.0, update_scale=update_scale)
+    if _whole_gradients(parts):
+        return _apply_whole(target, parts, update_scale, reply)
+    passes = list(_passes(target, parts, update_scale))
+    whole = len(passes) == 1 and passes[0].place == slice(0, target.parameters.size)
+    left_out = sum(step.make(target, reply if whole else None) for step in passes)
+    if reply is not None and not whole:
+        _kernels.encode_into(target.parameters, reply)
+    return left_out
 
 
 def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.0) -> float:
@@ -72,19 +80,80 @@ _ADD_DELTA = AddDelta()
 _GRADIENTS = (PayloadKind.GRADIENT, 0)
 
 
-def _apply_parts(target: Target, parts: Sequence[Part], rule: UpdateRule, *, rate: float, update_scale: float) -> None:
-    scaled = _scaled_in_the_step if rule.adaptive else _scaled_in_the_sum
-    factors, step_scale = scaled(parts, update_scale)
-    gradients = [part.contribution.gradient for part in parts]
-    for place, numbers in _stretches(gradients, factors, target.parameters.size):
-        rule.apply(
-            target.parameters[place],
-            {name: slot[place] for name, slot in target.slots.items()},
-            numbers,
-            rate=rate * step_scale,
+class _Pass(NamedTuple):
+    """One call of a rule: what it does to a stretch of the shard."""
+
+    rule: UpdateRule
+    place: slice
+    numbers: list[WeightedGradient]
+    rate: float
+    guarded: bool
+
+    def make(self, target: Target, reply: Reply | None) -> int:
+        """Returns how many numbers were left out."""
+        return self.rule.apply(
+            target.parameters[self.place],
+            {name: slot[self.place] for name, slot in target.slots.items()},
+            self.numbers,
+            rate=self.rate,
             version=target.version,
             hyperparameters=target.hyperparameters,
+            reply=reply,
+            guarded=self.guarded,
         )
+
+
+def _whole_gradients(parts: Sequence[Part]) -> bool:
+    """Whether each of the parts, one at least, is a gradient of the whole shard."""
+    for part in parts:
+        gradient = part.contribution.gradient
+        if gradient.extents or gradient.kind not in _GRADIENTS:
+            return False
+    return bool(parts)
+
+
+def _apply_whole(target: Target, parts: Sequence[Part], update_scale: float, reply: Reply | None) -> int:
+    """Makes the usual update: one call, which reads the received bytes as they are."""
+    rule = target.rule
+    factors, step_scale = _scaled(rule, parts, update_scale)
+    gradients = [part.contribution.gradient for part in parts]
+    return rule.apply(
+        target.parameters,
+        target.slots,
+        [WeightedGradient(g.payload, g.codec, factor) for g, factor in zip(gradients, factors, strict=True)],
+        rate=target.rate * step_scale,
+        version=target.version,
+        hyperparameters=target.hyperparameters,
+        reply=reply,
+        guarded=any(gradient.volatile for gradient in gradients),
+    )
+
+
+def _passes(target: Target, parts: Sequence[Part], update_scale: float) -> Iterator[_Pass]:
+    """Yields the calls that make the update, in order: gradients first, then deltas."""
+    gradients = [part for part in parts if part.contribution.gradient.kind in _GRADIENTS]
+    if gradients:
+        yield from _passes_of(target, gradients, target.rule, rate=target.rate, update_scale=update_scale)
+    if len(gradients) == len(parts):
+        return
+    deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
+    if deltas:
+        yield from _passes_of(target, deltas, _ADD_DELTA, rate=1.0, update_scale=update_scale)
+
+
+def _passes_of(
+    target: Target, parts: Sequence[Part], rule: UpdateRule, *, rate: float, update_scale: float
+) -> Iterator[_Pass]:
+    factors, step_scale = _scaled(rule, parts, update_scale)
+    gradients = [part.contribution.gradient for part in parts]
+    guarded = any(gradient.volatile for gradient in gradients)
+    for place, numbers in _stretches(gradients, factors, target.parameters.size):
+        yield _Pass(rule, place, numbers, rate * step_scale, guarded)
+
+
+def _scaled(rule: UpdateRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
+    """Returns the factor of each gradient and of the step."""
+    return (_scaled_in_the_step if rule.adaptive else _scaled_in_the_sum)(parts, update_scale)
 
 
 def _scaled_in_the_sum(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
@@ -92,7 +161,7 @@ def _scaled_in_the_sum(parts: Sequence[Part], update_scale: float) -> tuple[list
 
     A velocity then keeps what its gradients were worth when they came.
     """
-    return [part.share * _weight(part) * _rate_scale(part) * update_scale for part in parts], 1.0
+    return [share * weighing.weight * weighing.rate_scale * update_scale for share, weighing in _weighed(parts)], 1.0
 
 
 def _scaled_in_the_step(parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:
@@ -101,18 +170,16 @@ def _scaled_in_the_step(parts: Sequence[Part], update_scale: float) -> tuple[lis
     Such a rule would cancel a factor common to all gradients. So their mean rate scale multiplies the step,
     and only its ratio to each one's own enters the sum and the slots.
     """
-    mean = sum(part.share * _rate_scale(part) for part in parts) / sum(part.share for part in parts)
+    weighed = _weighed(parts)
+    mean = sum([share * weighing.rate_scale for share, weighing in weighed]) / sum([share for share, _ in weighed])
     if mean == 0.0:
-        return [part.share * _weight(part) for part in parts], 0.0
-    return [part.share * _weight(part) * (_rate_scale(part) / mean) for part in parts], mean * update_scale
+        return [share * weighing.weight for share, weighing in weighed], 0.0
+    factors = [share * weighing.weight * (weighing.rate_scale / mean) for share, weighing in weighed]
+    return factors, mean * update_scale
 
 
-def _weight(part: Part) -> float:
-    return part.contribution.weighing.weight
-
-
-def _rate_scale(part: Part) -> float:
-    return part.contribution.weighing.rate_scale
+def _weighed(parts: Sequence[Part]) -> list[tuple[float, Weighing]]:
+    return [(part.share, part.contribution.weighing) for part in parts]
 
 
 def _stretches(
@@ -121,7 +188,6 @@ def _stretches(
     """Yields each stretch that is covered by the same gradients, at least one, with their numbers there."""
     weighted = zip(gradients, factors, strict=True)
     if all(not gradient.extents for gradient in gradients):
-        # The usual case: one call, which reads the received bytes as they are.
         yield slice(0, length), [WeightedGradient(g.payload, g.codec, factor) for g, factor in weighted]
         return
     covers = [_Cover(gradient, factor, length) for gradient, factor in weighted]

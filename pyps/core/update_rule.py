@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.reply import Reply
 
 Slots = dict[str, Floats]
 
@@ -57,9 +58,15 @@ class UpdateRule(ABC):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
         """Updates parameters and slots in place by g = f0 * g0 + f1 * g1 + ..., in float32, in this order.
 
         `version` counts the shard's updates before this one. `rate` is the step size, in which schedules and
-        staleness are accounted for; the learning rate among the hyperparameters is not read.
+        staleness are accounted for; the learning rate among the hyperparameters is not read. The new parameters
+        are also written to `reply`.
+
+        Returns how many numbers of gradients were left out: none unless `guarded`, which is for payloads that
+        somebody may write to while they are read. Each block of such a gradient is copied and looked at again.
         """

@@ -14,6 +14,7 @@ import numpy as np
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.reply import Reply
 from pyps.core.update_rule import Hyperparameter, Slots, UpdateRule, WeightedGradient
 from pyps_wire.errors import UnsupportedOptimizer
 
@@ -41,8 +42,12 @@ class Sgd(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.sgd(parameters, gradients, rate=rate, weight_decay=hyperparameters["weight_decay"])
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.sgd(
+            parameters, gradients, rate=rate, weight_decay=hyperparameters["weight_decay"], reply=reply, guarded=guarded
+        )
 
 
 class Momentum(UpdateRule):
@@ -70,8 +75,10 @@ class Momentum(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.momentum(
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.momentum(
             parameters,
             slots["velocity"],
             gradients,
@@ -79,6 +86,8 @@ class Momentum(UpdateRule):
             momentum=hyperparameters["momentum"],
             dampening=hyperparameters["dampening"] if version > 0 else 0.0,
             weight_decay=hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -106,14 +115,18 @@ class HeavyBall(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.heavy_ball(
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.heavy_ball(
             parameters,
             slots["velocity"],
             gradients,
             rate=rate,
             momentum=hyperparameters["momentum"],
             weight_decay=hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -142,14 +155,18 @@ class Nesterov(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.nesterov(
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.nesterov(
             parameters,
             slots["velocity"],
             gradients,
             rate=rate,
             momentum=hyperparameters["momentum"],
             weight_decay=hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -185,14 +202,18 @@ class Adagrad(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.adagrad(
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.adagrad(
             parameters,
             slots["accumulator"],
             gradients,
             rate=rate / (1.0 + version * hyperparameters["lr_decay"]),
             eps=hyperparameters["eps"],
             weight_decay=hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -218,8 +239,10 @@ class Rmsprop(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.rmsprop(
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.rmsprop(
             parameters,
             slots["square_average"],
             gradients,
@@ -227,6 +250,8 @@ class Rmsprop(UpdateRule):
             decay=hyperparameters["decay"],
             eps=hyperparameters["eps"],
             weight_decay=hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -260,9 +285,11 @@ class Adam(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
         first_correction, second_correction = _bias_corrections(version, hyperparameters)
-        _kernels.adam(
+        return _kernels.adam(
             parameters,
             slots["first_moment"],
             slots["second_moment"],
@@ -273,6 +300,8 @@ class Adam(UpdateRule):
             root_scale=1.0 / math.sqrt(second_correction),
             eps=hyperparameters["eps"],
             weight_decay=hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -305,9 +334,11 @@ class Adamw(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
         first_correction, second_correction = _bias_corrections(version, hyperparameters)
-        _kernels.adamw(
+        return _kernels.adamw(
             parameters,
             slots["first_moment"],
             slots["second_moment"],
@@ -318,6 +349,8 @@ class Adamw(UpdateRule):
             root_scale=1.0 / math.sqrt(second_correction),
             eps=hyperparameters["eps"],
             weight_decay=rate * hyperparameters["weight_decay"],
+            reply=reply,
+            guarded=guarded,
         )
 
 
@@ -340,8 +373,10 @@ class AddDelta(UpdateRule):
         rate: float,
         version: int,
         hyperparameters: Mapping[str, float],
-    ) -> None:
-        _kernels.sgd(parameters, gradients, rate=-rate)
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        return _kernels.sgd(parameters, gradients, rate=-rate, reply=reply, guarded=guarded)
 
 
 def _bias_corrections(version: int, hyperparameters: Mapping[str, float]) -> tuple[float, float]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from pyps.core.aggregation import Apply, Arrival, Decision, Drop, Park, Refuse
+from pyps.core.aggregation import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
+from pyps.core.finding import Finding
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import WAITING_FOR_MAX, Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps.core.update import rate_of
+
+# A union would be made anew for every push.
+_REJECTING = (Refuse, Drop)
 
 
 def receipt_of(
@@ -32,7 +36,7 @@ def receipt_of(
         weight *= decision.share_of(contribution)
     elif isinstance(decision, Park):
         outcome, min_version = Outcome.PENDING, decision.min_version
-    elif isinstance(decision, Refuse | Drop):
+    elif isinstance(decision, _REJECTING):
         return rejection(decision, gradient, version, roster, shard_id=shard_id, epoch=epoch, staleness=staleness)
     return Receipt(
         shard_id=shard_id,
@@ -75,3 +79,52 @@ def rejection(
         epoch=epoch,
         min_version=decision.min_version,
     )
+
+
+def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
+    """Refuses a push that may have been answered once."""
+    message = (
+        f"shard {shard_id} no longer remembers push {gradient.sequence} of worker {gradient.worker_id!r}, so it may"
+        " have been applied; go on with a new push"
+    )
+    return Refuse(Reason.FORGOTTEN, message)
+
+
+def over(*, shard_id: int, version: int) -> Refuse:
+    """Refuses a push that comes after the end."""
+    return Refuse(Reason.FINISHED, f"the run is finished; shard {shard_id} stays at version {version}")
+
+
+def other_epoch(gradient: Gradient, *, shard_id: int, epoch: int) -> Refuse:
+    """Refuses a push whose parameters are those of another life of the run."""
+    message = (
+        f"the gradient is of epoch {gradient.epoch}, shard {shard_id} of epoch {epoch} since the server was restored;"
+        " pull again, then go on"
+    )
+    return Refuse(Reason.EPOCH, message)
+
+
+def not_finite(finding: Finding, gradient: Gradient, *, shard_id: int) -> Refuse:
+    """Refuses a push for what was found in it, or in another part of it."""
+    message = (
+        f"worker {gradient.worker_id!r} pushed NaN or infinity for parameter {finding.parameter} of shard"
+        f" {finding.shard_id}; nothing of this gradient was applied to shard {shard_id}"
+    )
+    return Refuse(Reason.NOT_FINITE, message)
+
+
+def too_stale(contribution: Contribution, *, policy: str, version: int) -> Refuse:
+    """Refuses what the staleness policy does not take."""
+    message = f"the policy {policy!r} takes no gradient that is {contribution.staleness} updates old"
+    return Refuse(Reason.STALE, message, min_version=version)
+
+
+def telling(receipt: Receipt, gradient: Gradient, *, left_out: int) -> Receipt:
+    """Says in the receipt that so many numbers of a volatile gradient were left out when it was applied."""
+    if not left_out:
+        return receipt
+    message = (
+        f"worker {gradient.worker_id!r} changed its gradient while it was applied: {left_out} numbers were left out, as"
+        " NaN or infinity stood among them by then; write to a gradient only once its push is answered"
+    )
+    return receipt._replace(message=message)

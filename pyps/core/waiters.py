@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 Callback = Callable[[], None]
@@ -15,6 +15,12 @@ class Waiter:
 
     min_version: int
     callback: Callback
+
+
+def call_all(waiters: Iterable[Waiter]) -> None:
+    """Calls them back. Not to be called under the shard's lock."""
+    for waiter in waiters:
+        waiter.callback()
 
 
 class Waiters:

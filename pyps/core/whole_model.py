@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from pyps.core.arrays import Floats
+from pyps.core.finding import Finding
 from pyps.core.gradient import Gradient, require_fitting, require_possible_version
 from pyps.core.receipt import Receipt
+from pyps.core.reply import Answer
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 
@@ -29,9 +31,17 @@ class WholeModel:
         self._on_lock = on_lock
         self._mutex = threading.Lock()
 
-    def push(self, gradients: Sequence[tuple[int, Gradient]], *, roster: Roster) -> list[Receipt]:
+    def push(
+        self,
+        gradients: Sequence[tuple[int, Gradient]],
+        *,
+        roster: Roster,
+        answers: Mapping[int, Answer] | None = None,
+        finding: Finding | None = None,
+    ) -> list[Receipt]:
         """Handles the parts of a push, (shard_id, gradient) each, as one; returns their receipts in order.
 
+        `answers`, by shard, and `finding` are as for `Shard.push`; what they are given is one state of the model.
         Raises as `Shard.push`, and then has applied none of them. A part that is refused leaves the others alone.
         """
         for shard_id, gradient in gradients:
@@ -41,7 +51,11 @@ class WholeModel:
                 shard = self.shards[shard_id]
                 if gradient.epoch == shard.epoch:
                     require_possible_version(gradient, shard_id=shard_id, version=shard.version)
-            return [self.shards[shard_id].push(gradient, roster=roster) for shard_id, gradient in gradients]
+            answer_of = (answers or {}).get
+            return [
+                self.shards[shard_id].push(gradient, roster=roster, answer=answer_of(shard_id), finding=finding)
+                for shard_id, gradient in gradients
+            ]
 
     def read(self, readers: Mapping[int, Callable[[int, Floats], T]], *, worker_id: str | None = None) -> dict[int, T]:
         """Returns what each shard's `reader(version, parameters)` makes of it, all of one state of the model."""

@@ -52,7 +52,10 @@ class Apply(NamedTuple):
 
     def share_of(self, contribution: Contribution) -> float:
         """Returns the contribution's share of the update."""
-        return next(part.share for part in self.parts if part.contribution is contribution)
+        for part in self.parts:
+            if part.contribution is contribution:
+                return part.share
+        raise LookupError(contribution)
 
 
 @dataclass(frozen=True, slots=True)

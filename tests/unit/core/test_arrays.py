@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyps.core.arrays import aligned_copy, aligned_zeros, read_only
+from pyps.core.arrays import aligned, aligned_copy, aligned_zeros, read_only
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 4097])
@@ -32,3 +32,12 @@ def test_a_read_only_view_follows_the_array_it_cannot_change() -> None:
     view = read_only(values)
     values[0] = 1.0
     assert (view[0], view.flags.writeable, values.flags.writeable) == (1.0, False, True)
+
+
+def test_an_array_that_fits_is_taken_as_it_is_and_another_copied() -> None:
+    fitting = aligned_zeros(40)
+    assert aligned(fitting) is fitting
+    for other in (fitting[1:], fitting[:32:2], read_only(fitting)):
+        copy = aligned(other)
+        assert not np.shares_memory(copy, fitting)
+        assert copy.ctypes.data % 64 == 0 and copy.flags.writeable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -133,7 +132,7 @@ def test_memory_is_bounded_whatever_workers_come() -> None:
 
 def test_a_ledger_comes_back_from_its_json() -> None:
     ledger = filled(range(20), lives_max=1)
-    ledger.record("b", 2, replace(receipt(5), reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"))
+    ledger.record("b", 2, receipt(5)._replace(reason=Reason.STALE, outcome=Outcome.REJECTED, message="late"))
     state = ledger.entries()
     assert LedgerState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
@@ -199,7 +198,7 @@ def test_a_repeated_push_gets_its_first_answer_or_none(order: list[tuple[int, in
         answer = deliver(shard, life, sequence)
         known = first.setdefault((life, sequence), answer)
         if answer is not known and answer.reason != Reason.FORGOTTEN:
-            assert answer == replace(known, duplicate=True)
+            assert answer == known._replace(duplicate=True)
 
 
 @given(st.lists(st.permutations(range(8)), min_size=1, max_size=4))

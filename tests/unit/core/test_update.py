@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import Codec, Extent, PayloadKind
+from pyps.core.reply import Reply
 from pyps.core.staleness import Weighing
 from pyps.core.update import Target, apply_update
 from pyps.core.update_rules import RULES, validate
@@ -134,3 +136,37 @@ def test_weight_decay_acts_once_in_an_update_and_only_where_a_gradient_is() -> N
     first, second = part([1.0], extents=(Extent(0, 1),)), part([3.0], extents=(Extent(0, 1),))
     apply_update(target, [first, second])
     assert target.parameters.tolist() == [4.0 - (2.0 + 0.5 * 4.0), 4.0]
+
+
+FRONT = (Extent(0, 2),)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [part([1.0, 2.0, 3.0])],
+        [part([1.0, 2.0, 3.0]), part([4.0, 5.0, 6.0], volatile=True)],
+        [part([1.0, 2.0], extents=FRONT)],
+        [part([1.0, 2.0, 3.0], extents=(Extent(0, 3),))],
+        [part([1.0, 2.0, 3.0]), part([1.0, 1.0], extents=FRONT)],
+        [part([1.0, 2.0, 3.0]), part([1.0, 1.0, 1.0], kind=PayloadKind.DELTA)],
+        [part([], kind=PayloadKind.NOTHING)],
+    ],
+    ids=["one", "two", "extents", "an extent of all", "mixed", "a delta", "nothing"],
+)
+@pytest.mark.parametrize("codec", Codec)
+def test_a_reply_holds_what_the_whole_update_made(parts: list[Part], codec: Codec) -> None:
+    settled = validate("sgd", {"learning_rate": 1.0})
+    target = Target(floats(7.0, 8.0, 9.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
+    buffer = bytearray(3 + 4 * 3)
+    left_out = apply_update(target, parts, reply=Reply(buffer, 3, codec))
+    expected = _kernels.encode(target.parameters, codec)
+    assert (left_out, buffer[3 : 3 + len(expected)]) == (0, expected)
+
+
+def test_numbers_that_changed_after_the_scan_are_left_out() -> None:
+    settled = validate("sgd", {"learning_rate": 1.0})
+    target = Target(floats(7.0, 8.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
+    changed = part([np.nan, 1.0], volatile=True)
+    assert apply_update(target, [changed, part([2.0, 2.0])]) == 2
+    assert target.parameters.tolist() == [6.0, 7.0]

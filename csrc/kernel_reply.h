@@ -1,0 +1,123 @@
+// Writing what an update made to where an answer to the pusher wants it.
+//
+// For kernels.cpp alone, which is compiled once per instruction set: everything is local to it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "kernel_codecs.h"
+#include "kernel_memory.h"
+
+namespace pyps {
+namespace {
+
+// Elements that are summed, copied and answered with at a time: they stay in the nearest cache,
+// beside the arrays' own pieces.
+constexpr std::size_t block_max = 512;
+
+// From this size on a reply goes past the caches: it has no room in them beside the arrays, and
+// what is stored there has to be read from memory before it is overwritten.
+constexpr std::size_t stream_size_min = 256 * 1024;
+
+template <class C>
+void encode_loop(Byte* __restrict encoded, const float* __restrict values, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
+    store<C>(encoded, i, C::encode(values[i]));
+  }
+}
+
+// Writes a whole line of memory, past the caches where the processor can; `to` lies on a line.
+inline void stream_line(Byte* to, const Byte* from) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif defined(__AVX2__)
+  const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), first);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to + 32), second);
+#elif defined(__SSE2__)
+  for (std::size_t at = 0; at < cache_line_size; at += sizeof(__m128i)) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+  }
+#else
+  __builtin_memcpy(to, from, cache_line_size);
+#endif
+}
+
+// What was streamed is seen by others only after this.
+inline void end_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Writes a reply block by block. Only whole lines are streamed: what a block leaves of its last
+// line waits for the next block.
+class ReplyWriter {
+ public:
+  ReplyWriter(Reply reply, std::size_t count)
+      : to_(static_cast<Byte*>(reply.encoded)),
+        codec_(reply.codec),
+        streams_(count * size_of(reply.codec) >= stream_size_min) {}
+
+  // The next parameters in order, at most a block; those before them lie in front of them.
+  void write(const float* parameters, std::size_t count) {
+    if (to_ == nullptr) return;
+    if (!streams_) {
+      encode(to_, parameters, count);
+      to_ += count * size_of(codec_);
+    } else if (codec_ == Codec::float32) {
+      stream(reinterpret_cast<const Byte*>(parameters) - waiting_, count * sizeof(float));
+    } else {
+      encode(words_ + waiting_, parameters, count);
+      stream(words_, count * size_of(codec_));
+      __builtin_memmove(words_, rest_, waiting_);
+      rest_ = words_;
+    }
+  }
+
+  void finish() {
+    if (to_ == nullptr || !streams_) return;
+    __builtin_memcpy(to_, rest_, waiting_);
+    end_streaming();
+  }
+
+ private:
+  void encode(Byte* to, const float* parameters, std::size_t count) const {
+    with_codec(codec_, [=](auto c) { encode_loop<decltype(c)>(to, parameters, count); });
+  }
+
+  // `from` begins with what was left waiting, before `added` bytes.
+  void stream(const Byte* from, std::size_t added) {
+    std::size_t size = waiting_ + added;
+    const std::size_t to_line = -reinterpret_cast<std::uintptr_t>(to_) % cache_line_size;
+    const std::size_t head = to_line < size ? to_line : size;
+    __builtin_memcpy(to_, from, head);
+    to_ += head;
+    from += head;
+    size -= head;
+    for (; size >= cache_line_size; size -= cache_line_size) {
+      stream_line(to_, from);
+      to_ += cache_line_size;
+      from += cache_line_size;
+    }
+    rest_ = from;
+    waiting_ = size;
+  }
+
+  Byte* to_;
+  Codec codec_;
+  bool streams_;
+  const Byte* rest_ = nullptr;
+  std::size_t waiting_ = 0;
+  alignas(cache_line_size) Byte words_[cache_line_size + block_max * sizeof(std::uint16_t)];
+};
+
+}  // namespace
+}  // namespace pyps

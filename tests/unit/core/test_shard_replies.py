@@ -1,0 +1,283 @@
+"""What a push brings back: the parameters, written by the update that it makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from pyps import _kernels
+from pyps.core.arrays import Floats
+from pyps.core.finding import FINITE, Finding, first_of, scan
+from pyps.core.gradient import Codec, Extent, Gradient, item_bytes
+from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.core.reply import Reply, brings_parameters
+from pyps.core.shard import Shard
+from pyps.core.whole_model import WholeModel
+from pyps_wire.errors import BadRequest
+from shards import Log, Pulled, Pushed, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
+
+MARGIN = 8
+
+
+class Wish:
+    """An answer that takes the parameters where they are newer than those held, as both transports do."""
+
+    def __init__(self, shard: Shard, *, held_version: int | None = None, codec: Codec = Codec.FLOAT32):
+        self.shard = shard
+        self.held_version = held_version
+        self.codec = codec
+        self.memory = bytearray(b"\xaa" * (shard.length * item_bytes(codec) + 2 * MARGIN))
+        self.asked: list[tuple[Receipt, int]] = []
+        self.came = False
+
+    def place(self, receipt: Receipt, version: int) -> Reply | None:
+        self.asked.append((receipt, version))
+        self.came = brings_parameters(receipt, version=version, held_version=self.held_version)
+        return Reply(self.memory, MARGIN, self.codec) if self.came else None
+
+    @property
+    def parameters(self) -> Floats:
+        assert self.came
+        assert self.memory[:MARGIN] + self.memory[-MARGIN:] == b"\xaa" * 2 * MARGIN
+        values = np.zeros(self.shard.length, np.float32)
+        _kernels.decode(memoryview(self.memory)[MARGIN:-MARGIN], self.codec, values)
+        return values
+
+
+def exchange(shard: Shard, pushed: Gradient, *workers: str, **wish: object) -> tuple[Receipt, Wish]:
+    answer = Wish(shard, **wish)  # type: ignore[arg-type]
+    return shard.push(pushed, roster=roster(*workers), answer=answer), answer
+
+
+def volatile(values: npt.ArrayLike, **fields: object) -> tuple[Gradient, Floats]:
+    """Returns a gradient in memory that its worker can still write, and that memory."""
+    memory = np.array(values, np.float32)
+    return gradient(memory, **{"payload": memory.view(np.uint8).data, "volatile": True, **fields}), memory
+
+
+class Meddling(Wish):
+    """The worker's end of an answer, which writes to the gradient while it is being applied."""
+
+    def __init__(self, shard: Shard, memory: Floats, value: float, place: int):
+        super().__init__(shard)
+        self._write = lambda: memory.__setitem__(place, value)
+
+    def place(self, receipt: Receipt, version: int) -> Reply | None:
+        self._write()
+        return super().place(receipt, version)
+
+
+@pytest.mark.parametrize("codec", Codec)
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_a_push_that_is_an_update_brings_back_what_it_made(rule: str, codec: Codec) -> None:
+    shard = make_shard(np.linspace(-1, 1, 77), rule=rule)
+    receipt, answer = exchange(shard, gradient(np.linspace(0.1, 2, 77)), codec=codec, held_version=0)
+    version, parameters = pull(shard)
+    assert (receipt.version_after, answer.asked) == (version, [(receipt, 1)])
+    expected = np.zeros(77, np.float32)
+    _kernels.decode(_kernels.encode(parameters, codec), codec, expected)
+    np.testing.assert_array_equal(answer.parameters, expected)
+
+
+def test_a_push_with_an_answer_makes_the_same_update_as_one_without() -> None:
+    alone, answered = (make_shard(np.linspace(-1, 1, 5000), rule="adagrad") for _ in range(2))
+    for sequence in range(3):
+        values = gradient(np.linspace(0.1, 2, 5000), sequence=sequence, base_version=sequence)
+        assert push_again(alone, values) == exchange(answered, values)[0]
+    np.testing.assert_array_equal(pull(alone)[1], pull(answered)[1])
+
+
+def push_again(shard: Shard, pushed: Gradient) -> Receipt:
+    return shard.push(pushed, roster=roster())
+
+
+def test_a_gradient_of_some_extents_brings_the_whole_shard_back() -> None:
+    shard = make_shard([1, 2, 3, 4])
+    _, answer = exchange(shard, gradient([1, 1], extents=(Extent(1, 1), Extent(3, 1))))
+    np.testing.assert_array_equal(answer.parameters, floats(1, 1, 3, 3))
+
+
+def test_a_push_of_nothing_brings_what_there_is() -> None:
+    shard = make_shard([1, 2])
+    push(shard, [1, 1], worker_id="b")
+    receipt, answer = exchange(shard, nothing(), "a", "b", held_version=0)
+    assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
+    np.testing.assert_array_equal(answer.parameters, floats(0, 1))
+
+
+def test_whoever_holds_the_version_gets_nothing() -> None:
+    shard = make_shard([1, 2])
+    _, answer = exchange(shard, nothing(), held_version=0)
+    assert (len(answer.asked), answer.came) == (1, False)
+
+
+def test_of_a_round_the_last_contributor_gets_its_end_and_the_others_wait_for_it() -> None:
+    shard = make_shard([8, 8], protocol="hardsync")
+    first, waits = exchange(shard, gradient([2, 2]), "a", "b", held_version=0)
+    assert (first.outcome, first.min_version, waits.came) == (Outcome.PENDING, 1, False)
+    last, answer = exchange(shard, gradient([4, 4], worker_id="b"), "a", "b", held_version=0)
+    assert (last.outcome, last.version_after, answer.asked[0][1]) == (Outcome.APPLIED, 1, 1)
+    np.testing.assert_array_equal(answer.parameters, floats(5, 5))
+
+
+def test_a_softsync_push_that_waits_brings_what_others_made() -> None:
+    shard = make_shard([8, 8], protocol="softsync:n=1")
+    for worker_id in "bc":
+        push(shard, [2, 2], worker_id=worker_id, workers=roster("b", "c"))
+    receipt, answer = exchange(shard, gradient([1, 1]), "a", "b", held_version=0)
+    assert (receipt.outcome, receipt.min_version, shard.version) == (Outcome.PENDING, 0, 1)
+    np.testing.assert_array_equal(answer.parameters, floats(6, 6))
+
+
+def test_a_duplicate_brings_what_there_is_by_now() -> None:
+    shard = make_shard([8, 8])
+    first, _ = exchange(shard, gradient([1, 1]))
+    push(shard, [2, 2], sequence=1)
+    again, answer = exchange(shard, gradient([1, 1]), held_version=1)
+    assert (again.duplicate, again.version_after, answer.asked[0][1]) == (True, first.version_after, 2)
+    np.testing.assert_array_equal(answer.parameters, floats(5, 5))
+
+
+@pytest.mark.parametrize(
+    ("pushed", "reason"),
+    [
+        (gradient([1, np.nan]), Reason.NOT_FINITE),
+        (gradient([1, 1], epoch=7), Reason.EPOCH),
+        (gradient([1, 1], sequence=5), Reason.STALE),
+    ],
+)
+def test_a_refused_push_changes_nothing_and_brings_what_there_is(pushed: Gradient, reason: Reason) -> None:
+    shard = make_shard([8, 8], policy="drop:spread=0")
+    push(shard, [1, 1], worker_id="b")
+    receipt, answer = exchange(shard, pushed, "a", "b", held_version=0)
+    assert (receipt.outcome, receipt.reason, shard.version) == (Outcome.REJECTED, reason, 1)
+    np.testing.assert_array_equal(answer.parameters, floats(7, 7))
+
+
+def test_an_answer_that_fails_leaves_the_push_undone() -> None:
+    class Failing:
+        def place(self, receipt: Receipt, version: int) -> Reply | None:
+            raise MemoryError
+
+    log = Log()
+    shard = make_shard([8, 8], recorder=log)
+    with pytest.raises(MemoryError):
+        shard.push(gradient([1, 1]), roster=roster(), answer=Failing())
+    assert (shard.version, shard.num_receipts, log.events) == (0, 0, {})
+    assert push(shard, [1, 1]).outcome is Outcome.APPLIED
+
+
+def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_update() -> None:
+    log = Log()
+    shard = make_shard([8, 8], recorder=log)
+    exchange(shard, gradient([1, 1]))
+    exchange(shard, gradient([1, 1]))
+    exchange(shard, gradient([1, 1], sequence=1), held_version=9)
+    kinds = [(type(event), getattr(event, "version", None)) for event in log.events[0]]
+    assert kinds == [(Pushed, None), (Pulled, 1), (Pulled, 1), (Pushed, None)]
+
+
+def test_the_parts_of_a_push_with_a_finding_are_refused_by_every_shard() -> None:
+    shards = [make_shard([8, 8], shard_id=shard_id) for shard_id in range(2)]
+    parts = [gradient([1, 1]), gradient([np.inf, 1])]
+    finding = first_of(
+        scan(part, shard_id=shard.shard_id, shard_length=2) for part, shard in zip(parts, shards, strict=True)
+    )
+    assert finding == Finding(1, 0)
+    for shard, part in zip(shards, parts, strict=True):
+        receipt = shard.push(part, roster=roster(), finding=finding)
+        assert (receipt.reason, shard.version) == (Reason.NOT_FINITE, 0)
+        assert "parameter 0 of shard 1" in receipt.message
+    # Corrected, it is no duplicate.
+    assert shards[0].push(parts[0], roster=roster(), finding=FINITE).outcome is Outcome.APPLIED
+
+
+def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -> None:
+    assert scan(gradient([1, np.nan], extents=(Extent(0, 1), Extent(3, 1))), shard_id=2, shard_length=4) == Finding(
+        2, 3
+    )
+    assert scan(nothing(), shard_id=2, shard_length=4).finite
+    with pytest.raises(BadRequest, match="shard 2"):
+        scan(gradient([1]), shard_id=2, shard_length=4)
+
+
+def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_parameters_finite() -> None:
+    shard = make_shard(np.ones(3000))
+    pushed, memory = volatile(np.ones(3000))
+    answer = Meddling(shard, memory, np.nan, 1500)
+    receipt = shard.push(pushed, roster=roster(), answer=answer)
+    _, parameters = pull(shard)
+    assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
+    left_out = np.flatnonzero(parameters == 1.0)
+    assert 1500 in left_out
+    assert f"{left_out.size} numbers were left out" in receipt.message
+    assert np.count_nonzero(parameters == 0.0) == 3000 - left_out.size > 0
+    np.testing.assert_array_equal(answer.parameters, parameters)
+    # Who asks again hears the same.
+    memory[:] = 1.0
+    assert push_again(shard, pushed) == receipt._replace(duplicate=True)
+
+
+def test_what_changes_between_scan_and_apply_without_being_wrong_is_applied_as_it_is() -> None:
+    shard = make_shard(np.zeros(8))
+    pushed, memory = volatile(np.ones(8))
+    receipt = shard.push(pushed, roster=roster(), answer=Meddling(shard, memory, 5.0, 3))
+    assert (receipt.message, pull(shard)[1][3]) == ("", -5.0)
+
+
+def test_a_volatile_gradient_that_waits_is_kept_as_it_was() -> None:
+    log = Log()
+    shard = make_shard([8, 8], protocol="hardsync", recorder=log)
+    pushed, memory = volatile([2, 2])
+    assert shard.push(pushed, roster=roster("a", "b")).outcome is Outcome.PENDING
+    memory[:] = np.nan
+    assert not log.pushes(0)[0].gradient.volatile
+    push(shard, [4, 4], worker_id="b", workers=roster("a", "b"))
+    np.testing.assert_array_equal(pull(shard)[1], floats(5, 5))
+
+
+def test_a_volatile_gradient_that_changed_before_it_could_be_kept_is_refused() -> None:
+    log = Log()
+    shard = make_shard([8, 8], protocol="hardsync", recorder=log)
+    pushed, memory = volatile([2, 2])
+    finding = scan(pushed, shard_id=0, shard_length=2)
+    memory[1] = np.inf
+    answer = Wish(shard)
+    receipt = shard.push(pushed, roster=roster("a", "b"), answer=answer, finding=finding)
+    assert (receipt.reason, shard.num_pending, shard.num_receipts) == (Reason.NOT_FINITE, 0, 0)
+    assert [type(event) for event in log.events[0]] == [Pulled]
+    np.testing.assert_array_equal(answer.parameters, floats(8, 8))
+    memory[1] = 2.0
+    assert shard.push(pushed, roster=roster("a", "b")).outcome is Outcome.PENDING
+
+
+def test_a_volatile_gradient_that_waits_is_clipped_by_its_copys_norm() -> None:
+    shard = make_shard([0, 0], behaviour=make_behaviour("hardsync", clip_norm=5.0))
+    pushed, _ = volatile([6, 8])
+    receipt = shard.push(pushed, roster=roster("a", "b"))
+    assert (receipt.outcome, receipt.weight) == (Outcome.PENDING, 0.5)
+
+
+def test_answers_of_a_whole_push_are_one_state_of_the_model() -> None:
+    shards = {shard_id: make_shard([8, 8], shard_id=shard_id, protocol="asgd") for shard_id in range(2)}
+    whole = WholeModel(shards)
+    answers = {shard_id: Wish(shard) for shard_id, shard in shards.items()}
+    receipts = whole.push([(0, gradient([1, 1])), (1, gradient([2, 2]))], roster=roster(), answers=answers)
+    assert [receipt.version_after for receipt in receipts] == [1, 1]
+    np.testing.assert_array_equal(answers[0].parameters, floats(7, 7))
+    np.testing.assert_array_equal(answers[1].parameters, floats(6, 6))
+
+
+def test_a_whole_push_with_a_finding_is_refused_as_a_whole() -> None:
+    shards = {shard_id: make_shard([8, 8], shard_id=shard_id, protocol="asgd") for shard_id in range(2)}
+    parts = [(0, gradient([1, 1])), (1, gradient([np.nan, 2]))]
+    receipts = WholeModel(shards).push(parts, roster=roster(), finding=Finding(1, 0))
+    assert {receipt.reason for receipt in receipts} == {Reason.NOT_FINITE}
+
+
+def test_a_private_gradient_shares_no_memory_with_the_one_it_was() -> None:
+    pushed, memory = volatile([1, 2])
+    private = pushed.private()
+    memory[:] = 9
+    assert (private.volatile, bytes(private.payload)) == (False, floats(1, 2).tobytes())
