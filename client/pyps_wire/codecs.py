@@ -90,6 +90,17 @@ def decode(payload: Buffer, codec: int) -> NDArray[np.float32]:
     return values
 
 
+def decode_into(payload: Buffer, codec: int, place: NDArray[np.float32]) -> None:
+    """Writes the numbers of `payload` into `place`, a contiguous array of as many, in one pass without another copy."""
+    words: NDArray[Any] = np.frombuffer(memoryview(payload), dtype_of(codec))
+    if words.shape != place.shape:
+        raise WrongSize(f"a payload of {words.size} numbers does not fit into a place for {place.shape}")
+    if codec == CODEC_BFLOAT16:
+        np.left_shift(words, 16, out=place.view(np.uint32), dtype=np.uint32)
+    else:
+        np.copyto(place, words)
+
+
 def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = values.view(np.uint32)
     # Half of the last place kept, less one when that place is even, carries exactly when rounding up is due.

@@ -194,7 +194,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars", "message", "counts", "waits_for", "blocked_seconds", "pushes_dropped", "step_lost")
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars", "message", "counts", "waits_for", "blocked_seconds", "pushes_dropped", "step_lost", "transport")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class WorkerInfo(_message.Message):
     BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     incarnation: int
@@ -248,7 +249,8 @@ class WorkerInfo(_message.Message):
     blocked_seconds: float
     pushes_dropped: int
     step_lost: float
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., blocked_seconds: _Optional[float] = ..., pushes_dropped: _Optional[int] = ..., step_lost: _Optional[float] = ...) -> None: ...
+    transport: str
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., blocked_seconds: _Optional[float] = ..., pushes_dropped: _Optional[int] = ..., step_lost: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class ListWorkersReply(_message.Message):
     __slots__ = ("workers",)
@@ -386,7 +388,7 @@ class GetMemoryRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Memory(_message.Message):
-    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes")
+    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes", "shared_bytes")
     PARAMETERS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +396,7 @@ class Memory(_message.Message):
     LEDGER_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     parameters_bytes: int
     slots_bytes: int
     in_flight_bytes: int
@@ -401,7 +404,8 @@ class Memory(_message.Message):
     ledger_entries: int
     resident_bytes: int
     pending_bytes: int
-    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ...) -> None: ...
+    shared_bytes: int
+    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
     __slots__ = ("protocol", "staleness", "learning_rate", "schedule", "expected_workers")

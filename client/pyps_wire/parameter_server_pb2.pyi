@@ -40,7 +40,7 @@ class HelloRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only")
+    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class HelloReply(_message.Message):
     ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     CURRENT_VERSION_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
     software: str
@@ -95,7 +96,16 @@ class HelloReply(_message.Message):
     accumulate: int
     clip_norm: float
     current_version_only: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ...) -> None: ...
+    local: LocalTransport
+    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ...) -> None: ...
+
+class LocalTransport(_message.Message):
+    __slots__ = ("address", "ticket")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    ticket: bytes
+    def __init__(self, address: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class InitializeRequest(_message.Message):
     __slots__ = ("sender", "term", "model", "optimizer", "server_index", "num_servers", "shard_id", "codec", "payload")
@@ -130,7 +140,7 @@ class InitializeReply(_message.Message):
     def __init__(self, state: _Optional[_Union[_common_pb2.RunState, str]] = ..., epoch: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "learning_rate", "gradient_norm", "num_shards", "payload")
+    __slots__ = ("sender", "sequence", "shard_id", "base_version", "newest_base_version", "epoch", "codec", "kind", "extents", "example_count", "minibatch_count", "clock", "learning_rate", "gradient_norm", "num_shards", "reply_codec", "held_version", "payload")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +156,8 @@ class PushRequest(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_NORM_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    REPLY_CODEC_FIELD_NUMBER: _ClassVar[int]
+    HELD_VERSION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     sequence: int
@@ -162,8 +174,10 @@ class PushRequest(_message.Message):
     learning_rate: float
     gradient_norm: float
     num_shards: int
+    reply_codec: _common_pb2.Codec
+    held_version: int
     payload: bytes
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., reply_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., held_version: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("sender", "role", "epoch", "codec", "wants", "wait_milliseconds")

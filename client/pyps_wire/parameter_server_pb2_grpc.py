@@ -91,7 +91,8 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Exchange(self, request_iterator, context):
-        """Push and pull in one: each pushed shard is answered with its receipt and its newest parameters.
+        """Push and pull in one: each pushed shard is answered with its receipt and its newest parameters. A stream may carry any
+        number of pushes, one after the other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

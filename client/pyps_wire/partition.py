@@ -21,7 +21,9 @@ from pyps_wire.errors import BadRequest
 DEFAULT_SHARD_SIZE = 1_047_552
 # Shards begin at multiples of this many parameters in their group's vector: one cache line of float32.
 ALIGNMENT = 16
-# A group is cut finer than shard_size asks, for parallelism, while shards stay at least so large.
+# A small model is cut finer than shard_size asks, so that a server has about so many shards: its cores, and the two
+# directions of a connection, then work on several at once. Below the second number that costs more than it gains.
+SHARDS_OF_SERVER = 4
 PARALLEL_SHARD_SIZE_MIN = 262_144
 # A group with fewer parameters than this per server is not spread over all servers.
 SPREAD_SIZE_MIN = 1024
@@ -163,7 +165,7 @@ class Partition:
     def fingerprint(self) -> str:
         """Digest of all that the partition depends on; two ends that agree on it agree on every shard."""
         tensors = [[t.name, t.shape, t.group] for t in self.model.tensors]
-        text = json.dumps(["pyps partition 1", self.num_servers, self.model.shard_size, tensors])
+        text = json.dumps(["pyps partition 2", self.num_servers, self.model.shard_size, tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @cached_property
@@ -195,7 +197,8 @@ def partition(model: Model, *, num_servers: int) -> Partition:
     """Cuts a model into shards and gives each to a server, so that servers hold about equally much."""
     if not 1 <= num_servers <= SERVERS_MAX:
         raise BadRequest(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
-    counts = [_shards_in(size, model.shard_size, num_servers) for size in model.group_sizes]
+    shard_size = _shard_size(model, num_servers)
+    counts = [_shards_in(size, shard_size, num_servers) for size in model.group_sizes]
     if sum(counts) > SHARDS_MAX:
         raise BadRequest(
             f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
@@ -243,11 +246,15 @@ def _text(tensor: Tensor) -> str:
     return f"{tensor.name!r} of shape {tensor.shape}"
 
 
+def _shard_size(model: Model, num_servers: int) -> int:
+    """Returns how large shards may be: as the model says, or smaller where there would be few of them."""
+    share = math.ceil(model.num_parameters / (SHARDS_OF_SERVER * num_servers))
+    return min(model.shard_size, max(PARALLEL_SHARD_SIZE_MIN, share))
+
+
 def _shards_in(size: int, shard_size: int, num_servers: int) -> int:
     """Returns how many shards a group of that many parameters makes."""
     count = math.ceil(size / shard_size)
-    if size // (2 * num_servers) >= PARALLEL_SHARD_SIZE_MIN:
-        count = max(count, 2 * num_servers)
     if size >= SPREAD_SIZE_MIN * num_servers:
         count = math.ceil(count / num_servers) * num_servers
     return min(count, math.ceil(size / ALIGNMENT))
