@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from pyps_client import fork
+from pyps_client.open_stream import OpenStream, StreamEnded, Take, open_stream
 from pyps_client.retry import Busy, LinkLost
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
 from pyps_wire.errors import (
@@ -38,6 +40,9 @@ class Channel:
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._grpc = grpc.insecure_channel(address, options=_options(use_proxy))
         fork.keep_alive(self._grpc)
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._stream: OpenStream | None = None
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
         """Calls a method with one request and one reply."""
@@ -63,6 +68,25 @@ class Channel:
         start: Any = self._grpc.stream_stream(METHODS[method])
         return self._answers(start, iter(requests), timeout_seconds)
 
+    def exchange(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        """Sends messages on a stream that stays open, and hands the answers to `take` until it says that all are there.
+
+        One round at a time. After any failure the next round opens another stream.
+        """
+        try:
+            stream = self._open_stream()
+        except ValueError:
+            raise LinkLost("the channel was closed") from None
+        try:
+            stream.run(frames, take, timeout_seconds=timeout_seconds)
+        except StreamEnded as ended:
+            self._forget(stream)
+            verdict = _verdict_of(ended.code, ended.details, ended.metadata, self.address)
+            raise (Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict) from None
+        except BaseException:
+            self._forget(stream)
+            raise
+
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
         """Sends one request and yields the answers as bytes."""
         start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
@@ -76,8 +100,24 @@ class Channel:
 
     def close(self) -> None:
         """Ends all calls and the connection."""
+        with self._lock:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
         self._grpc.close()
         fork.let_go(self._grpc)
+
+    def _open_stream(self) -> OpenStream:
+        with self._lock:
+            if self._stream is None:
+                self._stream = open_stream(self._grpc, METHODS["Exchange"], self._metadata)
+            return self._stream
+
+    def _forget(self, stream: OpenStream) -> None:
+        with self._lock:
+            if self._stream is stream:
+                self._stream = None
+        stream.close()
 
     def _verdict(self, start: Any, request: Any, timeout_seconds: float) -> Any:
         try:
@@ -109,9 +149,16 @@ class Channel:
 
 def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
     """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
-    status = error.code().name
-    details = error.details() or ""
-    name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
+    return _verdict_of(error.code(), error.details() or "", error.trailing_metadata(), address, answered=answered)
+
+
+def _verdict_of(
+    code: grpc.StatusCode, details: str, metadata: Any, address: str, *, answered: int = 0
+) -> PypsError | LinkLost:
+    status = code.name
+    if code is grpc.StatusCode.OK:
+        return LinkLost("the server ended the stream", answered=answered)
+    name = next((str(value) for key, value in metadata or () if key == METADATA_KEY), None)
     if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
         return LinkLost(_reason(status, details), answered=answered)
     if name is None and status == "UNIMPLEMENTED":

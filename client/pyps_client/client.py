@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.launch import Launch
 from pyps_client.session import Session
 from pyps_client.vectors import Vector
-from pyps_wire.codecs import codec_of, dtype_of, encode
+from pyps_wire.codecs import codec_of, decode, encode
 from pyps_wire.common_pb2 import REASON_EPOCH, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
@@ -25,9 +26,9 @@ Optimizer = tuple[str, Mapping[str, float]]
 class Client:
     """One worker of a run, over named numpy arrays: all in one parameter group, in the order given.
 
-    Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where
-    this worker is elected to send them. Then in turn: pull, compute, push. Whatever the servers' protocol makes
-    workers wait for (a round's end, a turn, the slowest), it is the pull that waits. A push is one update's worth:
+    Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where this worker
+    is elected to send them. Then in turn: pull, compute, push; or compute and exchange. Whatever the servers' protocol
+    makes workers wait for (a round's end, a turn, the slowest), it is the pull that waits. A push is one update:
     to sum several minibatches in one, as asgd:accumulate= asks of workers (`session.accumulate`), is yours to do.
     Use one thread, or one that pushes and one that pulls.
     """
@@ -47,10 +48,8 @@ class Client:
         self._model = _model_of(tensors, shard_size)
         self._offsets = _offsets(self._model)
         self._codec = codec_of(launch.codec)
+        self._pull_codec = codec_of(launch.pull_codec)
         self._finite = FiniteGuard()
-        # Pushed gradients and pulled parameters, in the one group's vector.
-        self._gradient = np.zeros(self._model.num_parameters, dtype_of(self._codec))
-        self._parameters: Vector = np.zeros(self._model.num_parameters, np.float32)
         self.session = Session(
             self._model,
             _settings(optimizer),
@@ -63,6 +62,9 @@ class Client:
         self._between_steps = True
         try:
             self.session.connect()
+            # Pushed gradients and pulled parameters, as they travel, in the one group's vectors.
+            lent = self.session.lend()
+            [[self._gradient]], [self._parameters] = lent.gradients, lent.parameters
             self.session.pull([self._parameters])
         except BaseException as error:
             self.close(*departure.cause_of(error))
@@ -76,22 +78,26 @@ class Client:
         `refused`. After a server's restore from a checkpoint the client pulls by itself, so that the next
         gradient is taken.
         """
-        self._check(gradients)
-        for name, gradient in gradients.items():
-            self._write(name, gradient)
-        self._enter_step()
-        try:
-            self.session.clock += 1
-            if not self._all_finite(gradients):
+        with self._step(gradients) as present:
+            if present is None:
                 return []
-            present = [tensor.name in gradients for tensor in self._model.tensors]
             receipts = self.session.push([self._gradient], present=present, example_count=examples)
             if any(receipt.reason == REASON_EPOCH for receipt in receipts):
                 self.session.pull([self._parameters])
             return receipts
-        finally:
-            with self._border:
-                self._between_steps = True
+
+    def exchange(
+        self, gradients: Mapping[str, npt.NDArray[Any]], examples: int = 0
+    ) -> dict[str, npt.NDArray[np.float32]]:
+        """Pushes and pulls in one: half the way there and back. Takes what `push` does, returns what `pull` does."""
+        with self._step(gradients) as present:
+            if present is not None:
+                parameters = [self._parameters]
+                self.session.exchange([self._gradient], parameters, present=present, example_count=examples)
+        self._enter_step()
+        if present is None or self.session.pull_needed:
+            self.session.pull([self._parameters])
+        return self._pulled()
 
     def pull(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own.
@@ -101,7 +107,7 @@ class Client:
         """
         self._enter_step()
         self.session.pull([self._parameters])
-        return split_tensors(self._model, [self._parameters])
+        return self._pulled()
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The parameters as they are now, by tensor name, each shard of one version: for evaluation.
@@ -147,6 +153,27 @@ class Client:
         if isinstance(error, RunFinished):
             error = None
         self.close(*departure.cause_of(error))
+
+    @contextlib.contextmanager
+    def _step(self, gradients: Mapping[str, npt.NDArray[Any]]) -> Iterator[list[bool] | None]:
+        """A step's end, its gradients checked and in their places: which are present; None where they are no use."""
+        self._check(gradients)
+        for name, gradient in gradients.items():
+            self._write(name, gradient)
+        self._enter_step()
+        try:
+            self.session.clock += 1
+            yield [tensor.name in gradients for tensor in self._model.tensors] if self._all_finite(gradients) else None
+        finally:
+            with self._border:
+                self._between_steps = True
+
+    def _pulled(self) -> dict[str, npt.NDArray[np.float32]]:
+        """What was pulled last, in arrays of the caller's own."""
+        values = self._parameters
+        if values.dtype != np.float32:
+            values = decode(values.view(np.uint8).data, self._pull_codec)
+        return split_tensors(self._model, [values])
 
     def _enter_step(self) -> None:
         """Asks whether the next step may begin, once, where the protocol wants to be asked."""

@@ -9,8 +9,12 @@ from typing import TypeVar
 from pyps_client.channel import Channel
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
+from pyps_client.lent import Lending
+from pyps_client.local_link import LocalLink, LocalLost
 from pyps_client.retry import Busy, LinkLost, RetryPolicy, Wait
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotInitialized, RunFinished, UnknownWorker
+from pyps_wire.parameter_server_pb2 import LocalTransport
 
 T = TypeVar("T")
 
@@ -18,6 +22,9 @@ T = TypeVar("T")
 # what came through before the deadline counts, and the next call goes on from there.
 CALL_SECONDS = 60.0
 BYTES_PER_SECOND_MIN = 1_000_000
+
+# An operation that loses a local link so often goes by gRPC.
+LINKS_LOST_MAX = 3
 
 ADVICE = "Check that `pyps serve` runs there, that this is its data port, and that no firewall stands between. "
 
@@ -31,12 +38,17 @@ class Connection:
         self.name = f"server {index} ({self.address})"
         # The server's epoch, as last heard.
         self.epoch = 0
+        # Whether it was ever left to the server to look through lent gradients, all before it applies any.
+        self.left_to_look = False
         self._launch = launch
         self._guard = ForkGuard()
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._channel: Channel | None = None
+        self._link: LocalLink | None = None
         self._closed = False
+        # Whether a local link was lost so often that it is not tried again.
+        self._link_is_given_up = False
 
     @property
     def channel(self) -> Channel:
@@ -58,12 +70,55 @@ class Connection:
             self._channel = None
         failed.close()
 
+    @property
+    def link(self) -> LocalLink | None:
+        """The way through memory that this process and the server share, where it is open."""
+        link = self._link
+        return None if link is None or link.lost else link
+
+    @property
+    def is_local(self) -> bool:
+        """Whether lent vectors go through shared memory: the link is open, or lost and to be opened anew."""
+        return self._link is not None
+
+    def link_to_use(self) -> LocalLink | None:
+        """The way of lent vectors: None for gRPC. Raises LocalLost where the link is to be opened anew first."""
+        link = self._link
+        if link is not None and link.lost:
+            # A lost link is never passed over in silence: whoever rejoins opens it again, or detaches.
+            raise LocalLost("the local connection was lost")
+        return link
+
+    def detach(self) -> None:
+        """Gives up the local link: lent vectors go by gRPC."""
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender) -> None:
+        """Opens the local link anew, if it is not open. Raises LinkLost or a PypsError that says why it cannot be."""
+        if self.link is not None:
+            return
+        if self._link_is_given_up:
+            raise LocalLost("it was lost again and again")
+        link = LocalLink.attach(offer, lending, sender, name=self.name)
+        spare: LocalLink | None = link
+        with self._lock:
+            if not self._closed and self.link is None:
+                spare, self._link = self._link, link
+        if spare is not None:
+            spare.close()
+
     def close(self) -> None:
         """Ends the connection for good; in a forked child only forgets it."""
         if self._guard.in_child:
             return
         with self._lock:
             channel, self._channel, self._closed = self._channel, None, True
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
         if channel is not None:
             channel.close()
 
@@ -82,6 +137,7 @@ class Connection:
         """
         wait: Wait | None = None
         known = True
+        num_links_lost = 0
         while True:
             channel = self.channel
             try:
@@ -91,6 +147,11 @@ class Connection:
                 result = operation(channel, stop)
             except Busy as busy:
                 problem, progress = str(busy), busy.answered > 0
+            except LocalLost as lost:
+                # The gRPC connection may be sound: Hello tells, and how to attach anew.
+                problem, progress, known = str(lost), lost.answered > 0, False
+                num_links_lost += 1
+                self._link_is_given_up = num_links_lost >= LINKS_LOST_MAX
             except LinkLost as lost:
                 self.renew(channel)
                 problem, progress, known = str(lost), lost.answered > 0, False

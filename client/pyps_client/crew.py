@@ -16,11 +16,11 @@ class Crew:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._num_threads = 0
         self._running: set[threading.Event] = set()
-        self._closed = False
 
     def run(self, tasks: Sequence[Callable[[threading.Event], T]]) -> list[T]:
         """Runs the tasks, the first on the calling thread, and returns their results in order.
@@ -28,10 +28,13 @@ class Crew:
         Each task gets an event that is set when another failed or the crew was closed: a task that waits
         should end then. The first failure is raised.
         """
+        if len(tasks) == 1:
+            # With one server that is all there ever is, and nobody else's failure could end it.
+            return [tasks[0](self._closed)]
         failed = threading.Event()
         with self._lock:
             self._running.add(failed)
-            if self._closed:
+            if self._closed.is_set():
                 failed.set()
         jobs = [_Job(task, failed) for task in tasks]
         for job in jobs[1:]:
@@ -58,7 +61,7 @@ class Crew:
     def close(self) -> None:
         """Ends the idle threads, and the waits of tasks under way."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             for failed in self._running:
                 failed.set()
             for _ in range(self._num_threads):

@@ -28,6 +28,11 @@ def first_non_finite(values: npt.NDArray[Any]) -> int | None:
     return int(suspects[0]) if suspects.size else None
 
 
+def nan_of(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """One NaN of that type; uint16 holds bfloat16 bits."""
+    return np.array(0x7FC0 if dtype == np.uint16 else np.nan, dtype)
+
+
 class FiniteGuard:
     """Counts gradients that were skipped in a row.
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 
 from pyps_client.channel import Channel
 from pyps_client.connection import ADVICE, CALL_SECONDS, Connection
-from pyps_client.initialization import Initialization, Lease
+from pyps_client.initialization import Initialization, Lease, Values
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost, RetryPolicy
-from pyps_client.vectors import Vector
 from pyps_client.version import SOFTWARE
 from pyps_wire.codecs import CODECS, item_size
 from pyps_wire.common_pb2 import (
@@ -61,7 +60,7 @@ class Handshake:
     def join(
         self,
         connections: Sequence[Connection],
-        initial: Callable[[], Sequence[Vector]] | None,
+        initial: Callable[[], Values] | None,
         stop: threading.Event,
     ) -> list[HelloReply]:
         """Joins all servers, server 0 first, waiting for what is not there yet; initialises where elected."""
@@ -97,7 +96,7 @@ class Handshake:
     def _await_parameters(
         self,
         connections: Sequence[Connection],
-        initial: Callable[[], Sequence[Vector]] | None,
+        initial: Callable[[], Values] | None,
         stop: threading.Event,
     ) -> HelloReply:
         """Says Hello to server 0 until the run has parameters, sending them itself where elected."""
@@ -122,7 +121,7 @@ class Handshake:
         self,
         connections: Sequence[Connection],
         elected: HelloReply,
-        initial: Callable[[], Sequence[Vector]],
+        initial: Callable[[], Values],
         stop: threading.Event,
     ) -> str:
         """Sends the first parameters to all servers. Returns what went wrong where trying again may help."""
@@ -137,7 +136,7 @@ class Handshake:
             term=elected.term,
             partition=self._partition,
             optimizer=self._optimizer,
-            vectors=initial(),
+            values=initial(),
         )
         first = connections[0]
         with Lease(elected, lambda: self.hello(first, first.channel, CALL_SECONDS)) as lease:

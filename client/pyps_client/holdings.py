@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from itertools import chain
 
-from pyps_client.pulling import Held
+from pyps_client.intake import Held
 from pyps_client.refusals import OUTDATED
 from pyps_client.versions import Versions
 from pyps_wire.common_pb2 import Receipt
@@ -21,6 +22,7 @@ class Holdings:
     """
 
     def __init__(self, partition: Partition) -> None:
+        self.partition = partition
         self.of_server = [Held(partition.of_server(index)) for index in range(partition.num_servers)]
         self._server_of = {shard.shard_id: shard.server_index for shard in partition.shards}
         # The shards for which the newest push came too late.
@@ -29,8 +31,13 @@ class Holdings:
     @property
     def versions(self) -> Versions:
         """A copy of the versions held, with their servers' epochs."""
-        pairs = (pair for held in self.of_server for pair in held.versions.copy().items())
+        pairs = chain.from_iterable([held.versions.items() for held in self.of_server])
         return Versions(pairs, epochs=[held.epoch for held in self.of_server])
+
+    @property
+    def largest_version(self) -> int:
+        """The largest version held; 0 of nothing."""
+        return max((max(held.versions.values(), default=0) for held in self.of_server), default=0)
 
     def note(self, receipts: Sequence[Receipt]) -> None:
         """Notes what the receipts of one push ask to be waited for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 from pyps_client.channel import Channel
@@ -15,7 +16,10 @@ from pyps_wire.common_pb2 import CODEC_FLOAT32, OptimizerSettings, Sender
 from pyps_wire.errors import PypsError, Superseded
 from pyps_wire.framing import join
 from pyps_wire.parameter_server_pb2 import HelloReply, InitializeReply, InitializeRequest
-from pyps_wire.partition import Partition
+from pyps_wire.partition import Partition, ShardRange
+
+# A run's first parameters: one vector a group, or what makes a shard's numbers when they are sent.
+Values = Sequence[Vector] | Callable[[ShardRange], Vector]
 
 
 class Initialization:
@@ -28,14 +32,16 @@ class Initialization:
         term: int,
         partition: Partition,
         optimizer: OptimizerSettings,
-        vectors: Sequence[Vector],
+        values: Values,
     ) -> None:
-        check_vectors(vectors, partition.model, dtype_of(CODEC_FLOAT32), what="initial parameters")
+        if not callable(values):
+            check_vectors(values, partition.model, dtype_of(CODEC_FLOAT32), what="initial parameters")
+            values = partial(part_of, values)
         self._sender = sender
         self._term = term
         self._partition = partition
         self._optimizer = optimizer
-        self._vectors = vectors
+        self._values = values
 
     def send_to(self, connection: Connection, channel: Channel) -> None:
         """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
@@ -59,7 +65,7 @@ class Initialization:
             header = InitializeRequest(
                 sender=self._sender, term=self._term, shard_id=shard.shard_id, codec=CODEC_FLOAT32
             )
-            yield join(header, part_of(self._vectors, shard).data)
+            yield join(header, self._values(shard).data)
 
 
 class Lease:

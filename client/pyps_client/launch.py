@@ -14,6 +14,7 @@ from pyps_wire.codecs import codec_of
 from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
+TRANSPORTS = ("auto", "shm", "grpc")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WORDS = {
     "1": True,
@@ -51,10 +52,18 @@ class Launch:
     use_proxy: bool = False
     # How pushed gradients are written: "float32", "float16", "bfloat16".
     codec: str = "float32"
+    # How pulled parameters are written, likewise.
+    pull_codec: str = "float32"
+    # The way of gradients and parameters: "auto" is memory that worker and server share, where they run on one machine,
+    # and gRPC elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere.
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "servers", parse_servers(self.servers))
         codec_of(self.codec)
+        codec_of(self.pull_codec)
+        if self.transport not in TRANSPORTS:
+            raise BadRequest(f"transport is {self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
         _check_place(self.worker_index, self.worker_count)
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
@@ -175,4 +184,6 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "wait_seconds": (float, "a number of seconds"),
     "use_proxy": (_flag, "yes or no"),
     "codec": (str, "a codec's name"),
+    "pull_codec": (str, "a codec's name"),
+    "transport": (str, "a transport's name"),
 }

@@ -18,7 +18,7 @@ from pyps_client.holdings import Holdings
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
 from pyps_client.servers import Servers
-from pyps_wire.common_pb2 import ROLE_OBSERVER, OptimizerSettings
+from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, OptimizerSettings
 from pyps_wire.errors import ModelMismatch
 from pyps_wire.partition import Model, partition
 
@@ -46,18 +46,17 @@ class Observer:
             raise
         self.model = Model.from_proto(first.model)
         self.optimizer: OptimizerSettings = first.optimizer
-        self._partition = partition(self.model, num_servers=first.num_servers)
-        self._holdings = Holdings(self._partition)
+        self._holdings = Holdings(partition(self.model, num_servers=first.num_servers))
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
+        self._intakes = self._servers.intakes(self._vectors, self._holdings, codec=CODEC_FLOAT32)
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
         self._servers.read(
-            *(self._handshake.sender, ROLE_OBSERVER, self._vectors, self._holdings),
-            partition=self._partition,
+            *(self._handshake.sender, ROLE_OBSERVER, self._intakes),
             parking=Parking(0.0),
-            min_versions={},
+            min_versions=[{}] * len(self._intakes),
         )
         return split_tensors(self.model, self._vectors)
 

@@ -11,14 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.channel import Channel
-from pyps_client.connection import call_seconds
+from pyps_client.connection import Connection, call_seconds
+from pyps_client.conversion import NUMPY, Converter
+from pyps_client.finite import first_non_finite, nan_of
+from pyps_client.intake import Intake
+from pyps_client.local_link import LocalLink
+from pyps_client.pulling import LARGE_BYTES
 from pyps_client.retry import LinkLost
-from pyps_client.vectors import check_vectors, part_of
+from pyps_client.vectors import part_of
+from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.codecs import decode, dtype_of, item_size
 from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt
-from pyps_wire.errors import BadRequest, WrongSize
-from pyps_wire.framing import join
-from pyps_wire.parameter_server_pb2 import PushRequest
+from pyps_wire.errors import BadRequest, PypsError, WrongSize
+from pyps_wire.framing import join, split
+from pyps_wire.local_pb2 import LocalRequest
+from pyps_wire.parameter_server_pb2 import ExchangeReply, PushRequest
 from pyps_wire.partition import Model, Partition, ShardRange
 
 # What of a shard is pushed: an empty tuple for all of it, None for nothing.
@@ -36,27 +43,26 @@ def pushed_parts(
     return tuple((shard, _extents(partition, shard, present)) for shard in shards)
 
 
-def norm_of(parts: Iterable[Part], vectors: Sequence[npt.NDArray[Any]], *, codec: int, kinds: Sequence[int]) -> float:
-    """The Euclidean norm of a push's gradients; deltas do not count. Summed in float64."""
+def norm_of(
+    parts: Iterable[Part],
+    vectors: Sequence[npt.NDArray[Any]],
+    *,
+    codec: int,
+    kinds: Sequence[int],
+    converter: Converter = NUMPY,
+) -> float:
+    """The Euclidean norm of a push's gradients as they travel; deltas do not count. Summed in float64."""
     total = 0.0
     for shard, extents in parts:
         if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
             continue
-        values = decode(_present_values(vectors, shard, extents).view(np.uint8).data, codec).astype(np.float64)
+        values = decode(_payload(vectors, shard, extents, codec, converter), codec).astype(np.float64)
         total += float(values @ values)
     return math.sqrt(total)
 
 
-def check_push(
-    model: Model,
-    vectors: Sequence[npt.NDArray[Any]],
-    *,
-    codec: int,
-    present: Sequence[bool] | None,
-    kinds: Sequence[int],
-) -> None:
+def check_push(model: Model, *, present: Sequence[bool] | None, kinds: Sequence[int]) -> None:
     """Refuses what does not fit the model, before anything is sent."""
-    check_vectors(vectors, model, dtype_of(codec), what="pushed gradient")
     if present is not None and len(present) != len(model.tensors):
         raise WrongSize(f"present has {len(present)} flags; expected one for each of {len(model.tensors)} tensors.")
     if len(kinds) != model.num_groups:
@@ -65,13 +71,24 @@ def check_push(
 
 def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[int, int]) -> None:
     """Refuses a gradient that was computed on nothing."""
+    if base is newest and len(base) == partition.num_shards and min(base.values()) >= 0:
+        # As nearly always, and quickly said.
+        return
     for shard in partition.shards:
         if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
             raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held.")
 
 
+# Up to this size two copies cost less than to look for the payload in Python.
+COPIED_BYTES_MAX = 1 << 16
+
+
 class OutgoingPush:
-    """The shards of one push to one server; after a loss it sends only those without a receipt again."""
+    """The shards of one push to one server; after a loss it sends only those without a receipt again.
+
+    With an intake it is an exchange: what is newer arrives there. Numbers that lie in lent vectors stay there where
+    the server sees them too; which way it takes is chosen anew with each try.
+    """
 
     def __init__(
         self,
@@ -83,59 +100,169 @@ class OutgoingPush:
         newest_base_versions: Mapping[int, int],
         kinds: Sequence[int],
         learning_rates: Mapping[int, float],
+        connection: Connection | None = None,
+        intake: Intake | None = None,
+        lent_index: int | None = None,
+        converter: Converter = NUMPY,
     ) -> None:
-        """`kinds`: a PayloadKind a parameter group. `learning_rates`: new ones, by group."""
+        """`kinds`: a PayloadKind a parameter group. `learning_rates`: new ones, by group.
+
+        `lent_index`: which of the lent gradients the vectors are, where they, and the intake's, are lent.
+        """
         # The fields that all shards share.
-        self._header = PushRequest()
-        self._header.CopyFrom(header)
+        self._header = header
         self._vectors = vectors
         self._base_versions = base_versions
         self._newest_base_versions = newest_base_versions
         self._kinds = kinds
         self._learning_rates = learning_rates
+        self._connection = connection
+        self._intake = intake
+        self._lent_index = lent_index
+        self._converter = converter
         self._waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
         self._receipts: list[Receipt] = []
 
     def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
-        if not self._waiting:
-            return self._receipts
-        num_bytes = item_size(self._header.codec) * sum(shard.length for shard, _ in self._waiting.values())
-        # A list of what is sent now: gRPC's thread iterates over it while receipts take entries away.
-        frames = self._frames(list(self._waiting.values()))
-        answered = 0
-        for message in channel.stream("Push", frames, timeout_seconds=call_seconds(num_bytes)):
-            receipt = Receipt.FromString(message)
-            if receipt.sequence == self._header.sequence and receipt.shard_id in self._waiting:
-                del self._waiting[receipt.shard_id]
-                self._receipts.append(receipt)
-                answered += 1
+        before = len(self._receipts)
+        try:
+            if self._waiting:
+                self._send(channel)
+        except LinkLost as lost:
+            lost.answered = len(self._receipts) - before
+            raise
         if self._waiting:
+            answered = len(self._receipts) - before
             raise LinkLost(f"{len(self._waiting)} shards were left without a receipt", answered=answered)
         return self._receipts
 
-    def _frames(self, parts: Sequence[Part]) -> Iterator[bytes]:
-        """The messages, each made when gRPC is ready to send it: one is in memory at a time."""
-        for shard, extents in parts:
-            header = self._header_of(shard)
-            header.num_shards = len(parts)
-            if extents is None:
-                # Said in so many words: where a round waits for every worker, silence would hold it up.
-                header.kind = PAYLOAD_KIND_NOTHING
-                yield header.SerializeToString()
-                continue
-            header.extents.extend(Extent(offset=start, length=length) for start, length in extents)
-            yield join(header, _present_values(self._vectors, shard, extents).data)
+    def _send(self, channel: Channel) -> None:
+        connection = self._connection if self._lent_index is not None else None
+        link = connection.link_to_use() if connection is not None else None
+        # A list of what is sent now: frames are made of it while receipts take entries away.
+        parts = list(self._waiting.values())
+        if link is not None and link.begin():
+            try:
+                self._send_locally(link, parts, call_seconds(self._num_bytes(parts)))
+            finally:
+                link.end()
+            return
+        if connection is not None and connection.left_to_look:
+            parts = self._looked_through(parts)
+        num_bytes = self._num_bytes(parts)
+        timeout_seconds = call_seconds(num_bytes)
+        if num_bytes > LARGE_BYTES:
+            keep_large_blocks()
+        if self._intake is not None:
+            channel.exchange(self._frames(parts), self._take_reply, timeout_seconds=timeout_seconds)
+            return
+        for message in channel.stream("Push", self._frames(parts), timeout_seconds=timeout_seconds):
+            self._take_receipt(Receipt.FromString(message))
 
-    def _header_of(self, shard: ShardRange) -> PushRequest:
-        header = PushRequest()
-        header.CopyFrom(self._header)
-        header.shard_id = shard.shard_id
-        header.base_version = self._base_versions[shard.shard_id]
-        header.newest_base_version = self._newest_base_versions[shard.shard_id]
-        header.kind = self._kinds[shard.group]  # type: ignore[assignment]
+    def _looked_through(self, parts: list[Part]) -> list[Part]:
+        """The parts, unless there is NaN or infinity: then one NaN for each, for the server to refuse them all.
+
+        By gRPC it would look at each by itself and apply the others.
+        """
+        numbers = [_present_values(self._vectors, shard, extents) for shard, extents in parts if extents is not None]
+        if all(first_non_finite(values) is None for values in numbers):
+            return parts
+        self._vectors = [np.broadcast_to(nan_of(vector.dtype), vector.shape) for vector in self._vectors]
+        return [(shard, None if extents is None else ((0, 1),)) for shard, extents in parts]
+
+    def _send_locally(self, link: LocalLink, parts: Sequence[Part], timeout_seconds: float) -> None:
+        request = LocalRequest()
+        exchange = request.exchange
+        exchange.gradients = self._lent_index or 0
+        exchange.pull = self._intake is not None
+        for shard, extents in parts:
+            self._fill(exchange.shards.add(), shard, extents, len(parts))
+        reply = link.request(request, timeout_seconds=timeout_seconds)
+        if reply.WhichOneof("reply") != "exchanged":
+            raise PypsError("a push was answered with something else than receipts")
+        for answer in reply.exchanged.replies:
+            if self._take_receipt(answer.receipt) and answer.codec:
+                self._accept(answer)
+
+    def _frames(self, parts: Sequence[Part]) -> Iterator[bytes]:
+        """The messages, each made of its numbers when gRPC is ready to send it: two are in memory at a time."""
+        for shard, extents in parts:
+            request = PushRequest()
+            self._fill(request, shard, extents, len(parts))
+            if extents is None:
+                yield request.SerializeToString()
+            else:
+                yield join(request, _payload(self._vectors, shard, extents, request.codec, self._converter))
+
+    def _fill(self, request: PushRequest, shard: ShardRange, extents: Extents, num_shards: int) -> None:
+        """Makes a shard's message, but for its payload."""
+        request.CopyFrom(self._header)
+        shard_id = shard.shard_id
+        request.shard_id = shard_id
+        request.base_version = self._base_versions[shard_id]
+        request.newest_base_version = self._newest_base_versions[shard_id]
+        request.num_shards = num_shards
+        # Said in so many words where there is nothing: where a round waits for every worker, silence would hold it up.
+        request.kind = PAYLOAD_KIND_NOTHING if extents is None else self._kinds[shard.group]  # type: ignore[assignment]
+        if extents:
+            request.extents.extend(Extent(offset=start, length=length) for start, length in extents)
         if shard.group in self._learning_rates:
-            header.learning_rate = self._learning_rates[shard.group]
-        return header
+            request.learning_rate = self._learning_rates[shard.group]
+        if self._intake is not None:
+            request.reply_codec = self._intake.codec  # type: ignore[assignment]
+            held = self._intake.held
+            if held.epoch == request.epoch:
+                request.held_version = held.versions[shard_id]
+
+    def _take_reply(self, message: bytes) -> bool:
+        """Takes an exchange's answer: a receipt and, where they are newer, the shard's parameters."""
+        reply, payload = _read_reply(message)
+        # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
+        if reply.codec and self._intake is not None and reply.epoch == self._intake.held.epoch:
+            self._intake.write(reply.receipt.shard_id, reply.codec, payload)
+            self._accept(reply)
+        self._take_receipt(reply.receipt)
+        return not self._waiting
+
+    def _accept(self, reply: ExchangeReply) -> None:
+        if self._intake is not None and reply.epoch == self._intake.held.epoch:
+            self._intake.accept(reply.receipt.shard_id, reply.version)
+
+    def _take_receipt(self, receipt: Receipt) -> bool:
+        """Notes an answer; False for one to another push."""
+        if receipt.sequence != self._header.sequence or receipt.shard_id not in self._waiting:
+            return False
+        del self._waiting[receipt.shard_id]
+        self._receipts.append(receipt)
+        return True
+
+    def _num_bytes(self, parts: Sequence[Part]) -> int:
+        """Bytes that travel, both ways."""
+        item_bytes = item_size(self._header.codec) + (item_size(self._intake.codec) if self._intake is not None else 0)
+        return item_bytes * sum(shard.length for shard, _ in parts)
+
+
+def _read_reply(message: bytes) -> tuple[ExchangeReply, memoryview]:
+    """An exchange's answer and its payload: in place where it is large, copied where that is quicker."""
+    if len(message) <= COPIED_BYTES_MAX:
+        reply = ExchangeReply.FromString(message)
+        return reply, memoryview(reply.payload)
+    header, payload = split(message)
+    return ExchangeReply.FromString(header), payload
+
+
+def _payload(
+    vectors: Sequence[npt.NDArray[Any]],
+    shard: ShardRange,
+    extents: tuple[tuple[int, int], ...],
+    codec: int,
+    converter: Converter,
+) -> memoryview:
+    """The shard's numbers that are pushed, in the codec's words: float32 is converted, words stay as they are."""
+    values = _present_values(vectors, shard, extents)
+    if values.dtype == dtype_of(codec):
+        return values.view(np.uint8).data
+    return converter.encode(values, codec)
 
 
 def _present_values(

@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
+from pyps_client.conversion import NUMPY, Converter
 from pyps_client.crew import Crew
 from pyps_client.holdings import Holdings
+from pyps_client.intake import Intake
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
 from pyps_client.pulling import IncomingPull
 from pyps_client.retry import RetryPolicy
-from pyps_client.vectors import Vector
-from pyps_wire.common_pb2 import Role, Sender
-from pyps_wire.partition import Partition
+from pyps_client.vectors import Vectors, check_vectors
+from pyps_wire.codecs import dtype_of
+from pyps_wire.common_pb2 import CODEC_FLOAT32, Role, Sender
 
 T = TypeVar("T")
 Operation = Callable[[Channel, threading.Event], T]
@@ -45,31 +49,40 @@ class Servers:
         """Runs an operation on server 0."""
         return self._crew.run([partial(self._persist, self.connections[0], operation)])[0]
 
+    def intakes(
+        self, vectors: Vectors, holdings: Holdings, *, codec: int, converter: Converter = NUMPY
+    ) -> list[Intake]:
+        """The way of each server's parameters into the vectors, one a group, which travel in that codec.
+
+        The vectors are of the codec's type, or float32, into which they are converted.
+        """
+        decoded = bool(vectors) and vectors[0].dtype == np.float32
+        dtype = dtype_of(CODEC_FLOAT32 if decoded else codec)
+        check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
+        pairs = zip(self.connections, holdings.of_server, strict=True)
+        return [
+            Intake(vectors, held, codec=codec, name=connection.name, converter=converter) for connection, held in pairs
+        ]
+
     def read(
         self,
         sender: Sender,
         role: Role,
-        vectors: Sequence[Vector],
-        holdings: Holdings,
+        intakes: Sequence[Intake],
         *,
-        partition: Partition,
         parking: Parking,
-        min_versions: Mapping[int, int] | None,
+        min_versions: Sequence[Mapping[int, int]],
+        lent: bool = False,
     ) -> set[int]:
-        """Writes what is newer than held into `vectors`, one a group; returns changed shard ids.
+        """Brings what is newer than held; returns changed shard ids.
 
-        Waits for `min_versions` while `parking` lasts; None for those that the holdings await.
+        Waits for `min_versions`, shard id to version for each server, while `parking` lasts. `lent`: the vectors are.
         """
         pulls = [
             IncomingPull(
-                *(sender, role, vectors),
-                partition=partition,
-                connection=connection,
-                held=held,
-                min_versions=holdings.awaited(connection.index) if min_versions is None else min_versions,
-                parking=parking,
+                *(sender, role, intake), connection=connection, min_versions=wanted, parking=parking, lent=lent
             )
-            for connection, held in zip(self.connections, holdings.of_server, strict=True)
+            for connection, intake, wanted in zip(self.connections, intakes, min_versions, strict=True)
         ]
         return set().union(*self.on_all(pulls))
 

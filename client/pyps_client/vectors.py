@@ -12,6 +12,8 @@ from pyps_wire.errors import WrongSize
 from pyps_wire.partition import Model, ShardRange
 
 Vector = npt.NDArray[np.float32]
+# One a group, in whatever type they travel.
+Vectors = Sequence[npt.NDArray[Any]]
 
 
 def check_vectors(

@@ -20,18 +20,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
 
 from pyps_client.finite import FiniteGuard
-from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer, all_finite
+from pyps_client.torch.conversion import TorchConverter
+from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.local_steps import LocalSteps
+from pyps_client.torch.looks import all_finite
 from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedLink
 from pyps_client.torch.pace import Pace, Tempo
+from pyps_client.torch.parameter_buffer import ParameterBuffer
+from pyps_client.torch.pinned import PinnedPages
 from pyps_client.torch.shared_buffers import SharedBuffers
-from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
+from pyps_wire.common_pb2 import REASON_FINISHED, REASON_NOT_FINITE, Receipt
 from pyps_wire.errors import BadRequest, RunFinished
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
@@ -44,7 +49,10 @@ RateChanges = Callable[[], Mapping[int, float]]
 
 
 class Downpour:
-    """One worker's steps: gathers gradients, pushes, pulls, and steps locally in between. Used by one thread."""
+    """One worker's steps: gathers gradients, pushes, pulls, and steps locally in between. Used by one thread.
+
+    Its session is connected, and lends it the memory for gradients and parameters.
+    """
 
     def __init__(
         self,
@@ -52,9 +60,7 @@ class Downpour:
         layout: Layout,
         *,
         pace: Pace,
-        parameters: ParameterBuffer,
         local_rates: Callable[[], Sequence[float]],
-        codec: str = "float32",
         rate_changes: RateChanges = dict,
         buffers: SharedBuffers | None = None,
         read_my_writes: bool = False,
@@ -67,17 +73,28 @@ class Downpour:
         self._rate_changes = rate_changes
         self._buffers = buffers
         self._read_my_writes = read_my_writes
-        self._gradients = GradientBuffer(layout, codec)
-        self._parameters = parameters
-        self._local = LocalSteps(layout, parameters)
-        self._link: Link = BlockingLink(session, parameters)
-        if pace.overlap == "step":
-            self._link = ThreadedLink(session, parameters, GradientBuffer(layout, codec))
+        overlaps = pace.overlap == "step"
+        # What a device converts crosses its bus in the wire's type.
+        on_host = all(block.device.type == "cpu" for block in layout.blocks)
+        lent = session.lend(2 if overlaps else 1, converter=TorchConverter() if on_host else None)
+        self._private = lent.private
+        devices = [block.device for block in layout.blocks if block.on_cuda]
+        self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
+        self._gradients = GradientBuffer(layout, lent.gradients[0], codec=lent.converted_to)
+        # What lands beside the computation must not be in the model at once.
+        self._parameters = ParameterBuffer(layout, lent.parameters, alias=not overlaps, private=lent.private)
+        self._local = LocalSteps(layout, self._parameters)
+        self._blocking = None if overlaps else BlockingLink(session, self._parameters)
+        self._link: Link = self._blocking or ThreadedLink(
+            session, self._parameters, GradientBuffer(layout, lent.gradients[1], codec=lent.converted_to)
+        )
         # Versions of the parameters in the model.
         self._versions: Mapping[int, int] = {}
         self._push_due = False
         self._pull_due = False
         self._steps_since_pull = 0
+        # The minibatch that gathers now, where nobody has looked for NaN in it: the servers will.
+        self._unchecked: Sequence[torch.Tensor | None] = ()
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
         self._finished = False
@@ -113,7 +130,8 @@ class Downpour:
     def step(self, gradients: Sequence[torch.Tensor | None], *, example_count: int = 0) -> None:
         """Takes one minibatch's gradients, one entry a parameter; None where there is none."""
         try:
-            self._step(gradients, example_count)
+            with torch.no_grad():
+                self._step(gradients, example_count)
         except RunFinished:
             self._finished = True
         if self.finished and not self._settled:
@@ -135,9 +153,25 @@ class Downpour:
         self._session.snapshot(vectors)
         return self._parameters.tensors_of(vectors)
 
+    def hand_out_gradients(self) -> None:
+        """Lets the next minibatch's gradients be computed right where they are pushed from, where it goes alone.
+
+        The model's gradients lose their values, and are to be made zero.
+        """
+        if self._blocking is not None and self._tempo.push_after(self.steps):
+            self._gradients.hand_out()
+        else:
+            self._gradients.take_back()
+
     def close(self) -> None:
-        """Ends the link's threads."""
+        """Ends the link's threads, and the use of what the session lent."""
         self._link.close()
+        if not self._private:
+            # What other processes see is let go: the model keeps what it has.
+            self._gradients.take_back()
+            self._parameters.separate()
+        if self._pinned is not None:
+            self._pinned.release()
 
     def _settle(self) -> None:
         """Brings the finished run's parameters into the model."""
@@ -154,13 +188,16 @@ class Downpour:
         step = self.steps
         self._tempo.follow(step)
         self.steps = self._session.clock = step + 1
-        self._gather(gradients, example_count)
         self._push_due = self._push_due or self._tempo.push_after(step)
-        if self._push_if_due():
-            self._proceed()
         self._pull_due = self._pull_due or self._tempo.pull_before(step + 1)
-        self._steps_since_pull += 1
-        self._pull_if_due()
+        self._gather(gradients, example_count)
+        if not self._exchange_if_due():
+            if self._push_if_due():
+                self._proceed()
+            self._steps_since_pull += 1
+            self._pull_if_due()
+        if self._gradients.minibatch_count:
+            self._gradients.take_back()
         self._finished = self._finished or any(receipt.reason == REASON_FINISHED for receipt in self.receipts)
 
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
@@ -168,16 +205,40 @@ class Downpour:
             return
         moves = self._buffers.moves() if self._buffers is not None else []
         everything = [*gradients, *moves]
-        if not self._accepts(everything):
+        if not self._add(everything, example_count):
             if self._buffers is not None:
                 self._buffers.skipped()
             return
-        self._gradients.add(everything, versions=self._versions, example_count=example_count)
         if self._buffers is not None:
             self._buffers.accepted(moves)
         if self._tempo.overlaps or not self._tempo.pull_before(self.steps):
             # Else the pull that follows overwrites it. Buffers, the last group if they are one, have moved already.
             self._local.step(everything, [*self._local_rates(), 0.0])
+
+    def _exchange_if_due(self) -> bool:
+        """Pushes and pulls in one where both are due; False where they are not, or something comes in between."""
+        if (
+            self._blocking is None
+            or not (self._push_due and self._pull_due and self._gradients.minibatch_count)
+            or self._session.ask_to_proceed
+        ):
+            return False
+        if not self._sealed():
+            return False
+        self._push_due = self._pull_due = False
+        try:
+            self._blocking.exchange(self._gradients, self._rate_changes())
+        except BaseException:
+            # What came before the error is noted for the next step, should there be one.
+            self._take_pulled()
+            raise
+        self._note_what_the_servers_found()
+        asked = self._session.ask_to_proceed
+        self._session.proceed()
+        if asked or self._session.pull_needed:
+            self._blocking.pull()
+        self._take_pulled()
+        return True
 
     def _push_if_due(self) -> bool:
         """True when the worker stands at the end of a push's worth of minibatches."""
@@ -191,13 +252,37 @@ class Downpour:
         return True
 
     def _push(self) -> None:
-        if self._gradients.seal():
-            self._payload_guard.passed()
+        if self._sealed():
             self._gradients = self._link.push(self._gradients, self._rate_changes())
-            return
+            self._note_what_the_servers_found()
+
+    def _sealed(self) -> bool:
+        """True when what has gathered may go on its way; else it is left out."""
+        if self._gradients.seal(checked=not self._unchecked):
+            self._payload_guard.passed()
+            return True
         count = self._gradients.minibatch_count
-        self._gradients.clear(overflowed=True)
+        self._gradients.clear()
         self._payload_guard.skipped(f"{count} minibatches, summed and converted for the wire,", (), math.inf)
+        return False
+
+    def _note_what_the_servers_found(self) -> None:
+        """Takes a push that nobody had looked through, and that was refused for its NaN, for one that was skipped."""
+        gradients, self._unchecked = self._unchecked, ()
+        if not gradients:
+            return
+        if any(receipt.reason == REASON_NOT_FINITE for receipt in self.receipts):
+            self._skip(gradients)
+        else:
+            self._minibatch_guard.passed()
+
+    def _skip(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Counts a minibatch as skipped, and says where it is not finite, if not in the wire's type only."""
+        found = self._first_non_finite(gradients)
+        if found is not None:
+            self._minibatch_guard.skipped(*found)
+        else:
+            self._payload_guard.skipped("1 minibatch, converted for the wire,", (), math.inf)
 
     def _proceed(self) -> None:
         if not self._tempo.overlaps:
@@ -220,6 +305,10 @@ class Downpour:
         versions = self._link.take_pulled()
         if versions is None:
             return
+        if self._parameters.written_elsewhere():
+            # Something else lies where the pulled parameters were, and not all of them came anew just now.
+            versions = self._session.snapshot(self._parameters.vectors)
+            self._parameters.separate()
         self._parameters.write()
         self._local.reset()
         if self._read_my_writes and self._link.in_flight is not None:
@@ -233,25 +322,47 @@ class Downpour:
         self._versions = versions
         self._steps_since_pull = 0
 
-    def _accepts(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """True when all there is is finite."""
-        given = [gradient for gradient in gradients if gradient is not None]
+    def _add(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> bool:
+        """Adds a minibatch to what has gathered; False where it is not finite, and left out."""
+        self._refuse_sparse(gradients)
+        self._unchecked = gradients if self._servers_look() else ()
+        is_first = self._gradients.minibatch_count == 0
+        # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
+        if is_first or all_finite([gradient for gradient in gradients if gradient is not None]):
+            self._gradients.add(gradients, versions=self._versions, example_count=example_count)
+            if self._unchecked:
+                return True
+            if not is_first or self._gradients.are_finite():
+                self._minibatch_guard.passed()
+                return True
+            self._gradients.clear()
+        self._skip(gradients)
+        return False
+
+    def _refuse_sparse(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for tensor, gradient in zip(self._layout.model.tensors, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 raise BadRequest(
                     f"The gradient of {tensor.name!r} has layout {gradient.layout}; servers take dense "
                     f"gradients only: make the layer with sparse=False."
                 )
-        if all_finite(given):
-            self._minibatch_guard.passed()
-            return True
-        self._minibatch_guard.skipped(*self._first_non_finite(gradients))
-        return False
 
-    def _first_non_finite(self, gradients: Sequence[torch.Tensor | None]) -> tuple[str, tuple[int, ...], float]:
+    def _servers_look(self) -> bool:
+        """True where a minibatch goes alone and at once to a server that looks for NaN before it applies any of it."""
+        return (
+            self._session.checks_first
+            and self._blocking is not None
+            and self._push_due
+            and self._gradients.minibatch_count == 0
+            # Else the worker takes a step with it; and with buffers, its own statistics would have to be undone.
+            and self._tempo.pull_before(self.steps)
+            and self._buffers is None
+        )
+
+    def _first_non_finite(self, gradients: Sequence[torch.Tensor | None]) -> tuple[str, tuple[int, ...], float] | None:
         """Where the first NaN or infinity is: tensor, index, value."""
         for tensor, gradient in zip(self._layout.model.tensors, gradients, strict=True):
             if gradient is not None and not all_finite([gradient]):
                 index = tuple(gradient.isfinite().logical_not().nonzero()[0].tolist())
                 return tensor.name, index, float(gradient[index])
-        raise AssertionError("all gradients are finite")
+        return None

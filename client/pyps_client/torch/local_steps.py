@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer
+from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout
+from pyps_client.torch.parameter_buffer import ParameterBuffer
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -29,13 +30,16 @@ class LocalSteps:
     def reset(self) -> None:
         """Begins again from the parameters that were just written into the model."""
         for index, master in self._masters.items():
-            master.copy_(self._parameters.float32_of(index))
+            master.copy_(self._parameters.value_of(index))
 
     @torch.no_grad()
     def step(self, gradients: Sequence[torch.Tensor | None], rates: Sequence[float]) -> None:
         """Takes a step of these rates, at least one a group: parameters -= rate * gradient."""
         for block in self._layout.blocks:
             rate = rates[block.group]
+            if rate != 0.0 and min(block.offsets) < self._layout.first_buffer:
+                # What was pulled must stay as it is: a shard without a newer version does not come again.
+                self._parameters.separate()
             for batch in block.batches if rate != 0.0 else ():
                 indices = [index for index in batch if gradients[index] is not None]
                 targets = [self._target(index) for index in indices]

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from pyps_client.conversion import Converter
 from pyps_client.fork import ForkGuard
-from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer
+from pyps_client.lent import Lent
+from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_wire.common_pb2 import Receipt
 
 T = TypeVar("T")
@@ -26,9 +29,25 @@ class SessionLike(Protocol):
 
     clock: int
 
+    def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent: ...
+
     def push(
         self,
-        vectors: Sequence[npt.NDArray[np.generic]],
+        vectors: Sequence[npt.NDArray[Any]],
+        *,
+        present: Sequence[bool] | None = None,
+        example_count: int = 0,
+        minibatch_count: int = 1,
+        base_versions: Mapping[int, int] | None = None,
+        newest_base_versions: Mapping[int, int] | None = None,
+        learning_rates: Mapping[int, float] | None = None,
+        kinds: Sequence[int] | None = None,
+    ) -> list[Receipt]: ...
+
+    def exchange(
+        self,
+        vectors: Sequence[npt.NDArray[Any]],
+        parameters: Sequence[npt.NDArray[Any]],
         *,
         present: Sequence[bool] | None = None,
         example_count: int = 0,
@@ -41,7 +60,7 @@ class SessionLike(Protocol):
 
     def proceed(self) -> None: ...
 
-    def pull(self, vectors: Sequence[npt.NDArray[np.float32]]) -> set[int]: ...
+    def pull(self, vectors: Sequence[npt.NDArray[Any]]) -> set[int]: ...
 
     def snapshot(self, vectors: Sequence[npt.NDArray[np.float32]]) -> Versions: ...
 
@@ -64,7 +83,22 @@ class SessionLike(Protocol):
     def pull_needed(self) -> bool: ...
 
     @property
+    def checks_first(self) -> bool: ...
+
+    @property
     def finished(self) -> bool: ...
+
+
+class Description(TypedDict):
+    """What a session wants to know of gradients beside the numbers."""
+
+    present: Sequence[bool]
+    example_count: int
+    minibatch_count: int
+    base_versions: Versions
+    newest_base_versions: Versions
+    learning_rates: Mapping[int, float]
+    kinds: Sequence[int] | None
 
 
 class Link(Protocol):
@@ -131,6 +165,18 @@ class BlockingLink:
             # After an error too: the session has tried for as long as it was told to.
             gradients.clear()
         return gradients
+
+    def exchange(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> None:
+        """Pushes sealed gradients and pulls what is newer, in one; the buffer is empty then."""
+        try:
+            gradients.ready()
+            self._parameters.wait_until_free()
+            described = _described(gradients, learning_rates)
+            self.receipts = self._session.exchange(gradients.vectors, self._parameters.vectors, **described)
+        finally:
+            gradients.clear()
+            # After an error too: some shards may have come, and the model's parameters may lie in the vectors.
+            self._pulled = self._session.held_versions
 
     def can_pull(self) -> bool:
         return True
@@ -294,16 +340,19 @@ class Lane(Generic[T]):
 
 def _push(session: SessionLike, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> Sequence[Receipt]:
     gradients.ready()
-    return session.push(
-        gradients.vectors,
-        present=gradients.present,
-        example_count=gradients.example_count,
-        minibatch_count=gradients.minibatch_count,
-        base_versions=gradients.base_versions,
-        newest_base_versions=gradients.newest_base_versions,
-        learning_rates=learning_rates,
-        kinds=gradients.kinds,
-    )
+    return session.push(gradients.vectors, **_described(gradients, learning_rates))
+
+
+def _described(gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> Description:
+    return {
+        "present": gradients.present,
+        "example_count": gradients.example_count,
+        "minibatch_count": gradients.minibatch_count,
+        "base_versions": gradients.base_versions,
+        "newest_base_versions": gradients.newest_base_versions,
+        "learning_rates": learning_rates,
+        "kinds": gradients.kinds,
+    }
 
 
 def _pull(session: SessionLike, parameters: ParameterBuffer) -> Versions:

@@ -38,7 +38,7 @@ class GroupRates:
     def take_changes(self) -> dict[int, float]:
         """Group -> rate, for the push that begins now; empty where the servers have been told all."""
         now = self.now()
-        changes = {index: rate for index, rate in enumerate(now) if rate != self._told[index]}
+        changes = _changes(now, self._told) if now != self._told else {}
         if not self._owns_schedule:
             if changes and not self._moved:
                 self._moved = True
@@ -94,6 +94,10 @@ def check_read_my_writes(translation: Translation, *, asked: float | None) -> No
             "read_my_writes takes the worker's own steps on what was pulled, but there are no local steps: pass "
             "local_learning_rate, the size of a plain SGD step."
         )
+
+
+def _changes(now: Sequence[float], told: Sequence[float]) -> dict[int, float]:
+    return {index: rate for index, rate in enumerate(now) if rate != told[index]}
 
 
 def _checked(index: int, rate: float) -> float:

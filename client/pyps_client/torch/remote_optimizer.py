@@ -6,20 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pyps_client import departure, uncaught
 from pyps_client.fork import ForkGuard, keep_alive, let_go
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.session import Session
+from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.flat_buffers import ParameterBuffer
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.model_state import tell_unshared, whole_state
 from pyps_client.torch.pace import Pace
+from pyps_client.torch.parameter_buffer import initial_values
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
 from pyps_client.torch.shared_buffers import MODES, shared_buffers
-from pyps_client.torch.translate import refuse_changes, translate, translation_of
+from pyps_client.torch.translate import translate, translation_of
+from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
@@ -69,6 +72,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         read_my_writes: bool = False,
         compat: str | None = None,
         gradient_dtype: str | None = None,
+        parameter_dtype: str | None = None,
+        transport: str | None = None,
         buffers: str = "local",
         owns_schedule: bool | None = None,
         examples_in_batch: int | None = None,
@@ -87,6 +92,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
         `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16".
+        `parameter_dtype`: how pulled parameters travel, likewise (PYPS_PULL_CODEC by default); the servers
+        hold and update them in float32.
+        `transport`: "auto" (PYPS_TRANSPORT by default) for memory shared with servers on this machine and gRPC
+        elsewhere, "grpc" for gRPC everywhere, or "shm" to fail rather than use gRPC.
         `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over
         the workers ("average"), or follow those of the first ("first"); the same for all workers.
         `owns_schedule`: True where this worker's changes of the learning rate count, for all workers; by
@@ -104,7 +113,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
             check_read_my_writes(translation, asked=local_learning_rate)
         layout = plan(model, optimizer.param_groups, shard_size=shard_size, with_buffers=buffers != "local")
         launch = Launch.from_environment(
-            servers, token_file=token_file, run_id=run_id, worker_id=worker_id, codec=gradient_dtype
+            servers,
+            token_file=token_file,
+            run_id=run_id,
+            worker_id=worker_id,
+            codec=gradient_dtype,
+            pull_codec=parameter_dtype,
+            transport=transport,
         )
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -113,9 +128,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
         self._model = model
-        self._translation = translation
-        self._settings = settings
+        self._agreement = Agreement(translation, settings)
         self._layout = layout
+        self._trained = layout.parameters[: layout.first_buffer]
         self.examples_in_batch = examples_in_batch
         self._finish_seen = False
         self._closed = False
@@ -124,13 +139,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         rates = GroupRates(
             self.param_groups, settings, owns_schedule=is_first if owns_schedule is None else owns_schedule
         )
-        parameters = ParameterBuffer(layout)
         self._session = Session(
             layout.model,
             _with_buffers(settings, layout),
             launch=launch,
-            initial=parameters.read,
-            codec=launch.codec,
+            initial=lambda: initial_values(layout),
             device=layout.devices,
         )
 
@@ -139,9 +152,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 self._session,
                 layout,
                 pace=pace,
-                parameters=parameters,
                 local_rates=LocalRates(translation, rates, asked=local_learning_rate),
-                codec=launch.codec,
                 rate_changes=rates.take_changes,
                 buffers=shared_buffers(model, layout, mode=buffers, is_first=is_first, overlaps=overlap == "step"),
                 read_my_writes=read_my_writes,
@@ -150,8 +161,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._downpour = self._join(downpour)
         self._begin()
         tell_unshared(model, layout)
-        # What the torch optimizer allocated is of no use: the servers hold it.
-        optimizer.state.clear()
+        # The memory that the parameters lay in, where they lie in the session's now.
+        give_back_free_memory()
 
     def step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
         """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
@@ -159,26 +170,23 @@ class RemoteOptimizer(torch.optim.Optimizer):
         A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
         returned. Raises TrainingFinished when the loop goes on although the run is over.
         """
-        self._guard.check()
-        if self._closed:
-            raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
-        if self._finish_seen:
-            logger.info("the run %s is over: this worker ends", self.run_id)
-            raise TrainingFinished
-        refuse_changes(self._translation, self._settings, self.param_groups)
-        # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-            if loss is not None:
-                self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-        count = self.examples_in_batch if examples is None else examples
-        trained = self._layout.parameters[: self._layout.first_buffer]
-        self._downpour.step([parameter.grad for parameter in trained], example_count=count or 0)
-        self._finish_seen = self.finished
-        return loss
+        if self._is_watched:
+            return _watched_step(self, closure, examples=examples)
+        return self._step(closure, examples=examples)
+
+    # Else torch makes every step one of its profiler's ranges: a third of what a step of a small model costs here.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, as for every torch optimizer.
+
+        With `set_to_none=False`, on the CPU and where each minibatch is pushed by itself, gradients that are there
+        become tensors in the memory that is pushed from, which saves copying them; they are the optimizer's own: clone
+        what is to be kept.
+        """
+        if not (set_to_none or self._closed or self._guard.in_child):
+            self._downpour.hand_out_gradients()
+        super().zero_grad(set_to_none)
 
     @property
     def finished(self) -> bool:
@@ -204,6 +212,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def run_id(self) -> str:
         """The run's name."""
         return self._session.run_id
+
+    @property
+    def transport(self) -> str:
+        """The way of gradients and parameters: "shm" (memory shared with all servers), "grpc", or "mixed"."""
+        return self._session.transport
 
     @property
     def num_workers(self) -> int:
@@ -280,7 +293,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict(dict(state_dict))
             loaded = self.param_groups
-            refuse_changes(self._translation, self._settings, loaded)
+            self._agreement.check(loaded)
         finally:
             # The groups stay the same objects: schedulers of the torch optimizer hold them too.
             self.param_groups = groups
@@ -288,10 +301,46 @@ class RemoteOptimizer(torch.optim.Optimizer):
             group.clear()
             group.update(of_file)
 
+    def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
+        self._guard.check()
+        if self._closed:
+            raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
+        if self._finish_seen:
+            logger.info("the run %s is over: this worker ends", self.run_id)
+            raise TrainingFinished
+        self._agreement.check(self.param_groups)
+        # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if loss is not None:
+                self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        count = self.examples_in_batch if examples is None else examples
+        self._downpour.step([parameter.grad for parameter in self._trained], example_count=count or 0)
+        self._finish_seen = self.finished
+        return loss
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether torch's profiler, or a hook of a step, wants to know of steps."""
+        return bool(
+            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
+
     def _join(self, downpour: Callable[[], Downpour]) -> Downpour:
         """Joins the run; what is made of a worker's wishes may depend on what the servers then say."""
         try:
             self._session.connect()
+            # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
+            # what comes now.
+            self._wrapped.state.clear()
+            give_back_free_memory()
             return downpour()
         except BaseException as error:
             self._session.close(*departure.cause_of(error))
@@ -309,6 +358,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             self.close(*departure.cause_of(error))
             raise
+
+
+# A step as torch makes it of an optimizer's own: with hooks, and a range for its profiler.
+_watched_step = torch.optim.Optimizer.profile_hook_step(RemoteOptimizer._step)
 
 
 def _with_buffers(settings: OptimizerSettings, layout: Layout) -> OptimizerSettings:

@@ -13,10 +13,11 @@ import pytest
 
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
+from pyps_client.intake import Held, Intake
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
 from pyps_client.proceeding import Proceeding
-from pyps_client.pulling import Held, IncomingPull
+from pyps_client.pulling import IncomingPull
 from pyps_client.retry import RetryPolicy
 from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_WORKER, Sender
 from pyps_wire.contract import PARAMETER_SERVER
@@ -117,10 +118,8 @@ def pull_of(
     for shard_id, version in wanted.items():
         held.want(shard_id, version, epoch=0)
     pull = IncomingPull(
-        *(Sender(worker_id="a"), ROLE_WORKER, [vector]),
-        partition=PLAN,
+        *(Sender(worker_id="a"), ROLE_WORKER, Intake([vector], held, codec=CODEC_FLOAT32, name="server 0")),
         connection=caller.connection,
-        held=held,
         min_versions=held.wanted,
         parking=Parking(wait_seconds),
     )

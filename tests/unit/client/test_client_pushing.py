@@ -9,8 +9,11 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
+from pyps_client.conversion import NUMPY, Converter
+from pyps_client.intake import Held, Intake
 from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
+from pyps_client.torch.conversion import TorchConverter
 from pyps_client.vectors import check_vectors
 from pyps_wire.codecs import dtype_of, encode
 from pyps_wire.common_pb2 import (
@@ -82,6 +85,44 @@ def test_frames_hold_the_present_numbers_only(codec: int, dtype: type) -> None:
     assert {(h.kind, h.num_shards, h.HasField("learning_rate")) for h in headers} == {(PAYLOAD_KIND_DELTA, 2, False)}
     np.testing.assert_array_equal(np.frombuffer(frames[0][1], dtype), [*range(10), *range(20, 32)])
     np.testing.assert_array_equal(np.frombuffer(frames[1][1], dtype), range(32, 50))
+
+
+@pytest.mark.parametrize("converter", [NUMPY, TorchConverter()])
+@pytest.mark.parametrize("codec", [CODEC_FLOAT16, CODEC_BFLOAT16])
+def test_float32_is_converted_as_frames_are_made(codec: int, converter: Converter) -> None:
+    plan = partition(MODEL, num_servers=1)
+    vector = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    parts = pushed_parts(plan, 0, present=[True, False, True, True])
+    versions = {0: 5, 1: 6}
+    push = OutgoingPush(
+        *(PushRequest(sequence=3, codec=codec), parts, [vector]),
+        base_versions=versions,
+        newest_base_versions=versions,
+        kinds=[PAYLOAD_KIND_GRADIENT],
+        learning_rates={},
+        converter=converter,
+    )
+    words = np.frombuffer(encode(vector, codec), np.uint16)
+    payloads = [np.frombuffer(payload, np.uint16) for _, payload in frames_of(push, parts)]
+    np.testing.assert_array_equal(payloads[0], [*words[:10], *words[20:32]])
+    np.testing.assert_array_equal(payloads[1], words[32:])
+    # The norm is that of what travels, whoever converts it.
+    kinds = [PAYLOAD_KIND_GRADIENT]
+    norm = norm_of(parts, [vector], codec=codec, kinds=kinds, converter=converter)
+    assert norm == norm_of(parts, [words.view(dtype_of(codec))], codec=codec, kinds=kinds)
+
+
+@pytest.mark.parametrize("converter", [NUMPY, TorchConverter()])
+@pytest.mark.parametrize("codec", [CODEC_FLOAT16, CODEC_BFLOAT16])
+def test_what_comes_in_halves_is_written_into_float32(codec: int, converter: Converter) -> None:
+    plan = partition(MODEL, num_servers=1)
+    vector = np.full(64, 9.0, np.float32)
+    intake = Intake([vector], Held(plan.of_server(0)), codec=codec, name="server 0", converter=converter)
+    sent = np.arange(32, dtype=np.float32)
+    intake.write(1, codec, encode(sent, codec))
+    np.testing.assert_array_equal(vector, [*[9.0] * 32, *sent])
+    with pytest.raises(WrongSize, match="sent 62 bytes of parameters of shard 0; expected 64"):
+        intake.write(0, codec, encode(sent[1:], codec))
 
 
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from pyps_client.intake import Held
 from pyps_client.parking import PARK_SECONDS, Parking
-from pyps_client.pulling import Held
 from pyps_wire.errors import RunFinished, WaitTimedOut
 from pyps_wire.partition import Model, Tensor, partition
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps_client.torch.downpour import BEHIND_MAX, Downpour
-from pyps_client.torch.flat_buffers import ParameterBuffer
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
 from pyps_wire.errors import BadRequest, NotFinite, RunFinished, ServerUnavailable
@@ -23,7 +22,7 @@ def downpour(
     """A worker of a model of one tensor of zeros, its parameters already pulled."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(SIZE, 1, bias=False)
-    session = RecordingSession([np.zeros(SIZE, np.float32)], rate=rate)
+    session = RecordingSession([np.zeros(SIZE, np.float32)], rate=rate, codec=codec)
     for name, value in (session_has or {}).items():
         setattr(session, name, value)
     layout = plan(model, [{"params": list(model.parameters())}])
@@ -31,9 +30,7 @@ def downpour(
         session,
         layout,
         pace=Pace(**pace),
-        parameters=ParameterBuffer(layout),
         local_rates=lambda: [local],
-        codec=codec,
         read_my_writes=read_my_writes,
     )
     worker.start()
@@ -178,6 +175,7 @@ def test_after_a_restore_the_worker_pulls_before_its_next_minibatch() -> None:
 def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None:
     worker, session, parameter = downpour(overlap=overlap, pull_every=10)
     session.parameters[0][:] = 3.0
+    session.version += 1
     session.failure = RunFinished("over")
     worker.step(gradient(1.0))
     if overlap == "step":
@@ -328,7 +326,7 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
     for count in range(3):
         worker.step(gradient(1.0))
         # Nothing is under way between steps, and the model holds all that was pushed.
-        assert session.events[-2:] == ["push", "pull"]
+        assert session.events[-2:] == ["push", "pull"]  # on threads of its own, an overlapped worker never exchanges
         assert float(parameter.detach()[0, 0]) == -3 - count
         assert session.held == session.version
     assert [pushed.base_version for pushed in session.pushes[-2:]] == [session.version - 2, session.version - 1]
@@ -387,7 +385,6 @@ def test_local_steps_of_half_precision_parameters_add_up_in_float32(dtype) -> No
         session,
         layout,
         pace=Pace(pull_every=100),
-        parameters=ParameterBuffer(layout),
         local_rates=lambda: [0.0001],
     )
     worker.start()
@@ -409,11 +406,9 @@ def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, 
     worker, session, _ = downpour(
         overlap="step", push_every=push_every, pull_every=pull_every, compat=compat, rate=0.5, local=0.5
     )
-    gathered = 0
     for value, hold in zip(values, closed, strict=False):
         # Held back only where the worker will not wait for it.
-        gathered = gathered + 1 if hold else 0
-        if hold and gathered < BEHIND_MAX - 1:
+        if hold and worker._gradients.minibatch_count < BEHIND_MAX - 1:
             session.gate.clear()
         else:
             session.gate.set()
@@ -437,3 +432,32 @@ def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, 
 def test_a_wrong_setting_is_refused_with_its_value(setting, message) -> None:
     with pytest.raises(BadRequest, match=message):
         downpour(**setting)
+
+
+def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_are() -> None:
+    """The model's parameters lie where a server writes them: the next gradient is computed on them."""
+
+    class Cut(RecordingSession):
+        """One whose next exchange brings parameters and then fails."""
+
+        def exchange(self, vectors, parameters, **described):
+            super().exchange(vectors, parameters, **described)
+            if self.version == 2:
+                raise ServerUnavailable("gone")
+            return []
+
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(SIZE, 1, bias=False)
+    session = Cut([np.zeros(SIZE, np.float32)], rate=1.0)
+    worker = Downpour(
+        session, plan(model, [{"params": list(model.parameters())}]), pace=Pace(), local_rates=lambda: [0.0]
+    )
+    worker.start()
+    worker.step(gradient(1.0))
+    with pytest.raises(ServerUnavailable):
+        worker.step(gradient(1.0))
+    assert model.weight.tolist() == [[-2.0] * SIZE]
+    worker.step(gradient(1.0))
+
+    assert [pushed.base_version for pushed in session.pushes] == [0, 1, 2]
+    assert model.weight.tolist() == [[-3.0] * SIZE]

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.flat_buffers import ParameterBuffer
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
+from pyps_client.torch.parameter_buffer import values_of
 from pyps_client.torch.shared_buffers import shared_buffers
 from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
@@ -23,14 +23,12 @@ class Worker:
         torch.set_num_threads(1)
         self.module = torch.nn.BatchNorm1d(SIZE)
         layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
-        parameters = ParameterBuffer(layout)
-        self.session = session or RecordingSession(parameters.read(), rate=0.1)
+        self.session = session or RecordingSession(values_of(layout), rate=0.1)
         wishes = Pace(**pace)
         self.downpour = Downpour(
             self.session,
             layout,
             pace=wishes,
-            parameters=parameters,
             local_rates=lambda: [0.0],
             buffers=shared_buffers(
                 self.module, layout, mode=mode, is_first=is_first, overlaps=wishes.overlap == "step"

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.flat_buffers import GradientBuffer, ParameterBuffer
+from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.pace import Pace
-from recording_session import RecordingSession
+from pyps_client.torch.parameter_buffer import ParameterBuffer, values_of
+from recording_session import RecordingSession, lent_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +37,6 @@ def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) ->
         session,
         layout,
         pace=Pace(**pace),
-        parameters=ParameterBuffer(layout),
         local_rates=lambda: [0.0],
     )
     worker.start()
@@ -55,7 +55,8 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
 def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread) -> None:
     model = network(spread=spread)
-    buffer = GradientBuffer(layout_of(model), codec)
+    layout = layout_of(model)
+    buffer = GradientBuffer(layout, lent_for(layout, codec=codec).gradients[0])
     first, second = random_gradients(model), random_gradients(model)
     buffer.add(first, versions={0: 1})
     buffer.add(second, versions={0: 1})
@@ -70,20 +71,21 @@ def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread) 
 def test_parameters_go_to_the_device_and_back(spread) -> None:
     model = network(spread=spread)
     places = [parameter.data_ptr() for parameter in model.parameters()]
-    buffer = ParameterBuffer(layout_of(model))
+    layout = layout_of(model)
+    buffer = ParameterBuffer(layout, lent_for(layout).parameters)
     for value in (1.0, 2.0):
         buffer.wait_until_free()
         buffer.vectors[0][:] = np.arange(len(buffer.vectors[0])) * value
         buffer.write()
     assert torch.equal(flat(list(model.parameters())), torch.arange(3 * 65 * 64.0) * 2)
-    assert np.array_equal(buffer.read()[0], np.arange(3 * 65 * 64) * 2)
+    assert np.array_equal(values_of(layout)[0], np.arange(3 * 65 * 64) * 2)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
 def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
     model = network()
-    session = RecordingSession(ParameterBuffer(layout_of(model)).read(), rate=0.01)
+    session = RecordingSession(values_of(layout_of(model)), rate=0.01)
     worker = worker_of(session, model, overlap=overlap)
     total = torch.zeros(3 * 65 * 64, dtype=torch.float64)
     for _ in range(20):
@@ -100,9 +102,44 @@ def test_a_gpu_worker_pushes_all_it_computes(overlap) -> None:
 
 def test_a_nan_on_the_device_is_not_sent() -> None:
     model = network()
-    session = RecordingSession(ParameterBuffer(layout_of(model)).read())
+    session = RecordingSession(values_of(layout_of(model)))
     worker = worker_of(session, model)
     gradients = random_gradients(model)
     gradients[-1][-1] = float("nan")
     worker.step(gradients)
     assert session.pushes == []
+
+
+def test_what_the_session_lends_is_pinned_while_the_worker_is_open() -> None:
+    model = network()
+    session = RecordingSession(values_of(layout_of(model)), rate=0.01)
+    worker = worker_of(session, model)
+    lent = [*worker._parameters.vectors, *worker._gradients.vectors]
+    assert all(torch.from_numpy(vector).is_pinned() for vector in lent)
+    worker.step(random_gradients(model))
+    worker.close()
+    assert not any(torch.from_numpy(vector).is_pinned() for vector in lent)
+    assert np.array_equal(values_of(layout_of(model))[0], session.parameters[0])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
+def test_parameters_cross_the_bus_as_they_travelled_and_are_converted_on_the_device(codec, spread) -> None:
+    model = network(spread=spread)
+    session = RecordingSession(values_of(layout_of(model)), rate=0.01, pull_codec=codec)
+    worker = worker_of(session, model)
+    for _ in range(3):
+        worker.step(random_gradients(model))
+    expected = torch.from_numpy(session.parameters[0]).to(getattr(torch, codec)).float()
+    assert torch.equal(flat(list(model.parameters())), expected)
+    worker.close()
+
+
+def test_gradients_stay_on_the_device_when_made_zero_in_place() -> None:
+    model = network()
+    session = RecordingSession(values_of(layout_of(model)), rate=0.01)
+    worker = worker_of(session, model)
+    model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+    worker.hand_out_gradients()
+    assert all(parameter.grad.is_cuda for parameter in model.parameters())
+    worker.close()

@@ -1,0 +1,177 @@
+"""The way to a server on the worker's own machine: requests over a Unix socket, numbers in memory that both see."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import weakref
+
+from google.protobuf.message import DecodeError
+
+from pyps_client.lent import Lending
+from pyps_client.retry import Busy, LinkLost
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
+from pyps_wire.local_pb2 import LocalReply, LocalRequest
+from pyps_wire.parameter_server_pb2 import LocalTransport
+
+ATTACH_SECONDS = 10.0
+_LENGTH = struct.Struct("<I")
+# A C program's struct timeval.
+_TIME = struct.Struct("ll")
+_READ_BYTES = 1 << 16
+# How often a thread that waits for its turn looks whether that may take long.
+LOOK_SECONDS = 0.005
+
+
+class LocalLost(LinkLost):
+    """The loss of a local link: the gRPC connection beside it may be sound."""
+
+
+class LocalLink:
+    """One attached socket. Requests and replies alternate, so one thread at a time has it."""
+
+    def __init__(self, connected: socket.socket, *, name: str) -> None:
+        self._socket = connected
+        self._name = name
+        self._turn = threading.Lock()
+        # Whether the request under way is one that the server holds until it is time.
+        self._parked = False
+        self.lost = False
+        self._timeout_seconds = 0.0
+        _links.add(self)
+
+    @classmethod
+    def attach(cls, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> LocalLink:
+        """Connects and hands the segment over. Raises LinkLost or a PypsError that says why it cannot be."""
+        assert lending.segment is not None
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link = cls(connected, name=name)
+        try:
+            connected.settimeout(ATTACH_SECONDS)
+            connected.connect("\0" + offer.address[1:] if offer.address.startswith("@") else offer.address)
+            link._allow(ATTACH_SECONDS)
+            # The first byte carries the descriptor; the message follows.
+            message = _framed(lending.attach_request(sender, offer.ticket))
+            sent = socket.send_fds(connected, [message], [lending.segment.fd])
+            if sent < len(message):
+                # Not for nothing: an empty send to an end that has answered and closed fails, and hides its answer.
+                connected.sendall(message[sent:])
+            reply = link._reply()
+            if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != lending.segment.nonce:
+                raise LocalLost("the process behind the socket does not see this worker's memory")
+        except OSError as error:
+            link.close()
+            raise LocalLost(error.strerror or str(error)) from None
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def begin(self, *, parks: bool = False) -> bool:
+        """Takes the link for one request. False where the server holds another thread's until it is time.
+
+        `parks` tells that this request may be held so.
+        """
+        if not self._turn.acquire(blocking=False):
+            while not self._turn.acquire(timeout=LOOK_SECONDS):
+                if self._parked:
+                    return False
+        self._parked = parks
+        return True
+
+    def end(self) -> None:
+        """Leaves the link to others."""
+        self._parked = False
+        self._turn.release()
+        if self.lost:
+            # Looked at after the release: who closes the link meanwhile finds it free, or has set this before.
+            self._close_socket()
+
+    def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
+        """Asks within one's turn. Raises LocalLost, Busy or the server's own error."""
+        try:
+            self._allow(timeout_seconds)
+            self._socket.sendall(_framed(request))
+            return self._reply()
+        except BlockingIOError:
+            self.close()
+            raise LocalLost("no answer within the call's deadline") from None
+        except OSError as error:
+            self.close()
+            raise LocalLost(error.strerror or str(error)) from None
+        except (PypsError, Busy):
+            raise
+        except BaseException:
+            # A reply may be under way still, which the next request must not take for its own.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the link; a thread that waits for a reply is told, and closes the socket when its turn ends."""
+        self.lost = True
+        with contextlib.suppress(OSError):
+            # It may not be connected, or the other end may have closed it.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._close_socket()
+
+    def forget(self) -> None:
+        """In a forked child: lets go of the socket, which stays its parent's."""
+        self.lost = True
+        self._socket.close()
+
+    def _close_socket(self) -> None:
+        """Closes the socket, unless it is somebody's turn: that ends with this too."""
+        if self._turn.acquire(blocking=False):
+            self._socket.close()
+            self._turn.release()
+
+    def _allow(self, timeout_seconds: float) -> None:
+        """Sets how long the socket may wait: by the system's own means, since Python's cost a call each time."""
+        if timeout_seconds == self._timeout_seconds:
+            return
+        self._timeout_seconds = timeout_seconds
+        self._socket.setblocking(True)
+        microseconds = max(round(timeout_seconds * 1e6), 1)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
+
+    def _reply(self) -> LocalReply:
+        data = self._socket.recv(_READ_BYTES)
+        while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
+            more = self._socket.recv(_READ_BYTES)
+            if not more:
+                self.close()
+                raise LocalLost("the server closed the local connection")
+            data += more
+        try:
+            reply = LocalReply.FromString(data[_LENGTH.size :])
+        except DecodeError:
+            self.close()
+            raise LocalLost("the server's answer is no message of the contract") from None
+        if reply.WhichOneof("reply") != "failure":
+            return reply
+        failure = reply.failure
+        if failure.name == ServerUnavailable.__name__:
+            raise LocalLost(failure.details)
+        error = from_status(failure.status, f"{failure.details} ({self._name})", failure.name or None)
+        raise Busy(str(error)) if isinstance(error, LimitExceeded) else error
+
+
+def _framed(request: LocalRequest) -> bytes:
+    message = request.SerializeToString()
+    return _LENGTH.pack(len(message)) + message
+
+
+_links: weakref.WeakSet[LocalLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for link in list(_links):
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

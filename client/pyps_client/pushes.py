@@ -1,0 +1,127 @@
+"""A worker's pushes, over all servers: numbered, checked, cut for each server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client.conversion import Converter
+from pyps_client.holdings import Holdings
+from pyps_client.intake import Intake
+from pyps_client.learning_rates import LearningRates
+from pyps_client.pushing import OutgoingPush, Part, check_bases, check_push, norm_of, pushed_parts
+from pyps_client.servers import Servers
+from pyps_client.vectors import check_vectors
+from pyps_client.versions import Versions
+from pyps_wire.codecs import dtype_of
+from pyps_wire.common_pb2 import CODEC_FLOAT32, PAYLOAD_KIND_GRADIENT, Codec, Receipt, Sender
+from pyps_wire.parameter_server_pb2 import PushRequest
+
+
+class Contribution(NamedTuple):
+    """What a worker pushes: see Session.push."""
+
+    vectors: Sequence[npt.NDArray[Any]]
+    present: Sequence[bool] | None
+    example_count: int
+    minibatch_count: int
+    base_versions: Mapping[int, int] | None
+    newest_base_versions: Mapping[int, int] | None
+    kinds: Sequence[int] | None
+    learning_rates: Mapping[int, float] | None
+    # The worker's own count of steps.
+    clock: int
+
+
+class Pushes:
+    """Makes pushes and sends them to all servers at once. For one thread at a time."""
+
+    def __init__(self, holdings: Holdings, *, sender: Sender, codec: Codec, servers: Servers) -> None:
+        self._partition = partition = holdings.partition
+        self._sender = sender
+        self._codec = codec
+        self._servers = servers
+        self._holdings = holdings
+        self._rates = LearningRates(partition.num_servers, num_groups=partition.model.num_groups)
+        self._gradients_only = [PAYLOAD_KIND_GRADIENT] * partition.model.num_groups
+        self._whole = [pushed_parts(partition, index, present=None) for index in range(partition.num_servers)]
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._sequence = 0
+
+    def send(
+        self,
+        contribution: Contribution,
+        *,
+        clip_norm: float,
+        converter: Converter,
+        intakes: Sequence[Intake] | None = None,
+        lent_index: int | None = None,
+    ) -> list[list[Receipt]]:
+        """Sends a push to all servers and returns the receipts, server by server.
+
+        With intakes, one a server, it is an exchange. `lent_index`: which of the lent gradients it is, where the
+        intakes' vectors are lent too. Float32 is converted. The push's norm is told where `clip_norm` is not 0.
+        """
+        vectors, kinds = contribution.vectors, contribution.kinds or self._gradients_only
+        model = self._partition.model
+        if lent_index is None:
+            converted = bool(vectors) and vectors[0].dtype == np.float32
+            dtype = dtype_of(CODEC_FLOAT32 if converted else self._codec)
+            check_vectors(vectors, model, dtype, what="pushed gradient")
+        check_push(model, present=contribution.present, kinds=kinds)
+        self._rates.change(contribution.learning_rates)
+        held = self._holdings.versions
+        base = held if contribution.base_versions is None else contribution.base_versions
+        newest = base if contribution.newest_base_versions is None else contribution.newest_base_versions
+        check_bases(self._partition, base, newest)
+        epochs = base.epochs if isinstance(base, Versions) else held.epochs
+        parts = [self._parts(index, contribution.present) for index in range(len(epochs))]
+        header = self._header(contribution)
+        if clip_norm > 0:
+            header["gradient_norm"] = norm_of(
+                chain(*parts), vectors, codec=self._codec, kinds=kinds, converter=converter
+            )
+        pushes = [
+            OutgoingPush(
+                *(PushRequest(**header, epoch=epoch), parts[index], vectors),
+                base_versions=base,
+                newest_base_versions=newest,
+                kinds=kinds,
+                learning_rates=self._rates.owed(index, epoch=epoch),
+                connection=self._servers.connections[index],
+                intake=None if intakes is None else intakes[index],
+                lent_index=lent_index,
+                converter=converter,
+            )
+            for index, epoch in enumerate(epochs)
+        ]
+        answers = self._servers.on_all(pushes)
+        for index, epoch in enumerate(epochs):
+            self._rates.answered(index, epoch=epoch, receipts=answers[index])
+        return answers
+
+    def _parts(self, server_index: int, present: Sequence[bool] | None) -> tuple[Part, ...]:
+        settled = self._holdings.settled(server_index)
+        if not settled and (present is None or all(present)):
+            return self._whole[server_index]
+        return pushed_parts(self._partition, server_index, settled, present=present)
+
+    def _header(self, contribution: Contribution) -> dict[str, Any]:
+        """The fields that all messages of a push share."""
+        with self._lock:
+            self._sequence += 1
+            sequence = self._sequence
+        return {
+            "sender": self._sender,
+            "sequence": sequence,
+            "codec": self._codec,
+            "example_count": contribution.example_count,
+            "minibatch_count": contribution.minibatch_count,
+            "clock": contribution.clock,
+        }

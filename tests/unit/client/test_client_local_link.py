@@ -1,0 +1,184 @@
+"""pyps_client.local_link over real sockets: turns, replies in pieces, losses."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pyps_client.lent import Layout, Lending, segment_bytes
+from pyps_client.local_link import LocalLink, LocalLost
+from pyps_client.retry import Busy
+from pyps_client.segment import Segment
+from pyps_wire.common_pb2 import CODEC_FLOAT32, Sender
+from pyps_wire.errors import PypsError, UnknownWorker, WaitTimedOut
+from pyps_wire.local_pb2 import LocalReply, LocalRequest
+from pyps_wire.parameter_server_pb2 import LocalTransport
+from pyps_wire.partition import Model, Tensor
+
+LENGTH = struct.Struct("<I")
+PULL = LocalRequest()
+PULL.pull.SetInParent()
+PULLED = LocalReply()
+PULLED.pulled.SetInParent()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[LocalLink, socket.socket]]:
+    near, far = socket.socketpair()
+    link = LocalLink(near, name="server 0")
+    yield link, far
+    link.close()
+    far.close()
+
+
+def framed(reply: LocalReply) -> bytes:
+    message = reply.SerializeToString()
+    return LENGTH.pack(len(message)) + message
+
+
+def refusal(status: str, name: str) -> LocalReply:
+    reply = LocalReply()
+    reply.failure.status, reply.failure.name, reply.failure.details = status, name, "no"
+    return reply
+
+
+def ask(link: LocalLink, seconds: float = 20.0) -> LocalReply:
+    assert link.begin()
+    try:
+        return link.request(PULL, timeout_seconds=seconds)
+    finally:
+        link.end()
+
+
+def test_requests_are_framed_and_replies_may_come_in_pieces(ends: tuple[LocalLink, socket.socket]) -> None:
+    link, far = ends
+    reply = LocalReply()
+    for shard_id in range(20_000):
+        reply.pulled.shards.add(shard_id=shard_id, version=3)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, link)
+        (length,) = LENGTH.unpack(far.recv(LENGTH.size))
+        assert LocalRequest.FromString(far.recv(length)) == PULL
+        message = framed(reply)
+        for piece in (message[:2], message[2:100], message[100:]):
+            far.sendall(piece)
+        assert asking.result(20) == reply
+
+
+@pytest.mark.parametrize(
+    ("status", "name", "error"),
+    [
+        ("FAILED_PRECONDITION", "UnknownWorker", UnknownWorker),
+        ("DEADLINE_EXCEEDED", "WaitTimedOut", WaitTimedOut),
+        ("RESOURCE_EXHAUSTED", "LimitExceeded", Busy),
+        ("UNAVAILABLE", "ServerUnavailable", LocalLost),
+        ("INTERNAL", "", PypsError),
+    ],
+)
+def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(
+    ends: tuple[LocalLink, socket.socket], status: str, name: str, error: type[Exception]
+) -> None:
+    link, far = ends
+    far.sendall(framed(refusal(status, name)))
+    with pytest.raises(error, match="no"):
+        ask(link)
+    if error is not LocalLost:
+        far.sendall(framed(PULLED))
+        assert ask(link) == PULLED
+
+
+@pytest.mark.parametrize("answer", [b"", b"\x05\0", LENGTH.pack(3) + b"\xff\xff\xff"])
+def test_an_end_without_an_answer_is_a_loss(ends: tuple[LocalLink, socket.socket], answer: bytes) -> None:
+    link, far = ends
+    far.sendall(answer)
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(LocalLost):
+        ask(link)
+    assert link.lost
+
+
+def test_silence_is_a_loss(ends: tuple[LocalLink, socket.socket]) -> None:
+    link, _ = ends
+    with pytest.raises(LocalLost, match="no answer within the call's deadline"):
+        ask(link, 0.05)
+    assert link.lost
+
+
+def test_closing_ends_a_request_under_way(ends: tuple[LocalLink, socket.socket]) -> None:
+    link, far = ends
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, link)
+        assert far.recv(LENGTH.size)
+        link.close()
+        with pytest.raises(LocalLost):
+            asking.result(20)
+
+
+def test_a_link_that_is_closed_just_before_a_turn_ends_keeps_no_socket(ends: tuple[LocalLink, socket.socket]) -> None:
+    link, _ = ends
+
+    class ClosedMeanwhile:
+        """The turn, at whose release another thread has just tried to close the link."""
+
+        def __init__(self, turn: threading.Lock) -> None:
+            self._turn = turn
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            return self._turn.acquire(blocking, timeout)
+
+        def release(self) -> None:
+            if not link.lost:
+                link.close()
+            self._turn.release()
+
+    link._turn = ClosedMeanwhile(link._turn)  # type: ignore[assignment, arg-type]
+    assert link.begin()
+    link.end()
+    assert link._socket.fileno() == -1
+
+
+def test_who_would_wait_for_a_held_request_is_sent_elsewhere_and_who_waits_for_a_quick_one_gets_its_turn(
+    ends: tuple[LocalLink, socket.socket],
+) -> None:
+    link, _ = ends
+    assert link.begin(parks=True)
+    assert not link.begin()
+    link.end()
+
+    assert link.begin()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(link.begin)
+        link.end()
+        assert second.result(20)
+    link.end()
+
+
+def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
+    layout = Layout(Model((Tensor("a", (10,)),)), CODEC_FLOAT32, CODEC_FLOAT32, 1)
+    lending = Lending(layout, Segment(segment_bytes(layout)))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("")
+    listener.listen()
+    offer = LocalTransport(address="@" + listener.getsockname()[1:].decode(), ticket=b"t")
+
+    def liar() -> None:
+        far, _ = listener.accept()
+        with far:
+            far.recv(1 << 16)
+            reply = LocalReply()
+            reply.attached.nonce = 1
+            far.sendall(framed(reply))
+
+    thread = threading.Thread(target=liar)
+    thread.start()
+    with pytest.raises(LocalLost, match="does not see this worker's memory"):
+        LocalLink.attach(offer, lending, Sender(), name="server 0")
+    thread.join(20)
+    listener.close()
+    with pytest.raises(LocalLost, match="refused"):
+        LocalLink.attach(offer, lending, Sender(), name="server 0")

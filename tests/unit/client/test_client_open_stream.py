@@ -1,0 +1,267 @@
+"""pyps_client.open_stream and the channel's exchange: rounds on one call, over real gRPC servers."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from pyps_client import open_stream, watchdog
+from pyps_client.channel import Channel
+from pyps_client.open_stream import DirectStream, QueuedStream
+from pyps_client.retry import Busy, LinkLost
+from pyps_wire.contract import PARAMETER_SERVER
+from pyps_wire.errors import METADATA_KEY, LimitExceeded, PypsError, UnknownWorker
+from support import PythonProcess
+
+MEBIBYTE = 1 << 20
+
+
+class EchoServer:
+    """Answers each message with itself; `b"fail NAME"` ends the call with that error, b"hush" is not answered."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.hushed: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
+        # More threads than calls: a stream that was given up holds its own until the server notices.
+        self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1)])
+        handlers = {"Exchange": grpc.stream_stream_rpc_method_handler(self._exchange)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PARAMETER_SERVER, handlers),))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(None).wait()
+
+    def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        self.calls += 1
+        for message in messages:
+            if message.startswith(b"fail"):
+                error = {"UnknownWorker": UnknownWorker, "LimitExceeded": LimitExceeded}[message.split()[1].decode()]
+                context.set_trailing_metadata(((METADATA_KEY, error.__name__),))
+                context.abort(getattr(grpc.StatusCode, error.status), "as was asked for")
+            if message == b"end":
+                return
+            if message == b"hush":
+                ended = threading.Event()
+                context.add_callback(ended.set)
+                self.hushed.put(ended)
+                continue
+            yield message
+
+
+@pytest.fixture
+def server() -> Iterator[EchoServer]:
+    made = EchoServer()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["direct", "queued"])
+def channel(request: pytest.FixtureRequest, server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    if request.param == "queued":
+        monkeypatch.setattr(open_stream, "cygrpc", None)
+    made = Channel(server.address, token="secret", use_proxy=False)
+    yield made
+    made.close()
+
+
+def echo(channel: Channel, *messages: bytes, seconds: float = 20.0) -> list[bytes]:
+    """One round."""
+    replies: list[bytes] = []
+
+    def take(message: bytes) -> bool:
+        replies.append(message)
+        return len(replies) == len(messages)
+
+    channel.exchange(iter(messages), take, timeout_seconds=seconds)
+    return replies
+
+
+def test_this_grpcio_has_what_the_direct_stream_is_built_from(server: EchoServer) -> None:
+    """A newer one that lacks it is served by the other stream, at twice the cost: time to look for another way."""
+    with grpc.insecure_channel(server.address) as channel:
+        stream = open_stream.open_stream(channel, "/x/Y", ())
+        assert isinstance(stream, DirectStream)
+        stream.close()
+
+
+def test_many_rounds_are_one_call(server: EchoServer, channel: Channel) -> None:
+    for number in range(20):
+        message = str(number).encode()
+        assert echo(channel, message, message * 2) == [message, message * 2]
+    assert server.calls == 1
+
+
+def test_both_directions_are_busy_at_once(channel: Channel) -> None:
+    """More than both ends' windows hold: whoever sent all before it read would never end."""
+    messages = [bytes([number]) * (3 * MEBIBYTE) for number in range(16)]
+    assert echo(channel, *messages, seconds=60) == messages
+
+
+def test_frames_are_made_when_there_is_room_for_them(channel: Channel) -> None:
+    made: list[int] = []
+    taken: list[int] = []
+    ahead: list[int] = []
+
+    def frames() -> Iterator[bytes]:
+        for number in range(24):
+            made.append(number)
+            yield bytes([number]) * (4 * MEBIBYTE)
+
+    def take(message: bytes) -> bool:
+        taken.append(message[0])
+        ahead.append(len(made) - len(taken))
+        return len(taken) == 24
+
+    channel.exchange(frames(), take, timeout_seconds=60)
+    assert taken == list(range(24))
+    assert max(ahead) < 16
+
+
+@pytest.mark.parametrize(
+    ("message", "error"), [(b"fail UnknownWorker", UnknownWorker), (b"fail LimitExceeded", Busy), (b"end", LinkLost)]
+)
+def test_a_verdict_ends_the_round_and_the_next_has_a_call_of_its_own(
+    server: EchoServer, channel: Channel, message: bytes, error: type[Exception]
+) -> None:
+    assert echo(channel, b"before") == [b"before"]
+    with pytest.raises(error):
+        echo(channel, b"first", message, b"last", b"never answered")
+    assert echo(channel, b"after") == [b"after"]
+    assert server.calls == 2
+
+
+def test_a_round_that_lasts_too_long_is_a_loss(
+    server: EchoServer, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "NAP_SECONDS", 0.1)
+    assert echo(channel, b"quick", seconds=0.3) == [b"quick"]
+    with pytest.raises(LinkLost, match="no answer within the call's deadline"):
+        echo(channel, b"hush", seconds=0.3)
+    assert server.hushed.get(timeout=20).wait(20), "the server learns that its call is over"
+    assert echo(channel, b"again", seconds=20.0) == [b"again"]
+
+
+def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel: Channel) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(echo, channel, b"hush")
+        server.hushed.get(timeout=20)
+        channel.close()
+        with pytest.raises(LinkLost):
+            asking.result(20)
+    with pytest.raises(LinkLost, match="the channel was closed"):
+        echo(channel, b"too late")
+
+
+def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: Channel) -> None:
+    def take(message: bytes) -> bool:
+        raise PypsError("never seen such a thing")
+
+    with pytest.raises(PypsError, match="never seen"):
+        channel.exchange(iter([b"strange"]), take, timeout_seconds=20)
+    assert echo(channel, b"after") == [b"after"]
+    assert server.calls == 2
+
+
+def test_a_frame_that_cannot_be_made_ends_the_round(channel: Channel) -> None:
+    def frames() -> Iterator[bytes]:
+        yield b"first"
+        raise PypsError("the vectors are gone")
+
+    take: Callable[[bytes], bool] = lambda _: False  # noqa: E731
+    with pytest.raises((PypsError, LinkLost)):
+        channel.exchange(frames(), take, timeout_seconds=20)
+
+
+def test_a_signal_amid_a_round_is_raised_as_it_is_and_ends_the_call(server: EchoServer, channel: Channel) -> None:
+    """gRPC lets go of a call in which a signal's handler raised, and of its completion queue."""
+
+    def interrupt() -> None:
+        ended.append(server.hushed.get(timeout=20))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ended: list[threading.Event] = []
+    for _ in range(3):
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            echo(channel, b"hush")
+        interrupting.join()
+        assert ended.pop().wait(20), "the server learns that its call is over"
+        assert echo(channel, b"again") == [b"again"]
+
+
+# Rounds without a pause, each with a signal at some instant of it, also where gRPC has fetched an event just then.
+INTERRUPTED = """
+import random, signal, sys
+from pyps_client import open_stream
+from pyps_client.channel import Channel
+
+class Alarm(Exception):
+    pass
+
+def ring(*_):
+    raise Alarm
+
+random.seed(0)
+signal.signal(signal.SIGALRM, ring)
+channel = Channel(sys.argv[1], token="", use_proxy=False)
+interrupted = 0
+while interrupted < 150:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.01))
+        while True:
+            replies = []
+            channel.exchange(iter([b"x", b"y"]), lambda m: replies.append(m) or len(replies) == 2, timeout_seconds=20)
+            assert replies == [b"x", b"y"]
+    except Alarm:
+        interrupted += 1
+channel.close()
+print("closed")
+"""
+
+
+def test_signals_at_any_instant_leave_neither_a_hang_nor_a_crash(server: EchoServer) -> None:
+    with PythonProcess("-c", INTERRUPTED, server.address) as process:
+        assert process.wait() == 0, process.output()
+        assert process.output() == "closed\n"
+
+
+@pytest.mark.parametrize(("name", "error"), [("segregated_call", TypeError), ("ReceiveMessageOperation", None)])
+def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception] | None
+) -> None:
+    class Differing:
+        """grpcio's inner module or channel, in which one name means something else."""
+
+        def __init__(self, real: object) -> None:
+            self._real = real
+
+        def __getattr__(self, wanted: str) -> Any:
+            if wanted != name:
+                return getattr(self._real, wanted)
+            if error is None:
+                raise AttributeError(name)
+            return lambda: None
+
+    monkeypatch.setattr(open_stream, "cygrpc", Differing(open_stream.cygrpc))
+    channel = Channel(server.address, token="", use_proxy=False)
+    channel._grpc._channel = Differing(channel._grpc._channel)
+    assert echo(channel, b"a", b"b") == [b"a", b"b"]
+    assert isinstance(channel._stream, QueuedStream)
+    channel.close()
+
+
+def test_nobody_there_is_a_loss() -> None:
+    channel = Channel("127.0.0.1:1", token="", use_proxy=False)
+    with pytest.raises(LinkLost, match="connection refused"):
+        echo(channel, b"hello")
+    channel.close()

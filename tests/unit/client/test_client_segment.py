@@ -1,0 +1,157 @@
+"""Lent vectors and the segment in which they lie."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import os
+import resource
+import signal
+import weakref
+
+import numpy as np
+import pytest
+
+from pyps_client.lent import ALIGNMENT_BYTES, Layout, Lending, segment_bytes
+from pyps_client.segment import Segment
+from pyps_wire.codecs import dtype_of
+from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_FLOAT32, Sender
+from pyps_wire.partition import Model, Tensor
+
+MODEL = Model((Tensor("a", (1000,)), Tensor("empty", (0,), 1), Tensor("b", (7,), 2)))
+LAYOUT = Layout(MODEL, CODEC_BFLOAT16, CODEC_FLOAT32, 2)
+
+
+@pytest.fixture(params=["segment", "own memory"])
+def lending(request: pytest.FixtureRequest) -> Lending:
+    return Lending(LAYOUT, Segment(segment_bytes(LAYOUT)) if request.param == "segment" else None)
+
+
+def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending) -> None:
+    lent = lending.lent
+    assert [[vector.size for vector in vectors] for vectors in (lent.parameters, *lent.gradients)] == [[1000, 0, 7]] * 3
+    assert {vector.dtype for vector in lent.parameters} == {dtype_of(CODEC_FLOAT32)}
+    assert {vector.dtype for vectors in lent.gradients for vector in vectors} == {dtype_of(CODEC_BFLOAT16)}
+    everything = [vector for vectors in (lent.parameters, *lent.gradients) for vector in vectors if vector.size]
+    for number, vector in enumerate(everything, start=1):
+        assert vector.ctypes.data % ALIGNMENT_BYTES == 0
+        assert vector.flags.writeable
+        assert not vector.any()
+        vector[:] = number
+    assert [set(vector.tolist()) for vector in everything] == [{number} for number in range(1, len(everything) + 1)]
+
+
+def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way() -> None:
+    layout = Layout(MODEL, CODEC_BFLOAT16, CODEC_FLOAT16, 2, converts=True)
+    own, shared = Lending(layout).lent, Lending(layout, Segment(segment_bytes(layout))).lent
+    dtypes = [{vector.dtype.name for vector in (*lent.parameters, *lent.gradients[0])} for lent in (own, shared)]
+    assert dtypes == [{"float32"}, {"float16", "uint16"}]
+    assert (own.converted_to, shared.converted_to) == (CODEC_BFLOAT16, None)
+
+
+def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lending) -> None:
+    lent = lending.lent
+    assert [lending.index_of(vectors) for vectors in lent.gradients] == [0, 1]
+    assert lending.index_of(list(lent.gradients[1])) == 1
+    assert lending.are_parameters(lent.parameters)
+    for others in (lent.parameters, [vector.copy() for vector in lent.gradients[0]], lent.gradients[0][:1], []):
+        assert lending.index_of(others) is None
+    mixed = [lent.gradients[0][0], *lent.gradients[1][1:]]
+    assert lending.index_of(mixed) is None
+    assert not lending.are_parameters([vector.copy() for vector in lent.parameters])
+
+
+def test_the_request_to_attach_says_where_the_numbers_are() -> None:
+    lending = Lending(LAYOUT, Segment(segment_bytes(LAYOUT)))
+    assert lending.segment is not None
+    lending.lent.gradients[1][0][:] = 0x3F80
+    lending.lent.parameters[2][:] = 0.5
+
+    attach = lending.attach_request(Sender(worker_id="a"), b"ticket").attach
+
+    whole = os.pread(lending.segment.fd, lending.segment.num_bytes, 0)
+    assert attach.segment_bytes == len(whole)
+    assert int.from_bytes(whole[:8], "little") == lending.segment.nonce
+    gradient = np.frombuffer(whole, np.uint16, 1000, attach.gradients[1].offsets[0])
+    assert set(gradient.tolist()) == {0x3F80}
+    assert np.frombuffer(whole, np.float32, 7, attach.parameters.offsets[2]).tolist() == [0.5] * 7
+    assert (attach.gradients[0].codec, attach.parameters.codec) == (CODEC_BFLOAT16, CODEC_FLOAT32)
+
+
+def test_a_segment_can_neither_shrink_nor_grow_and_goes_with_its_last_vector() -> None:
+    segment = Segment(1 << 20)
+    seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
+    assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    for size in (4096, 1 << 21):
+        with pytest.raises(OSError, match="not permitted"):
+            os.ftruncate(segment.fd, size)
+    assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20, "allocated in full"
+    vector = segment.vector(4096, 100, np.dtype(np.float32))
+    descriptor, gone = segment.fd, weakref.ref(segment)
+
+    del segment
+    gc.collect()
+
+    assert gone() is None
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+    vector[:] = 1.0
+    assert vector.sum() == 100.0
+
+
+def test_a_forked_childs_writes_stay_its_own() -> None:
+    lending = Lending(Layout(MODEL, CODEC_FLOAT16, CODEC_FLOAT32, 1), Segment(segment_bytes(LAYOUT)))
+    [parameters, *_] = lending.lent.parameters
+    parameters[:] = 1.0
+    child = os.fork()
+    if child == 0:
+        seen = set(parameters.tolist())
+        parameters[:] = 2.0
+        os._exit(0 if (seen, set(parameters.tolist())) == ({1.0}, {2.0}) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert set(parameters.tolist()) == {1.0}
+
+
+def test_a_forked_child_sees_on_what_it_has_not_written() -> None:
+    segment = Segment(1 << 16)
+    vector = segment.vector(4096, 2048, np.dtype(np.float32))
+    (reading, writing), (hearing, telling) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        # A page of its own, and one that it only reads.
+        vector[:1024] = 2.0
+        os.write(telling, b"written")
+        os.read(reading, 1)
+        os._exit(0 if (set(vector[:1024].tolist()), set(vector[1024:].tolist())) == ({2.0}, {7.0}) else 1)
+    os.read(hearing, 7)
+    vector[:] = 7.0
+    os.write(writing, b"g")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert set(vector.tolist()) == {7.0}
+
+
+def test_a_forked_child_that_gets_no_copy_can_read_but_not_write() -> None:
+    segment = Segment(1 << 16)
+    vector = segment.vector(4096, 1024, np.dtype(np.float32))
+    vector[:] = 1.0
+    # What mmap refuses.
+    segment.fd = -1
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        if set(vector.tolist()) == {1.0}:
+            vector[:] = 2.0
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    assert set(vector.tolist()) == {1.0}
+
+
+def test_memory_that_cannot_be_had_is_an_error_that_can_be_caught() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            Segment(1 << 21)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

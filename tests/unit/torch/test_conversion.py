@@ -1,0 +1,62 @@
+"""Torch's conversion of shards: the bits of pyps_wire.codecs, at any alignment."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from pyps_client.torch.conversion import TorchConverter
+from pyps_wire.codecs import decode, encode
+from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_FLOAT32
+
+HALVES = [CODEC_FLOAT16, CODEC_BFLOAT16]
+CONVERTER = TorchConverter()
+
+
+def awkward_values() -> np.ndarray:
+    """All kinds of numbers: ties, the smallest and largest, zeros, infinities, random bits that are no NaN."""
+    random = np.random.default_rng(0)
+    bits = np.concatenate(
+        [
+            random.integers(0, 2**32, 100_000, dtype=np.uint32),
+            # Ties of bfloat16 and of float16, and their neighbours.
+            (random.integers(0, 2**16, 50_000, dtype=np.uint32) << 16)
+            + random.choice([0x7FFF, 0x8000, 0x8001], 50_000),
+            (random.integers(0x38000000, 0x47800000, 50_000, dtype=np.uint32) & ~np.uint32(0x1FFF))
+            + random.choice([0x0FFF, 0x1000, 0x1001], 50_000),
+        ]
+    ).astype(np.uint32)
+    values = np.concatenate([bits.view(np.float32), np.array([0, -0.0, np.inf, -np.inf, 65519, 65520], np.float32)])
+    return values[~np.isnan(values)]
+
+
+@pytest.mark.parametrize("codec", HALVES)
+def test_it_rounds_as_numpy_does(codec) -> None:
+    values = awkward_values()
+    assert bytes(CONVERTER.encode(values, codec)) == bytes(encode(values, codec))
+
+
+@pytest.mark.parametrize("codec", HALVES)
+def test_nan_stays_nan(codec) -> None:
+    bits = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF], np.uint32)
+    assert np.isnan(decode(CONVERTER.encode(bits.view(np.float32), codec), codec)).all()
+
+
+@pytest.mark.parametrize("codec", [CODEC_FLOAT32, *HALVES])
+@pytest.mark.parametrize("offset", range(5))
+def test_what_came_is_read_at_any_alignment(codec, offset) -> None:
+    values = np.random.default_rng(1).standard_normal(1003).astype(np.float32)
+    message = bytes(offset) + bytes(encode(values, codec))
+    vector = np.full(1010, 5.0, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CONVERTER.decode(memoryview(message)[offset:], codec, vector[4:1007])
+    np.testing.assert_array_equal(vector[4:1007], decode(encode(values, codec), codec))
+    assert set(vector[:4]) | set(vector[1007:]) == {5.0}
+
+
+@pytest.mark.parametrize("codec", HALVES)
+def test_nothing_becomes_nothing(codec) -> None:
+    nothing = np.zeros(0, np.float32)
+    assert bytes(CONVERTER.encode(nothing, codec)) == b""
+    CONVERTER.decode(memoryview(b""), codec, nothing)

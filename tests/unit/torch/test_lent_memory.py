@@ -1,0 +1,298 @@
+"""Downpour in the memory that a session lends: exchanges, gradients computed in place, who looks for NaN."""
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client.torch.downpour import Downpour
+from pyps_client.torch.layout import plan
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.parameter_buffer import values_of
+from pyps_wire.errors import NotFinite, ServerUnavailable
+from recording_session import RecordingSession
+
+
+class Worker:
+    """A linear layer without bias on a plain SGD session, trained as RemoteOptimizer would."""
+
+    def __init__(
+        self, *, rate: float = 1.0, local: float = 0.0, session_has=None, read_my_writes=False, **pace
+    ) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 1, bias=False)
+        layout = plan(self.model, [{"params": list(self.model.parameters())}])
+        self.session = RecordingSession(values_of(layout), rate=rate, **(session_has or {}))
+        self.downpour = Downpour(
+            self.session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes
+        )
+        self.downpour.start()
+
+    def step(self, gradient: float | list[float], *, zero: bool | None = False) -> None:
+        """One minibatch with this gradient; `zero`: whether gradients are made zero in place, set to None, or kept."""
+        if zero:
+            self.downpour.hand_out_gradients()
+        if zero is False:
+            self.model.zero_grad()
+        elif zero:
+            self.model.zero_grad(set_to_none=False)
+        # Its gradient is the inputs, which autograd adds to what is there.
+        self.model(torch.as_tensor(gradient, dtype=torch.float32).expand(3).view(1, 3)).sum().backward()
+        self.downpour.step([parameter.grad for parameter in self.model.parameters()])
+
+    @property
+    def lent_gradient(self) -> np.ndarray:
+        return self.downpour._gradients.vectors[0]
+
+    @property
+    def lies_in_place(self) -> bool:
+        return self.model.weight.grad.data_ptr() == self.lent_gradient.ctypes.data
+
+    @property
+    def pushed(self) -> list[list[float]]:
+        return [pushed.vectors[0].tolist() for pushed in self.session.pushes]
+
+    @property
+    def weight(self) -> list[float]:
+        return self.model.weight.detach()[0].tolist()
+
+    @property
+    def served(self) -> list[float]:
+        return self.session.parameters[0].tolist()
+
+
+def test_a_push_and_a_pull_of_one_step_are_one_exchange() -> None:
+    worker = Worker()
+    for value in (1.0, 2.0):
+        worker.step(value)
+        assert worker.weight == worker.served
+    assert worker.session.events == ["pull", "exchange", "exchange"]
+    assert [(pushed.base_version, pushed.newest_base_version) for pushed in worker.session.pushes] == [(0, 0), (1, 1)]
+
+
+def test_only_the_steps_that_push_and_pull_exchange() -> None:
+    worker = Worker(push_every=2, pull_every=3)
+    for _ in range(6):
+        worker.step(1.0)
+    assert worker.session.events == ["pull", "push", "pull", "push", "exchange"]
+
+
+def test_after_an_exchange_in_a_round_that_others_complete_the_worker_pulls_and_so_waits() -> None:
+    worker = Worker(session_has={"pull_needed": True})
+    worker.step(1.0)
+    assert worker.session.events == ["pull", "exchange", "pull"]
+    assert worker.weight == worker.served
+
+
+@pytest.mark.parametrize("setting", [{"session_has": {"ask_to_proceed": True}}, {"overlap": "step"}])
+def test_nothing_is_exchanged_where_steps_are_granted_or_overlap(setting) -> None:
+    worker = Worker(**setting)
+    for _ in range(3):
+        worker.step(1.0)
+    worker.downpour.flush()
+    worker.downpour.close()
+    assert "exchange" not in worker.session.events
+
+
+def test_a_grant_that_an_exchange_first_asks_for_is_followed_by_a_pull() -> None:
+    worker = Worker()
+    exchange = worker.session.exchange
+
+    def asked_from_now_on(*vectors, **described):
+        worker.session.ask_to_proceed = True
+        return exchange(*vectors, **described)
+
+    worker.session.exchange = asked_from_now_on
+    worker.step(1.0)
+    assert worker.session.events == ["pull", "exchange", "proceed", "pull"]
+
+
+def test_an_exchange_that_fails_leaves_no_gradient_behind() -> None:
+    worker = Worker()
+    worker.session.failure = ServerUnavailable("gone")
+    with pytest.raises(ServerUnavailable):
+        worker.step(1.0)
+    worker.session.failure = None
+    worker.step(2.0)
+    assert worker.pushed == [[2, 2, 2]]
+
+
+def test_gradients_made_zero_in_place_are_computed_where_they_are_pushed_from() -> None:
+    worker = Worker()
+    worker.step(1.0, zero=True)
+    # There was none to be made zero.
+    assert not worker.lies_in_place
+    for value in (2.0, 3.0):
+        worker.step(value, zero=True)
+        assert worker.lies_in_place
+    assert worker.pushed == [[1] * 3, [2] * 3, [3] * 3]
+
+
+def test_gradients_that_nobody_makes_zero_go_on_adding_up_as_in_torch() -> None:
+    worker = Worker()
+    worker.step(1.0)
+    worker.step(2.0, zero=True)
+    worker.step(4.0, zero=None)
+    worker.step(8.0, zero=None)
+    assert worker.pushed == [[1] * 3, [2] * 3, [6] * 3, [14] * 3]
+
+
+def test_gradients_set_to_none_are_none_and_the_next_ones_are_copied() -> None:
+    worker = Worker()
+    worker.step(1.0)
+    worker.step(2.0, zero=True)
+    worker.step(4.0, zero=False)
+    assert not worker.lies_in_place
+    assert worker.pushed[-1] == [4] * 3
+
+
+@pytest.mark.parametrize("zeros", [[True] * 8, [True, None] * 4, [False, True, None, True] * 2])
+def test_several_minibatches_of_a_push_add_up_whatever_becomes_of_gradients_between(zeros) -> None:
+    worker = Worker(push_every=2, pull_every=1)
+    expected, gradient = [], 0.0
+    for number, zero in enumerate(zeros):
+        value = float(2**number)
+        gradient = (gradient if zero is None else 0.0) + value
+        expected.append(gradient)
+        worker.step(value, zero=zero)
+        assert worker.model.weight.grad.tolist() == [[gradient] * 3]
+    assert worker.pushed == [[a + b] * 3 for a, b in zip(expected[::2], expected[1::2], strict=True)]
+
+
+def test_a_protocol_that_wants_sums_in_between_spoils_none() -> None:
+    worker = Worker()
+    worker.step(1.0)
+    for step in range(12):
+        worker.session.accumulate = (0, 3, 0)[step // 4]
+        worker.step(float(step), zero=True)
+    worker.downpour.flush()
+    assert sum(pushed[0] for pushed in worker.pushed) == 1 + sum(range(12))
+
+
+def test_overlapped_pushes_rest_while_the_next_gradient_is_computed() -> None:
+    worker = Worker(overlap="step")
+    worker.step(1.0)
+    worker.step(2.0, zero=True)
+    worker.step(4.0, zero=True)
+    worker.downpour.flush()
+    worker.downpour.close()
+    assert sum(pushed[0] for pushed in worker.pushed) == 7
+
+
+def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> None:
+    worker = Worker(local=0.5, session_has={"accumulate": 1})
+    vector = worker.downpour._parameters.vectors[0]
+    worker.step(1.0)
+    assert worker.model.weight.data_ptr() == vector.ctypes.data
+    # The protocol brings local steps about in the middle of the run.
+    worker.session.accumulate = 2
+    worker.step(1.0)
+    pulled = vector.tolist()
+    assert pulled == worker.served
+    assert worker.weight == [value - 0.5 for value in pulled]
+    worker.step(1.0)
+    assert worker.weight == worker.served
+
+
+def test_with_overlap_parameters_never_are_in_the_pulled_vectors() -> None:
+    worker = Worker(overlap="step")
+    assert worker.model.weight.data_ptr() != worker.downpour._parameters.vectors[0].ctypes.data
+    worker.downpour.close()
+
+
+def test_read_my_writes_on_lent_memory_is_as_on_any() -> None:
+    worker = Worker(local=1.0, push_every=3, pull_every=1, read_my_writes=True)
+    first = worker.weight[0]
+    seen = []
+    for _ in range(6):
+        worker.step(1.0)
+        seen.append(worker.weight[0] - first)
+    assert seen == pytest.approx([-1, -2, -3, -4, -5, -6], abs=1e-5)
+
+
+def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> None:
+    """As where pulled parameters are copied into the model, though no newer ones came."""
+    worker = Worker()
+    with torch.no_grad():
+        worker.model.weight.fill_(9.0)
+    worker.downpour.step([None])
+    assert worker.weight == worker.served
+    with torch.no_grad():
+        worker.model.weight.fill_(9.0)
+    worker.downpour.step([None])
+    assert worker.weight == worker.served
+    assert worker.session.events.count("snapshot") == 1
+
+
+def test_a_nan_is_left_to_a_server_that_looks_first_and_counts_as_skipped(caplog) -> None:
+    worker = Worker(session_has={"checks_first": True})
+    worker.step([1.0, float("nan"), 2.0])
+    assert "the gradient of weight[0, 1] is nan: this push is skipped (1 in a row" in caplog.text
+    assert worker.downpour.skipped == 1
+    worker.step(1.0)
+    assert worker.pushed == [[1] * 3]
+    assert worker.weight == worker.served
+
+
+def test_ten_pushes_in_a_row_that_the_server_refuses_for_nan_end_the_worker() -> None:
+    worker = Worker(session_has={"checks_first": True})
+    worker.step(float("inf"))
+    worker.step(1.0)
+    for _ in range(9):
+        worker.step(float("inf"))
+    with pytest.raises(NotFinite, match=r"The gradient of weight\[0, 0\] is inf; 10 gradients in a row"):
+        worker.step(float("inf"))
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_who_looks_first_makes_no_difference_to_what_is_learned(codec) -> None:
+    gradients = [1.0, float("nan"), 1e5, 2.0, float("-inf"), 3.0]
+    workers = [Worker(session_has={"checks_first": first, "codec": codec}) for first in (False, True)]
+    for worker in workers:
+        for value in gradients:
+            worker.step(value, zero=True)
+    assert workers[0].weight == workers[1].weight
+    assert workers[0].downpour.skipped == workers[1].downpour.skipped == (2 if codec == "float32" else 3)
+
+
+@pytest.mark.parametrize("setting", [{"push_every": 2}, {"pull_every": 2, "local": 1.0}, {"overlap": "step"}])
+def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push(setting) -> None:
+    worker = Worker(session_has={"checks_first": True}, **setting)
+    worker.step(float("nan"))
+    assert worker.downpour.skipped == 1
+    worker.step(1.0)
+    worker.downpour.flush()
+    worker.downpour.close()
+    assert worker.pushed == [[1] * 3]
+    assert np.isfinite(worker.weight).all()
+
+
+@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
+def test_parameters_that_travel_in_half_precision_are_rounded_once(codec) -> None:
+    worker = Worker(rate=0.01, session_has={"pull_codec": codec})
+    for _ in range(5):
+        worker.step(1.0)
+    rounded = torch.tensor(worker.served).to(getattr(torch, codec)).float().tolist()
+    assert worker.weight == rounded
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_closed_worker_leaves_the_model_as_it_is(private) -> None:
+    worker = Worker(session_has={"private": private})
+    worker.step(1.0)
+    worker.step(1.0, zero=True)
+    weight, gradient = worker.weight, worker.model.weight.grad.tolist()
+    worker.downpour.close()
+    assert (worker.weight, worker.model.weight.grad.tolist()) == (weight, gradient)
+    # Memory that others see is let go.
+    lent = worker.downpour._parameters.vectors[0].ctypes.data
+    assert (worker.model.weight.data_ptr() == lent) == private
+    assert worker.lies_in_place == private
+
+
+def test_a_gradient_beyond_float32_is_skipped() -> None:
+    worker = Worker()
+    worker.model.double()
+    worker.downpour.step([torch.full((1, 3), 1e300, dtype=torch.float64)])
+    assert worker.session.pushes == []
+    assert worker.downpour.skipped == 1

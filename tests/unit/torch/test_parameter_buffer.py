@@ -1,0 +1,301 @@
+"""Pulled parameters on their way into a model: copied, or lying in the vectors themselves."""
+
+import copy
+import gc
+import os
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client.torch.layout import Layout, plan
+from pyps_client.torch.parameter_buffer import ParameterBuffer, initial_values, values_of
+from pyps_wire.partition import partition
+from recording_session import lent_for
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    return plan(model, [{"params": list(model.parameters())}])
+
+
+def parameter_buffer(model: torch.nn.Module, codec: str = "float32", **options: bool) -> ParameterBuffer:
+    layout = layout_of(model)
+    return ParameterBuffer(layout, lent_for(layout, pull_codec=codec).parameters, **options)
+
+
+def aliased(model: torch.nn.Module, **options: bool) -> ParameterBuffer:
+    """A buffer whose first parameters, 0, 1, 2 and so on, are in the model."""
+    buffer = parameter_buffer(model, alias=True, **options)
+    fill(buffer)
+    return buffer
+
+
+def fill(buffer: ParameterBuffer, start: int = 0) -> None:
+    """Writes what a pull would have brought."""
+    for vector in buffer.vectors:
+        vector[:] = np.arange(start, start + len(vector))
+    buffer.write()
+
+
+def linear() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def values(model: torch.nn.Module) -> list[float]:
+    return [value for parameter in model.parameters() for value in parameter.detach().float().flatten().tolist()]
+
+
+def lies_in(vector: np.ndarray, tensor: torch.Tensor) -> bool:
+    return 0 <= tensor.data_ptr() - vector.ctypes.data < vector.nbytes
+
+
+def test_writing_keeps_the_parameters_memory_format_place_and_requires_grad() -> None:
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    model.bias.requires_grad_(False)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    buffer = parameter_buffer(model)
+    buffer.vectors[0][:] = np.arange(52)
+    buffer.write()
+    assert model.weight.flatten().tolist() == list(range(48))
+    assert model.bias.tolist() == [48, 49, 50, 51]
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert model.weight.requires_grad
+    assert not model.bias.requires_grad
+    assert model.weight.is_leaf
+
+
+def test_a_write_between_forward_and_backward_is_noticed_by_autograd() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    buffer = parameter_buffer(model)
+    loss = model(torch.ones(1, 2)).sum()
+    buffer.write()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_reading_gives_the_models_own_values_in_float32() -> None:
+    model = linear().to(torch.bfloat16)
+    (vector,) = values_of(layout_of(model))
+    assert vector.dtype == np.float32
+    assert vector.tolist() == [*model.weight.flatten().tolist(), *model.bias.tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
+def test_what_travels_in_half_precision_is_converted_exactly(codec, dtype) -> None:
+    model = linear().to(dtype)
+    buffer = parameter_buffer(model, codec, alias=True)
+    sent = torch.randn(8).to(getattr(torch, codec))
+    buffer.vectors[0].view(np.int16)[:] = sent.view(torch.int16).numpy()
+    buffer.write()
+    assert torch.equal(torch.cat([model.weight.flatten(), model.bias]), sent.to(dtype))
+    assert not lies_in(buffer.vectors[0], model.weight)
+
+
+def test_parameters_lie_in_the_vectors_so_that_a_pull_moves_nothing() -> None:
+    model = linear()
+    buffer = aliased(model)
+    assert values(model) == list(range(8))
+    assert all(lies_in(buffer.vectors[0], parameter) for parameter in model.parameters())
+    assert model.weight.requires_grad
+    assert model.weight.is_leaf
+    before = model.weight.data_ptr()
+    fill(buffer, start=10)
+    assert values(model) == list(range(10, 18))
+    assert model.weight.data_ptr() == before
+
+
+def test_frozen_parameters_lie_there_too_and_stay_frozen() -> None:
+    model = linear()
+    model.bias.requires_grad_(False)
+    buffer = aliased(model)
+    assert lies_in(buffer.vectors[0], model.bias)
+    assert not model.bias.requires_grad
+
+
+def test_a_tied_parameter_is_one_in_both_places() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
+    model[1].weight = model[0].weight
+    fill(aliased(model), start=3)
+    assert model[1].weight is model[0].weight
+    assert model[1].weight[0, 0].item() == 3
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        torch.nn.Linear(3, 2).to(torch.bfloat16),
+        torch.nn.Linear(3, 2).double(),
+        torch.nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last),
+    ],
+)
+def test_parameters_of_another_type_or_format_are_copied(model) -> None:
+    place = model.weight.data_ptr()
+    buffer = aliased(model)
+    assert model.weight.data_ptr() == place
+    fill(buffer, start=2)
+    assert model.weight.flatten()[:4].tolist() == [2, 3, 4, 5]
+
+
+def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_others_follow() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).to(torch.bfloat16))
+    buffer = aliased(model)
+    fill(buffer, start=1)
+    assert lies_in(buffer.vectors[0], model[0].weight)
+    assert values(model) == list(range(1, 15))
+
+
+def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follow() -> None:
+    model = linear()
+    theirs = model.weight.detach()
+    array = model.bias.detach().numpy()
+    buffer = aliased(model)
+    fill(buffer, start=5)
+    assert theirs.flatten().tolist() == list(range(5, 11))
+    assert array.tolist() == [11, 12]
+
+
+def test_parameters_side_by_side_in_one_storage_stay_there() -> None:
+    flat = torch.zeros(8)
+    model = linear()
+    model.weight.data, model.bias.data = flat[:6].view(2, 3), flat[6:]
+    del flat
+    place = model.weight.data_ptr()
+    fill(aliased(model), start=1)
+    assert model.weight.data_ptr() == place
+    assert model.bias.data_ptr() == place + 24
+
+
+def test_a_model_shared_between_processes_stays_in_their_memory() -> None:
+    model = linear()
+    model.share_memory()
+    aliased(model)
+    assert model.weight.is_shared()
+
+
+def test_a_model_that_is_moved_later_still_gets_what_is_pulled() -> None:
+    moves = (
+        lambda model: model.share_memory(),
+        lambda model: model.to(torch.float64),
+        lambda model: setattr(model.weight, "data", torch.zeros(2, 3)),
+        lambda model: model.load_state_dict({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}),
+    )
+    for move in moves:
+        model = linear()
+        buffer = aliased(model)
+        move(model)
+        fill(buffer, start=4)
+        assert values(model) == list(range(4, 12))
+
+
+def test_a_pull_between_forward_and_backward_is_noticed_by_autograd() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    buffer = aliased(model)
+    loss = model(torch.ones(1, 2)).sum()
+    fill(buffer, start=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_the_user_writes_into_parameters_is_noticed_and_pulls_are_not() -> None:
+    model = linear()
+    buffer = aliased(model)
+    fill(buffer, start=1)
+    assert not buffer.written_elsewhere()
+    with torch.no_grad():
+        model.bias.clamp_(0, 1)
+    assert buffer.written_elsewhere()
+
+
+def test_separated_parameters_keep_their_values_and_leave_the_vectors_alone() -> None:
+    model = linear()
+    buffer = aliased(model)
+    buffer.separate()
+    with torch.no_grad():
+        model.weight.fill_(-1.0)
+    assert buffer.vectors[0].tolist() == list(range(8))
+    assert model.bias.tolist() == [6, 7]
+    fill(buffer, start=1)
+    assert values(model) == list(range(1, 9))
+
+
+def test_a_copied_model_has_memory_of_its_own() -> None:
+    model = linear()
+    buffer = aliased(model)
+    twin = copy.deepcopy(model)
+    fill(buffer, start=5)
+    assert values(twin) == list(range(8))
+    twin.weight.data.fill_(0.0)
+    assert buffer.vectors[0].tolist() == list(range(5, 13))
+
+
+def test_a_layer_saves_without_the_others_memory_and_loads_as_ever(tmp_path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(3, 2))
+    aliased(model)
+    torch.save(model[1].state_dict(), tmp_path / "layer.pt")
+    assert (tmp_path / "layer.pt").stat().st_size < 10_000
+    layer = linear()
+    layer.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    assert torch.equal(layer.weight, model[1].weight)
+
+
+def test_a_state_dict_shows_what_is_pulled_later_as_torchs_own_does() -> None:
+    model = linear()
+    buffer = aliased(model)
+    state = model.state_dict()
+    fill(buffer, start=3)
+    assert state["bias"].tolist() == [9, 10]
+
+
+def test_parameters_outlive_the_buffer_and_its_vectors() -> None:
+    model = linear()
+    buffer = aliased(model)
+    gone = weakref.ref(buffer)
+    del buffer
+    gc.collect()
+    assert gone() is None
+    assert values(model) == list(range(8))
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_a_forked_child_keeps_the_parameters_of_the_moment_of_the_fork() -> None:
+    """Where other processes see the vectors, as those of a segment."""
+    model = linear()
+    layout = layout_of(model)
+    memory = torch.zeros(8).share_memory_()
+    buffer = ParameterBuffer(layout, [memory.numpy()], alias=True, private=False)
+    fill(buffer)
+    waits, goes_on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(waits, 1)
+        seen = values(model) == list(range(8))
+        model.weight.data.fill_(-1.0)
+        os._exit(0 if seen else 1)
+    fill(buffer, start=100)
+    os.write(goes_on, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert values(model) == list(range(100, 108))
+    os.close(waits)
+    os.close(goes_on)
+
+
+def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last),
+        torch.nn.Linear(7, 11).to(torch.bfloat16),
+        torch.nn.BatchNorm1d(13).double(),
+    )
+    groups = [{"params": [*model[0].parameters(), *model[1].parameters()]}, {"params": list(model[2].parameters())}]
+    layout = plan(model, groups, shard_size=32, with_buffers=True)
+    whole, of_shard = values_of(layout), initial_values(layout)
+    shards = partition(layout.model, num_servers=2).shards
+    assert len(shards) > 8
+    for shard in shards:
+        values = of_shard(shard)
+        assert values.dtype == np.float32 and values.size == shard.length
+        np.testing.assert_array_equal(values, whole[shard.group][shard.offset : shard.offset + shard.length])

@@ -1,0 +1,49 @@
+"""Which pages are registered with a GPU's driver: whole ones, none twice."""
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from pyps_client.torch.pinned import PinnedPages, whole_pages
+
+PAGE = mmap.PAGESIZE
+
+
+def test_pages_of_neighbouring_arrays_are_one_stretch_and_of_distant_ones_two() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 10 * PAGE), np.uint8)
+    start = memory.ctypes.data
+    arrays = [memory[10:20], memory[PAGE - 1 : PAGE + 1], memory[2 * PAGE : 3 * PAGE], memory[5 * PAGE + 7 : 6 * PAGE]]
+    assert whole_pages(arrays) == [(start, start + 3 * PAGE), (start + 5 * PAGE, start + 6 * PAGE)]
+
+
+def test_an_empty_array_has_no_pages() -> None:
+    assert whole_pages([np.empty(0, np.float32)]) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_lent_memory_is_pinned_until_it_is_released() -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 16 * PAGE), np.float32)
+    pages = PinnedPages([memory[:100], memory[3 * PAGE // 4 :]], [torch.device("cuda:0")])
+    on_host = torch.from_numpy(memory)
+    assert on_host.is_pinned()
+    on_device = torch.arange(len(memory), dtype=torch.float32, device="cuda")
+    on_host.copy_(on_device, non_blocking=True)
+    pages.release()
+    assert memory.tolist() == list(range(len(memory)))
+    assert not torch.from_numpy(memory).is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_memory_that_cannot_be_pinned_is_said_and_leaves_no_error_for_others(caplog) -> None:
+    caplog.set_level("INFO")
+    memory = np.frombuffer(mmap.mmap(-1, PAGE), np.float32)
+    first = PinnedPages([memory], [torch.device("cuda:0")])
+    again = PinnedPages([memory], [torch.device("cuda:0")])
+    assert "cannot be pinned" in caplog.text
+    assert torch.ones(4, device="cuda").sum().item() == 4
+    again.release()
+    first.release()
