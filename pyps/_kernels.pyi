@@ -34,10 +34,25 @@ def select(name: str) -> None:
 # g = f0 * g0 + f1 * g1 + ... in float32, summed in this order: (payload, codec, factor) each.
 Gradients = Sequence[tuple[Buffer, int, float]]
 
+# Where a rule writes the parameters that it made, in the same pass: a writable buffer, or a bytes object that
+# nobody else has seen; the offset there in bytes; the codec.
+Reply = tuple[Buffer, int, int]
+
 # In each rule, where weight_decay is not zero, g = g + weight_decay * p before all else. Where a rule divides,
 # a zero denominator makes no step. Everything is in place.
+#
+# `guarded` is for payloads that somebody may write to meanwhile: each block of 512 numbers is copied and looked
+# at again, and left out of the sum where it is not finite. The functions return how many numbers were left out.
 
-def sgd(parameters: Floats, gradients: Gradients, *, rate: float, weight_decay: float = 0.0) -> None:
+def sgd(
+    parameters: Floats,
+    gradients: Gradients,
+    *,
+    rate: float,
+    weight_decay: float = 0.0,
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """p = p - rate * g"""
 
 def momentum(
@@ -49,7 +64,9 @@ def momentum(
     momentum: float,
     dampening: float = 0.0,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """v = momentum * v + (1 - dampening) * g; p = p - rate * v"""
 
 def heavy_ball(
@@ -60,7 +77,9 @@ def heavy_ball(
     rate: float,
     momentum: float,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """v = momentum * v + rate * g; p = p - v"""
 
 def nesterov(
@@ -71,7 +90,9 @@ def nesterov(
     rate: float,
     momentum: float,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """v = momentum * v + g; p = p - rate * (g + momentum * v)"""
 
 def adagrad(
@@ -82,7 +103,9 @@ def adagrad(
     rate: float,
     eps: float,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """a = a + g * g; p = p - rate * g / (sqrt(a) + eps)"""
 
 def rmsprop(
@@ -94,7 +117,9 @@ def rmsprop(
     decay: float,
     eps: float,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """s = decay * s + (1 - decay) * g * g; p = p - rate * g / (sqrt(s) + eps)"""
 
 def adam(
@@ -109,7 +134,9 @@ def adam(
     root_scale: float,
     eps: float,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g;
     p = p - rate * m / (sqrt(v) * root_scale + eps)
 
@@ -128,7 +155,9 @@ def adamw(
     root_scale: float,
     eps: float,
     weight_decay: float = 0.0,
-) -> None:
+    reply: Reply | None = None,
+    guarded: bool = False,
+) -> int:
     """p = (1 - weight_decay) * p, then as `adam` without decay: weight_decay is multiplied by the rate already."""
 
 def first_non_finite(gradient: Buffer, codec: int) -> int:
@@ -164,3 +193,12 @@ def split_frame(message: Buffer, field_number: int) -> tuple[bytes, int, int]:
 
 def join_frame(header: bytes, field_number: int, values: Floats, codec: int = ...) -> bytes:
     """Returns header, the payload field's tag and length, and the encoded values as one message."""
+
+def new_frame(header: bytes, field_number: int, count: int, codec: int) -> tuple[bytes, int]:
+    """Returns (header, the payload field's tag and length, and `count` uninitialised values; the values' offset).
+
+    Whoever made the message writes the values, before anybody else sees it.
+    """
+
+def encode_into(values: Floats, reply: Reply) -> None:
+    """Writes the encoded values to where a reply is wanted."""

@@ -30,10 +30,12 @@ OTHER_VARIABLES = (
     "PYPS_CONTROL",
     "PYPS_ISA",
     "PYPS_LOSS_WAIT_SECONDS",
+    "PYPS_PULL_CODEC",
     "PYPS_SERVERS",
     "PYPS_START_WAIT_SECONDS",
     "PYPS_TOKEN",
     "PYPS_TRACEBACK",
+    "PYPS_TRANSPORT",
     "PYPS_USE_PROXY",
     "PYPS_WAIT_SECONDS",
     "PYPS_WORKER_COUNT",
@@ -94,6 +96,9 @@ class ServerConfig:
         300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
     )
     expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
+    local_socket: str = setting(
+        "auto", "Where workers of this machine may share their memory: auto, off, or a folder that they see too."
+    )
     token_file: Path | None = setting(None, "File with the token that every caller must show.")
     insecure: bool = setting(False, "Listen beyond loopback without a token.")
     max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10, maximum=10**9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -29,8 +28,7 @@ def push_to_plain(gradient: Gradient, receipt: Receipt) -> dict[str, Any]:
 
 def push_from_plain(plain: Mapping[str, Any], payload: bytes) -> tuple[Gradient, Receipt]:
     """The gradient and the receipt that `push_to_plain` wrote, with the gradient's payload."""
-    names = {field.name for field in dataclasses.fields(Receipt)}
-    fields = {name: value for name, value in plain.items() if name in names}
+    fields = {name: value for name, value in plain.items() if name in Receipt._fields}
     fields["outcome"] = Outcome[plain["outcome"].upper()]
     fields["reason"] = Reason[plain.get("reason", "unspecified").upper()]
     fields["waiting_for"] = tuple(plain.get("waiting_for", ()))
@@ -61,16 +59,17 @@ def gradient_to_plain(gradient: Gradient) -> dict[str, Any]:
 
 def gradient_from_plain(plain: Mapping[str, Any], payload: bytes) -> Gradient:
     """The gradient that `gradient_to_plain` wrote, with its payload."""
-    names = {field.name for field in dataclasses.fields(Gradient)}
-    fields = {name: value for name, value in plain.items() if name in names}
+    fields = {name: value for name, value in plain.items() if name in Gradient._fields}
     extents = tuple(Extent(*extent) for extent in plain.get("extents", ()))
     return Gradient(**{**fields, "extents": extents, "payload": payload})
 
 
 def _fields(thing: Gradient | Receipt) -> dict[str, Any]:
-    values = {field: getattr(thing, field.name) for field in dataclasses.fields(thing)}
+    defaults = thing._field_defaults
     return {
-        field.name: value for field, value in values.items() if value != field.default or field.name in _ALWAYS_TOLD
+        name: value
+        for name, value in thing._asdict().items()
+        if name not in defaults or value != defaults[name] or name in _ALWAYS_TOLD
     }
 
 
@@ -80,7 +79,7 @@ def contribution_to_plain(contribution: Contribution) -> dict[str, Any]:
         "gradient": gradient_to_plain(contribution.gradient),
         "payload_bytes": memoryview(contribution.gradient.payload).nbytes,
         "staleness": contribution.staleness,
-        "weighing": dataclasses.asdict(contribution.weighing),
+        "weighing": contribution.weighing._asdict(),
     }
 
 

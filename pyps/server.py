@@ -28,13 +28,17 @@ from pyps.run.run import SOFTWARE
 from pyps.service import hosting
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
+from pyps.service.local import LocalServer
 from pyps.service.metrics import MetricsServer
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
+from pyps.service.serializations import Serializations
+from pyps.service.workbench import Workbench
 from pyps.units import in_bytes
 from pyps.update_log import UpdateLog
+from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
@@ -58,6 +62,7 @@ def serve(config: ServerConfig) -> int:
         raise ConfigError(f"PYPS_ISA in the environment cannot be used: {error}") from None
     token = load_token(config)
     _check_ready_file(config.ready_file)
+    keep_large_blocks(shared=True)
     return asyncio.run(Server(config, token=token, instruction_set=instruction_set).run())
 
 
@@ -84,6 +89,9 @@ class Server:
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="kernel")
+        self._work = Workbench(self._executor)
+        self._serializations = Serializations()
+        self._local = LocalServer(self._run, work=self._work, budget=self._budget, threads=self._threads)
         self._data_health = async_health.HealthServicer()
         self._control_health = threaded_health.HealthServicer()
         self._stop = asyncio.Event()
@@ -99,12 +107,14 @@ class Server:
             port=self._config.metrics_port,
             token=self._token,
             budget=self._budget,
+            local=self._local,
         )
         addresses = self._bind(data, control, metrics)
         self._resume()
         self._add_services(data, control, addresses)
         await self._set_health(_Health.SERVING)
         self._handle_signals()
+        self._local.start(self._config.local_socket)
         await data.start()
         control.start()
         metrics.start()
@@ -132,12 +142,23 @@ class Server:
 
     def _add_services(self, data: grpc.aio.Server, control: grpc.Server, addresses: Addresses) -> None:
         parameter_server = ParameterServer(
-            self._run, budget=self._budget, executor=self._executor, control_address=addresses.control
+            self._run,
+            budget=self._budget,
+            work=self._work,
+            serializations=self._serializations,
+            control_address=addresses.control,
+            local=self._local,
         )
         data.add_generic_rpc_handlers((parameter_server.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._data_health, data)
         add_reflection(data, [PARAMETER_SERVER, threaded_health.SERVICE_NAME])
-        inspector = Inspector(self._run, addresses=addresses, budget=self._budget, checkpoints=self._checkpoints)
+        inspector = Inspector(
+            self._run,
+            addresses=addresses,
+            budget=self._budget,
+            checkpoints=self._checkpoints,
+            local=self._local,
+        )
         add_InspectorServicer_to_server(inspector, control)
         health_pb2_grpc.add_HealthServicer_to_server(self._control_health, control)
         channelz.add_channelz_servicer(control)
@@ -189,6 +210,7 @@ class Server:
             "control": addresses.control,
             "metrics": f"http://{addresses.metrics}/metrics",
             "access": _access(config),
+            "shared memory": f"at {self._local.address}" if self._local.address else "not offered",
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
             "protocol": run.aggregation.text,
@@ -225,7 +247,8 @@ class Server:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             # Not here: it may have to make updates.
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._run.tick)
+            await self._work.off_loop(self._run.tick)
+            self._serializations.tidy(self._run.shards)
             over = self._run.done or self._run.state == RunState.FINISHED
             if self._config.exit_when_done and self._run.done:
                 self._run.finish("all workers are done")
@@ -250,7 +273,7 @@ class Server:
 
     def _save(self, *, only_changes: bool = False) -> bool:
         """Writes a checkpoint where there is a folder and a run; False when it failed."""
-        if self._checkpoints is None or not self._run.shards:
+        if self._checkpoints is None or not self._run.shards or self._run.measures:
             return True
         if only_changes and _holds(self._checkpoints.newest, self._run):
             return True
@@ -273,6 +296,7 @@ class Server:
         await self._set_health(_Health.NOT_SERVING)
         self._run.drain()
         await self._calls_end(began + _CALLS_SHARE * self._config.drain_seconds)
+        await self._local.stop(began + _CALLS_SHARE * self._config.drain_seconds - self._clock())
         await data.stop(0.1)
         self._executor.shutdown(wait=True)
         left = self._config.drain_seconds - (self._clock() - began)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from threading import Lock
+from typing import NamedTuple
 
 from pyps.core.gradient import PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
@@ -40,7 +41,6 @@ class Tally:
     reasons: dict[Reason, int] = field(default_factory=dict)
     bytes_in: int = 0
     bytes_out: int = 0
-    staleness_count: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
     # Gradients that updates were made of, and what staleness left of the step size for each.
@@ -64,17 +64,22 @@ class Tally:
         else:
             self.applied += 1
         self.examples += examples
-        staleness = receipt.staleness
-        self.staleness_count += 1
-        self.staleness_sum += staleness
-        self.staleness_max = max(self.staleness_max, staleness)
-        bucket = _staleness_bucket(staleness)
+        bucket = staleness = receipt.staleness
+        if staleness:
+            self.staleness_sum += staleness
+            self.staleness_max = max(self.staleness_max, staleness)
+            bucket = _staleness_bucket(staleness)
         self.histogram[bucket] = self.histogram.get(bucket, 0) + 1
 
     @property
     def dropped(self) -> int:
         """Pushes that were good, and that the protocol did not need."""
         return self.reasons.get(Reason.DROPPED, 0)
+
+    @property
+    def staleness_count(self) -> int:
+        """Gradients taken, each with its staleness."""
+        return self.applied + self.pending
 
     @property
     def staleness_mean(self) -> float:
@@ -91,13 +96,25 @@ class Tally:
         """The part of the step size that staleness took: 0 for nothing, 1 for all."""
         return 1.0 - self.rate_scale_mean
 
+    def include(self, other: Tally) -> None:
+        """Adds another tally's counts."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.staleness_max = max(self.staleness_max, other.staleness_max)
+        for reason, count in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0) + count
+        for bucket, count in other.histogram.items():
+            self.histogram[bucket] = self.histogram.get(bucket, 0) + count
+
     def copy(self) -> Tally:
         """An independent copy."""
         return replace(self, histogram=dict(self.histogram), reasons=dict(self.reasons))
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedReceipt:
+_SUMS = tuple(item.name for item in fields(Tally) if item.name not in ("reasons", "histogram", "staleness_max"))
+
+
+class LoggedReceipt(NamedTuple):
     """A receipt, whose it was, and when (in the run's clock)."""
 
     worker_id: str
@@ -118,13 +135,14 @@ class ApplySeconds:
 class Statistics:
     """Counts pushes, pulls and waits, for everybody and by worker and shard.
 
-    Every method may be called from any thread. One lock guards all; a push holds it for a few additions.
+    Every method may be called from any thread. One lock guards all; a push holds it for a few additions. What is
+    counted by shard is added up when it is asked for.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # Guarded by _lock.
-        self._total = Tally()
+        # Guarded by _lock. The first holds what belongs to no shard.
+        self._beside = Tally()
         self._workers: OrderedDict[str, Tally] = OrderedDict()
         self._shards: dict[int, Tally] = {}
         self._recent: deque[LoggedReceipt] = deque(maxlen=RECENT_RECEIPTS_MAX)
@@ -141,16 +159,24 @@ class Statistics:
         payload_bytes: int,
         examples: int,
         now: float,
+        answer_bytes: int = 0,
         apply_seconds: float | None = None,
     ) -> None:
-        """Counts one answered push; `apply_seconds` is its time in the shard, wait for the lock included."""
+        """Counts one answered push.
+
+        `answer_bytes` are those of the parameters that went back with its receipt, `apply_seconds` its time in the
+        shard, wait for the lock included.
+        """
         logged = LoggedReceipt(worker_id, receipt, now)
         with self._lock:
             worker, shard = self._worker(worker_id), self._shard(shard_id)
             self._workers.move_to_end(worker_id)
-            for tally in (self._total, worker, shard):
-                tally.add(receipt, payload_bytes=payload_bytes, examples=examples)
+            worker.add(receipt, payload_bytes=payload_bytes, examples=examples)
+            shard.add(receipt, payload_bytes=payload_bytes, examples=examples)
             self._recent.append(logged)
+            if answer_bytes:
+                self._beside.bytes_out += answer_bytes
+                worker.bytes_out += answer_bytes
             if receipt.version_after > receipt.version_before and not receipt.duplicate:
                 self._last_update = now
             if apply_seconds is not None:
@@ -168,14 +194,14 @@ class Statistics:
                 if gradient.kind == PayloadKind.NOTHING:
                     continue
                 rate_scale = update.rate_scale(part)
-                for tally in (self._total, self._worker(gradient.worker_id), self._shard(shard_id)):
+                for tally in (self._worker(gradient.worker_id), self._shard(shard_id)):
                     tally.rate_scale_count += 1
                     tally.rate_scale_sum += rate_scale
 
     def pulled(self, worker_id: str, payload_bytes: int) -> None:
         """Counts the payload of one shard sent to a worker or observer."""
         with self._lock:
-            self._total.bytes_out += payload_bytes
+            self._beside.bytes_out += payload_bytes
             self._worker(worker_id).bytes_out += payload_bytes
 
     def updated(self, shard_id: int, count: int, *, now: float) -> None:
@@ -183,26 +209,28 @@ class Statistics:
         if not count:
             return
         with self._lock:
-            for tally in (self._total, self._shard(shard_id)):
-                tally.updates += count
+            self._shard(shard_id).updates += count
             self._last_update = now
 
     def blocked(self, worker_id: str, seconds: float) -> None:
         """Counts the end of a wait for other workers."""
         with self._lock:
-            for tally in (self._total, self._worker(worker_id)):
+            for tally in (self._beside, self._worker(worker_id)):
                 tally.blocked_seconds += seconds
 
     def restore_examples(self, examples: Mapping[int, int]) -> None:
         """Goes on from the examples by shard that a checkpoint had counted."""
         with self._lock:
             for shard_id, count in examples.items():
-                self._shards.setdefault(shard_id, Tally()).examples += count
+                self._shard(shard_id).examples += count
 
     def total(self) -> Tally:
-        """The counts over all workers and shards."""
+        """The counts over all workers and shards; examples of a restored run included."""
         with self._lock:
-            return self._total.copy()
+            total = self._beside.copy()
+            for tally in self._shards.values():
+                total.include(tally)
+            return total
 
     def worker(self, worker_id: str) -> Tally:
         """The counts of one worker, zeros for one never heard of."""

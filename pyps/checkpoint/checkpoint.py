@@ -20,12 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import safetensors
-from safetensors import safe_open
-
 from pyps import __version__
 from pyps.checkpoint.disk import Disk
-from pyps.checkpoint.tensor_file import TensorFile
+from pyps.checkpoint.tensor_file import TensorFile, TensorReader
 from pyps.checksum import checksum_of
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
@@ -111,7 +108,10 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """A run as read from a checkpoint. `header.epoch` is the last one in use: serve under the next."""
+    """A run as read from a checkpoint. `header.epoch` is the last one in use: serve under the next.
+
+    The run that goes on from it takes its arrays over.
+    """
 
     header: RunHeader
     shards: Mapping[int, ShardState]
@@ -217,10 +217,10 @@ class Checkpoint:
                 for shard_id, shard in self._shards.items()
             }
 
-    def _array(self, tensors: Any, file_name: str, name: str, checksum: str) -> Floats:
+    def _array(self, tensors: TensorReader, file_name: str, name: str, checksum: str) -> Floats:
         try:
-            values: Floats = tensors.get_tensor(name)
-        except safetensors.SafetensorError as error:
+            values = tensors.read(name)
+        except (OSError, ValueError) as error:
             raise CheckpointDamaged(f"{self.path / file_name} does not give {name}: {error}") from None
         found = checksum_of(values)
         if found != checksum:
@@ -369,10 +369,10 @@ def _require_size(path: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        tensors = safe_open(str(path), framework="np")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
-    with tensors as opened:
-        yield opened
+def _opened(path: Path) -> Iterator[TensorReader]:
+    with contextlib.ExitStack() as stack:
+        try:
+            tensors = TensorReader(stack.enter_context(path.open("rb")))
+        except (OSError, ValueError) as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
+        yield tensors

@@ -1,4 +1,4 @@
-"""Writes a safetensors file piece by piece, so that a model is never in memory twice.
+"""Writes and reads a safetensors file piece by piece, so that a model is never in memory twice.
 
 The format: 8 bytes little-endian length of the header, the header in JSON (name to dtype, shape, offsets),
 padded with spaces to a multiple of 8, then the tensors' bytes in the order of the header, without holes.
@@ -10,12 +10,12 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from io import BufferedIOBase
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
+from pyps.core.arrays import Floats, aligned_zeros
 
 
 class Writable(Protocol):
@@ -68,3 +68,43 @@ class TensorFile:
     def _expected(self) -> Iterator[tuple[str, int]]:
         # A tensor without values has nothing to wait for.
         return ((name, size) for name, size in self._sizes.items() if size)
+
+
+# As the library has it.
+_HEADER_BYTES_MAX = 100_000_000
+
+
+class TensorReader:
+    """Reads tensors of a safetensors file straight into arrays as shards need them.
+
+    The library would map the file as well, which counts as the model's memory once more.
+    """
+
+    def __init__(self, file: BufferedIOBase):
+        """Reads the header. Raises ValueError where it is none."""
+        self._file = file
+        size = int.from_bytes(file.read(8), "little")
+        if size > _HEADER_BYTES_MAX:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(file.read(size))
+        if not isinstance(header, dict):
+            raise ValueError("a header that is no object")
+        self._header = header
+        self._start = 8 + size
+
+    def read(self, name: str) -> Floats:
+        """Returns the values of a float32 tensor in one row. Raises ValueError where the file does not hold them."""
+        try:
+            kind, (begin, end) = self._header[name]["dtype"], self._header[name]["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise ValueError("there is no such tensor") from None
+        if kind != "F32" or not (type(begin) is type(end) is int and 0 <= begin <= end and (end - begin) % 4 == 0):
+            raise ValueError(f"it is {kind!r} from {begin!r} to {end!r}, not float32")
+        self._file.seek(0, 2)
+        if self._start + end > self._file.tell():
+            raise ValueError("the file ends before it")
+        values = aligned_zeros((end - begin) // 4)
+        self._file.seek(self._start + begin)
+        if self._file.readinto(values.view(np.uint8).data) != end - begin:
+            raise ValueError("the file ends before it")
+        return values

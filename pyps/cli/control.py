@@ -1,4 +1,4 @@
-"""Talking to a server's control port from the command line: one call, one answer or one clear error."""
+"""Talking to a server from the command line: one call, one answer or one clear error."""
 
 from __future__ import annotations
 
@@ -10,58 +10,85 @@ from typing import Annotated, Any, NoReturn
 import grpc
 import typer
 
+from pyps import __version__
 from pyps_client import Observer, launch
 from pyps_client.launch import parse_servers
-from pyps_wire.contract import CONTROL_PORT
+from pyps_wire.common_pb2 import ROLE_OBSERVER
+from pyps_wire.contract import CONTROL_PORT, PROTOCOL_VERSION
 from pyps_wire.errors import (
     METADATA_KEY,
-    BadRequest,
     NotInitialized,
+    ProtocolMismatch,
     PypsError,
     ServerUnavailable,
     WaitTimedOut,
     from_status,
 )
+from pyps_wire.inspector_pb2 import GetStatusRequest
 from pyps_wire.inspector_pb2_grpc import InspectorStub
+from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
+from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 
 TIMEOUT_SECONDS = 10.0
 # A checkpoint of a large model takes its time.
 SAVE_TIMEOUT_SECONDS = 600.0
 
-SERVERS_HELP = "Control addresses, separated by commas; port 7611 where none is named."
-DATA_SERVERS_HELP = "Data addresses of all servers, in order, separated by commas."
+# Either port of a server leads to the other, so that one list of servers does for every command.
+SERVERS_HELP = "Addresses of all servers, in order, separated by commas: of each its data or its control port."
 TOKEN_HELP = "File with the servers' token."
 
-# The option of every command that talks to control ports.
-Servers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar="PYPS_CONTROL")]
+# The option of commands that talk to control ports, and of those that talk to data ports.
+Servers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_CONTROL", "PYPS_SERVERS"])]
+DataServers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_SERVERS", "PYPS_CONTROL"])]
 
 
 class Control:
-    """A connection to one server's control port."""
+    """A connection to one server's control port, which is asked for at the data port where that one was named."""
 
     def __init__(self, address: str, *, token: str):
+        # As named; the control port's once a call has found it.
         self.address = address
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        # A proxy of the machine must not stand between.
-        self._channel = grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
-        self._stub: Any = InspectorStub(self._channel)
+        self._channel = _open(address)
 
     def call(self, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
         """Makes a call of the Inspector service; raises PypsError in the server's own words."""
         try:
-            return getattr(self._stub, method)(request, timeout=timeout_seconds, metadata=self._metadata)
+            return self._call(InspectorStub, method, request, timeout_seconds)
+        except ProtocolMismatch:
+            self._move(_same_host(self.address, self.hello().control_address))
+        return self._call(InspectorStub, method, request, timeout_seconds)
+
+    def hello(self) -> HelloReply:
+        """What the server tells an observer at its data port; ProtocolMismatch where another one was named."""
+        request = HelloRequest(protocol_version=PROTOCOL_VERSION, software=f"pyps {__version__}", role=ROLE_OBSERVER)
+        reply: HelloReply = self._call(ParameterServerStub, "Hello", request, TIMEOUT_SECONDS)
+        return reply
+
+    def data_address(self) -> str:
+        """The server's data address."""
+        try:
+            self.hello()
+        except ProtocolMismatch:
+            return _same_host(self.address, self.call("GetStatus", GetStatusRequest()).data_address)
+        return self.address
+
+    def _call(self, stub: Any, method: str, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return getattr(stub(self._channel), method)(request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._readable(error) from None
+
+    def _move(self, address: str) -> None:
+        self._channel.close()
+        self.address, self._channel = address, _open(address)
 
     def _readable(self, error: Any) -> PypsError:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNAVAILABLE:
-            return ServerUnavailable(
-                f"no server answers on {self.address}: check the address (a control port, "
-                f"{CONTROL_PORT} by default) and that the server runs"
-            )
+            return ServerUnavailable(f"no server answers on {self.address}: check the address and that the server runs")
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return BadRequest(f"{self.address} is no control port: name what the server gives as control, not data")
+            return ProtocolMismatch(f"{self.address} speaks gRPC but is no port of a pyps server: check the address")
         names = [value for key, value in error.trailing_metadata() or () if key == METADATA_KEY]
         known = from_status(code.name, details, names[0] if names else None)
         return type(known)(f"{self.address}: {details or code.name}")
@@ -85,6 +112,15 @@ def control_addresses(servers: str) -> tuple[str, ...]:
         fail(str(error), status=2)
 
 
+def data_addresses(servers: str, token: str) -> tuple[str, ...]:
+    """The data addresses of servers, whichever port of each was named."""
+    found = []
+    for address in parse_servers(servers):
+        with Control(address, token=token) as control:
+            found.append(control.data_address())
+    return parse_servers(found)
+
+
 def read_token(path: Path | None) -> str:
     """The token in a file, else in PYPS_TOKEN, else nothing; exits when it cannot be used."""
     try:
@@ -102,7 +138,8 @@ def call_each(
     for address in control_addresses(servers):
         with Control(address, token=token) as control:
             try:
-                replies.append((address, control.call(method, request, timeout_seconds=timeout_seconds)))
+                reply = control.call(method, request, timeout_seconds=timeout_seconds)
+                replies.append((control.address, reply))
             except PypsError as error:
                 typer.echo(f"pyps: {error}", err=True)
                 failed = True
@@ -117,7 +154,11 @@ def observe(servers: str, token: str, *, start_wait_seconds: float, loss_wait_se
     """A reader of the run; NotInitialized where no worker has brought parameters in the time to wait."""
     waits = {"start_wait_seconds": start_wait_seconds, "loss_wait_seconds": loss_wait_seconds}
     try:
-        return Observer(servers, token=token, **waits)
+        try:
+            return Observer(servers, token=token, **waits)
+        except ProtocolMismatch:
+            # Control ports were named, or some of them.
+            return Observer(data_addresses(servers, token), token=token, **waits)
     except WaitTimedOut:
         raise NotInitialized(
             f"no worker has initialised the run yet: start one (PYPS_SERVERS={servers}), "
@@ -134,6 +175,16 @@ def fail(message: str, *, status: int = 1) -> NoReturn:
 def _tell_done(method: str, addresses: Sequence[str]) -> None:
     if addresses:
         typer.echo(f"{method} was done on {', '.join(addresses)}.", err=True)
+
+
+def _open(address: str) -> grpc.Channel:
+    # A proxy of the machine must not stand between.
+    return grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+
+
+def _same_host(address: str, bound: str) -> str:
+    """The port of an address as a server bound it, at the host by which it was reached."""
+    return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
 
 
 def _with_port(address: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from pyps.cli.control import DATA_SERVERS_HELP, observe, read_token
+from pyps.cli.control import DataServers, observe, read_token
 from pyps_client.observer import Observer
 from pyps_wire.errors import BadRequest, ServerUnavailable
 
@@ -26,10 +26,7 @@ Evaluate = Callable[[Parameters], float | Mapping[str, float]]
 
 def evaluate(
     script: Annotated[Path, typer.Argument(help="Python file that defines evaluate(parameters).")],
-    servers: Annotated[
-        str,
-        typer.Option(help=DATA_SERVERS_HELP, envvar="PYPS_SERVERS"),
-    ] = "127.0.0.1:7610",
+    servers: DataServers = "127.0.0.1:7610",
     every: Annotated[float, typer.Option(help="Seconds between two evaluations.", min=0.0)] = 10.0,
     once: Annotated[bool, typer.Option("--once", help="Evaluate one snapshot and end.")] = False,
     token_file: Annotated[

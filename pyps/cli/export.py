@@ -13,7 +13,7 @@ import typer
 from safetensors.numpy import save_file
 
 from pyps.checkpoint import Checkpoint, CheckpointError, newest
-from pyps.cli.control import DATA_SERVERS_HELP, TOKEN_HELP, fail, observe, read_token
+from pyps.cli.control import TOKEN_HELP, DataServers, fail, observe, read_token
 from pyps_client.client import split_tensors
 from pyps_wire.errors import ModelMismatch, PypsError
 from pyps_wire.partition import partition
@@ -23,7 +23,7 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 
 def export(
     file: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    servers: Annotated[str, typer.Option(help=DATA_SERVERS_HELP, envvar="PYPS_SERVERS")] = "127.0.0.1:7610",
+    servers: DataServers = "127.0.0.1:7610",
     checkpoint: Annotated[
         list[Path] | None,
         typer.Option(help="Instead: a job's checkpoint folder; or a server's, or one checkpoint in it, once a server."),

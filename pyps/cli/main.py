@@ -25,6 +25,7 @@ COMMANDS = {
     "save": "save",
     "stop": "stop",
     "eval": "evaluate",
+    "bench": "bench",
     "health": "health",
 }
 

@@ -202,5 +202,7 @@ def where_the_model_is(folder: Path | None, *, num_servers: int) -> str:
     folders = [folder / f"server-{index}" for index in range(num_servers)]
     if not all(newest(one) for one in folders):
         return f"No model was kept in {folder}: the servers held none yet."
-    flags = [part for one in folders for part in ("--checkpoint", str(one))]
+    # The job's folder stands for all in it, unless an earlier job left more there.
+    named = [folder] if len(list(folder.glob("server-*"))) == num_servers else folders
+    flags = [part for one in named for part in ("--checkpoint", str(one))]
     return f"The model was kept: {shlex.join(['pyps', 'export', 'model.safetensors', *flags])}"

@@ -24,6 +24,8 @@ SHARDS_SHOWN = 20
 NAMES_SHOWN = 8
 EVENTS_SHOWN = 8
 EVENTS_MAX = 1000
+# As servers name them, and in words.
+TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _ask(address: str, token: str, *, num_events: int) -> Answer:
     with Control(address, token=token) as control:
         events = control.call("ListEvents", pb.ListEventsRequest(limit=EVENTS_MAX)).events
         return Answer(
-            address,
+            control.address,
             control.call("GetStatus", pb.GetStatusRequest()),
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
             control.call("ListShards", pb.ListShardsRequest()).shards,
@@ -164,7 +166,9 @@ def _facts(status: pb.Status) -> dict[str, object]:
     return {
         "data": status.data_address,
         "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
-        "run": f"{status.run_id or 'none'}, epoch {status.epoch}",
+        "run": status.run_id or "none",
+        # The epoch, in words.
+        "restored or reset": _times(status.epoch),
         "place": f"{status.server_index} of {status.num_servers}" if status.num_servers else "",
         "in force": in_force,
         "warm-up": status.warmup and f"{status.warmup} ({'under way' if status.warming_up else 'over'})",
@@ -178,7 +182,7 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "version": _range(status.version_min, status.version_max),
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{status.updates:,}, the last {last}",
-        "pushes": "{:,} applied, {:,} kept for an update, {:,} rejected ({:,} not needed), {:,} repeated".format(
+        "pushed shards": "{:,} applied, {:,} kept for an update, {:,} rejected ({:,} not needed), {:,} repeated".format(
             *pushes
         ),
         "waiting gradients": f"{status.pending_gradients:,}, {in_bytes(status.pending_bytes)}"
@@ -196,10 +200,11 @@ def _facts(status: pb.Status) -> dict[str, object]:
 
 def _workers_table(answers: Sequence[Answer]) -> Table:
     table = Table(title="workers")
-    for name in ("worker", "state", "where", "steps"):
+    for name in ("worker", "state", "where", "transport", "steps"):
         table.add_column(name)
     for name in (
-        "taken",
+        # A push counts once for each shard that it holds.
+        "shards taken",
         "rejected",
         "repeated",
         "staleness",
@@ -218,7 +223,13 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
         reports = ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items()))
         _add(
             table,
-            *(name, _state(latest), f"{latest.host} {latest.process_id} {latest.device}", latest.clock),
+            *(
+                name,
+                _state(latest),
+                f"{latest.host} {latest.process_id} {latest.device}",
+                _transport(known),
+                latest.clock,
+            ),
             *(taken, sum(w.pushes_rejected for w in known)),
             sum(w.pushes_duplicate for w in known),
             f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",
@@ -271,6 +282,10 @@ def _rates(status: pb.Status) -> str:
     return ", ".join(f"{text} (group {rate.group})" for text, rate in zip(texts, status.learning_rates, strict=True))
 
 
+def _times(count: int) -> str:
+    return {0: "", 1: "once"}.get(count, f"{count} times")
+
+
 def _roster(status: pb.Status) -> str:
     if not status.roster and not status.workers_missing:
         return ""
@@ -280,6 +295,11 @@ def _roster(status: pb.Status) -> str:
 
 def _state(worker: pb.WorkerInfo) -> str:
     return "alive, not reckoned with" if worker.state == "alive" and not worker.counts else worker.state
+
+
+def _transport(known: Sequence[pb.WorkerInfo]) -> str:
+    """How the worker talks to the servers; both ways where it runs on the machine of some of them."""
+    return ", ".join(words for name, words in TRANSPORTS.items() if any(worker.transport == name for worker in known))
 
 
 def _waited(known: Sequence[pb.WorkerInfo]) -> str:

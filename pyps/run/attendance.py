@@ -56,7 +56,8 @@ class Attendance:
 
     def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None) -> Roster:
         """Notes a push and returns who counts now; raises as `heard`."""
-        before = self.membership.get(worker_id)
+        # Whoever counts already, as nearly always, has nothing to tell.
+        before = None if worker_id in self.membership.roster.workers else self.membership.get(worker_id)
         roster = self.membership.pushed(worker_id, incarnation, now=now, clock=clock)
         if before is not None and not before.counts and worker_id in roster.workers:
             what = "worker counts" if before.alive else "worker is back"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient, PayloadKind, require_fitting, require_rate
+from pyps.core.gradient import require_rate
 from pyps.core.pacing import Pacer
-from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
@@ -25,6 +24,7 @@ from pyps.run.content import Content
 from pyps.run.events import Events
 from pyps.run.pacing import Pacing
 from pyps.run.pending_account import PendingAccount
+from pyps.run.pushes import Pushes
 from pyps.run.schedule_owner import ScheduleOwner
 from pyps.run.stalls import Stalls
 from pyps.statistics import Statistics
@@ -67,6 +67,21 @@ class Conduct:
         self.account = PendingAccount(config.max_pending_bytes, statistics=statistics, recorder=recorder)
         self.owner = ScheduleOwner()
         self.pacing = Pacing(None)
+        self._caveats = Caveats()
+        self.pushes = Pushes(
+            attendance=attendance,
+            statistics=statistics,
+            events=events,
+            clock=clock,
+            account=self.account,
+            owner=self.owner,
+            pacing=self.pacing,
+            caveats=self._caveats,
+            logged=recorder is not None,
+            behaviour=lambda: self.behaviour,
+            on_update=lambda shard: self.on_update(shard),
+            on_smaller_roster=lambda shard: self._complete(shard, self._membership.roster),
+        )
         # Called after an update, with its shard.
         self.on_update: Callable[[Shard], None] = lambda shard: None
         # Held for one change, or one look at rounds, at a time; taken before any shard's lock.
@@ -78,7 +93,6 @@ class Conduct:
         # The workers with whom rounds were looked at last.
         self._roster = Roster()
         self._told: tuple[str, ...] = ()
-        self._caveats = Caveats()
 
     def begin(self, content: Content) -> None:
         """Takes the shards in, which serve from now on."""
@@ -114,76 +128,6 @@ class Conduct:
         # A server of a small model may hold none of its shards.
         shard = self._content.first if self._content is not None and self._content.shards else None
         return self._caveats.sentences(self.behaviour, shard, num_workers=num_workers)
-
-    # What a push brings.
-
-    def push(self, content: Content, gradient: Gradient, shard_id: int) -> Receipt:
-        """Handles one pushed shard; see `Shard.push`."""
-        shard = content.shard(shard_id)
-        began = self._clock()
-        require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
-        with self.owner.claiming([gradient], schedule=self._own_schedule, events=self._events) as receipts:
-            roster = self._hear(gradient, now=began)
-            receipt = shard.push(gradient, roster=roster)
-            receipts.append(receipt)
-        self._answered(shard, gradient, receipt, roster, began=began)
-        return receipt
-
-    def push_whole(self, content: Content, gradients: Sequence[tuple[int, Gradient]]) -> list[Receipt]:
-        """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
-        shards = [content.shard(shard_id) for shard_id, _ in gradients]
-        began, roster = self._clock(), self._membership.roster
-        for shard, (shard_id, gradient) in zip(shards, gradients, strict=True):
-            require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
-        with self.owner.claiming(
-            [gradient for _, gradient in gradients], schedule=self._own_schedule, events=self._events
-        ) as receipts:
-            for _, gradient in gradients:
-                roster = self._hear(gradient, now=began)
-            receipts += content.whole.push(gradients, roster=roster)
-        for shard, (_, gradient), receipt in zip(shards, gradients, receipts, strict=True):
-            self._answered(shard, gradient, receipt, roster, began=began)
-        return receipts
-
-    def _hear(self, gradient: Gradient, *, now: float) -> Roster:
-        """Takes note of whose push it is; returns the workers that count with it."""
-        clock = gradient.clock or None
-        roster = self._attendance.pushed(gradient.worker_id, gradient.incarnation, now=now, clock=clock)
-        if self.pacing.gate_holds:
-            # At work already, with or without asking.
-            self.pacing.excuse([gradient.worker_id])
-        return roster
-
-    def _answered(self, shard: Shard, gradient: Gradient, receipt: Receipt, roster: Roster, *, began: float) -> None:
-        now = self._clock()
-        self._statistics.pushed(
-            gradient.worker_id,
-            shard.shard_id,
-            receipt,
-            payload_bytes=len(gradient.payload),
-            examples=gradient.example_count,
-            now=now,
-            apply_seconds=now - began,
-        )
-        self.account.note(shard)
-        if receipt.duplicate:
-            return
-        if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
-            self._attendance.taken(gradient.worker_id, gradient.incarnation, now=now)
-        if gradient.kind != PayloadKind.NOTHING:
-            self._caveats.heard(gradient)
-        if receipt.version_after > receipt.version_before:
-            self.pacing.advanced(receipt.version_after)
-            self.on_update(shard)
-        elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
-            # Somebody went while this push was on its way: whoever completed rounds then did not see it.
-            self._complete(shard, self._membership.roster)
-
-    @property
-    def _own_schedule(self) -> str:
-        """The server's schedule, empty where it has none."""
-        text = self.behaviour.schedule.text
-        return "" if text == Constant.name else text
 
     # What a change of membership brings.
 

@@ -108,7 +108,7 @@ class ContentFactory:
         )
 
     def restored(self, restored: RestoredRun, *, now: float) -> Content:
-        """The content that a checkpoint holds."""
+        """The content that a checkpoint holds, whose arrays are the run's from now on."""
         header = restored.header
         plan = partition(header.model, num_servers=header.num_servers)
         states = dict(restored.shards)
@@ -127,7 +127,6 @@ class ContentFactory:
     ) -> Content:
         shards = {}
         for shard_range in plan.of_server(server_index):
-            # Taken out, so that a model is never held twice.
             state = states.pop(shard_range.shard_id)
             hyperparameters = settings.groups[shard_range.group]
             shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
@@ -149,4 +148,6 @@ class ContentFactory:
             examples=state.examples,
             learning_rate=state.learning_rate,
             recorder=self.recorder,
+            # A model is never held twice.
+            take_over=True,
         )

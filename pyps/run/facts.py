@@ -18,12 +18,15 @@ from pyps.run.content import Content
 from pyps.run.ending import Ending
 from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Holding
+from pyps.run.measurement import is_measurement
 from pyps.run.settings import RuleSettings
 from pyps.run.state import RunState
 from pyps.statistics import Statistics
+from pyps_wire.errors import NotInitialized
 from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
+    from pyps.checkpoint import RunHeader
     from pyps.config import ServerConfig
 
 
@@ -35,6 +38,7 @@ class RunFacts:
     told: RuleSettings | None
     statistics: Statistics
     conduct: Conduct
+    epoch: int
     gate: InitializationGate
     _attendance: Attendance
     _content: Content | None
@@ -58,6 +62,11 @@ class RunFacts:
     def run_id(self) -> str:
         """The run held, or the one that the server was told to hold; empty when nobody named one yet."""
         return self._content.run_id if self._content else self.config.run_id
+
+    @property
+    def measures(self) -> bool:
+        """Whether the run held is that of a `pyps bench`, of which nothing is to be kept."""
+        return is_measurement(self.run_id)
 
     @property
     def partition(self) -> Partition | None:
@@ -142,3 +151,24 @@ class RunFacts:
         """What the server holds, as a newcomer is told."""
         last, now = self.statistics.last_update, self.clock()
         return Holding(self.run_id, self.version_max, None if last is None else now - last)
+
+    @property
+    def done(self) -> bool:
+        """True when as many workers as expected (at least one) have joined, and none of them is left."""
+        return not self.measures and self._attendance.done(expected_workers=self.membership.expected_workers)
+
+    def header(self) -> RunHeader:
+        """What the run is, apart from its shards: the head of a checkpoint."""
+        return self._header(self._require_content())
+
+    def _header(self, content: Content) -> RunHeader:
+        return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
+
+    def _require_content(self) -> Content:
+        content = self._content
+        if content is None:
+            raise NotInitialized(
+                f"this server holds no parameters yet (it is {self.state.name.lower()}): "
+                "a worker's Hello and Initialize come first"
+            )
+        return content

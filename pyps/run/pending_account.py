@@ -30,7 +30,7 @@ class PendingAccount:
         self._statistics = statistics
         self._recorder = recorder
         self._lock = Lock()
-        # Guarded by _lock.
+        # Guarded by _lock; a look without it may come too early.
         self._bytes: Counter[int] = Counter()
         self._total = 0
 
@@ -41,6 +41,9 @@ class PendingAccount:
 
     def note(self, shard: Shard) -> None:
         """Takes over what waits at a shard; to be called after anything that may have changed it."""
+        if not shard.num_pending and not self._bytes[shard.shard_id]:
+            # As with most protocols: whoever begins to wait meanwhile notes it after this.
+            return
         with self._lock:
             # Read under our lock, so that of two notes the later one has the newer figure.
             self._set(shard.shard_id, shard.pending_bytes)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from pyps import __version__, logs
 from pyps.core.behaviour import Behaviour
+from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Gradient
 from pyps.core.ledger import LIVES_MAX
 from pyps.core.membership import Membership
 from pyps.core.receipt import Receipt
+from pyps.core.reply import Answer
 from pyps.core.shard import Shard
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
@@ -32,7 +34,7 @@ from pyps.statistics import Statistics
 from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
 
 if TYPE_CHECKING:
-    from pyps.checkpoint import RestoredRun, RunHeader
+    from pyps.checkpoint import RestoredRun
     from pyps.config import ServerConfig
 
 SOFTWARE = f"pyps {__version__}"
@@ -207,25 +209,43 @@ class Run(RunFacts):
             self.events.add("configured", what, **kept.texts)
         self.on_ready()
 
-    def header(self) -> RunHeader:
-        """What the run is, apart from its shards: the head of a checkpoint."""
-        return self._header(self._require_content())
-
     # How the run moves.
 
-    def push(self, gradient: Gradient, shard_id: int, *, run_id: str | None = None) -> Receipt:
-        """Handles one pushed shard; see `Shard.push`. `run_id` None trusts the caller to mean this run."""
-        content = self._require_content()
-        self._refuse_when_draining()
-        self._require_run(content, run_id)
-        return self.conduct.push(content, gradient, shard_id)
+    def scan(self, gradient: Gradient, shard_id: int, *, run_id: str | None = None) -> Finding:
+        """Looks through one part of a push that is to be taken as a whole or not at all, and changes nothing.
 
-    def push_whole(self, gradients: Sequence[tuple[int, Gradient]], *, run_id: str | None = None) -> list[Receipt]:
+        Raises as `push` does for a part that does not fit. Scan all parts (several threads may), then push each,
+        answers and all, with `finding=first_of(findings)`: where one of them holds NaN or infinity every shard refuses
+        its part (NOT_FINITE), and no part is scanned twice.
+        """
+        shard = self._serving(run_id).shard(shard_id)
+        return scan(gradient, shard_id=shard_id, shard_length=shard.length)
+
+    def push(
+        self,
+        gradient: Gradient,
+        shard_id: int,
+        *,
+        run_id: str | None = None,
+        answer: Answer | None = None,
+        finding: Finding | None = None,
+    ) -> Receipt:
+        """Handles one pushed shard; see `Shard.push`. `run_id` None trusts the caller to mean this run.
+
+        Parameters that `answer` is given are counted and logged as a pull of the worker.
+        """
+        return self.conduct.pushes.push(self._serving(run_id), gradient, shard_id, answer=answer, finding=finding)
+
+    def push_whole(
+        self,
+        gradients: Sequence[tuple[int, Gradient]],
+        *,
+        run_id: str | None = None,
+        answers: Mapping[int, Answer] | None = None,
+        finding: Finding | None = None,
+    ) -> list[Receipt]:
         """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
-        content = self._require_content()
-        self._refuse_when_draining()
-        self._require_run(content, run_id)
-        return self.conduct.push_whole(content, gradients)
+        return self.conduct.pushes.push_whole(self._serving(run_id), gradients, answers=answers, finding=finding)
 
     def may_proceed(
         self,
@@ -242,9 +262,7 @@ class Run(RunFacts):
         The worker's call is a sign of life. To ask `again` for a call that has waited is none: it raises
         WaitTimedOut where the worker's lease ran out meanwhile.
         """
-        content = self._require_content()
-        self._refuse_when_draining()
-        self._require_run(content, run_id)
+        self._serving(run_id)
         if again:
             self._attendance.require_alive(worker_id, incarnation)
         else:
@@ -282,7 +300,7 @@ class Run(RunFacts):
         return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
 
     def tick(self) -> None:
-        """Does what time brings: forgets silent workers, ends a run whose time is over.
+        """Does what time brings: forgets silent workers, ends a run whose time is over, forgets one that measured.
 
         It may run kernels, for rounds that others are done without: not for the event loop.
         """
@@ -290,6 +308,8 @@ class Run(RunFacts):
         self.conduct.tick(now)
         if content is not None:
             self._ending.after_seconds(now - content.ready_at, content.shards.values())
+            if self.measures and self._attendance.done(expected_workers=1):
+                self.reset(content.run_id)
 
     def finish(self, reason: str = "stopped on request") -> None:
         """Ends the run: pushes are refused, workers told to stop; pulls go on."""
@@ -318,11 +338,6 @@ class Run(RunFacts):
         self.waits.wake_all()
         self.events.add("reset", "run reset", run=run_id)
 
-    @property
-    def done(self) -> bool:
-        """True when as many workers as expected (at least one) have joined, and none of them is left."""
-        return self._attendance.done(expected_workers=self.membership.expected_workers)
-
     # Helpers.
 
     def _already_initialized(self, opening: Opening) -> bool:
@@ -350,23 +365,23 @@ class Run(RunFacts):
             # A restored run may have reached its end already.
             self._look_for_the_end(self._ending, shard)
 
-    def _header(self, content: Content) -> RunHeader:
-        return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
-
     def _look_for_the_end(self, ending: Ending, shard: Shard) -> None:
+        if ending.condition is None:
+            return
         ending.after_update(shard, examples=lambda: self.statistics.examples, shards=self.shards.values())
 
     def _ended(self, reason: str) -> None:
         self.waits.wake_all()
         self.events.add("finished", "run finished", run=self.run_id, version=self.version_max, reason=reason)
 
-    def _require_content(self) -> Content:
+    def _serving(self, run_id: str | None) -> Content:
+        """The content, where the server serves the caller's run; None trusts the caller to mean this one."""
         content = self._content
-        if content is None:
-            raise NotInitialized(
-                f"this server holds no parameters yet (it is {self.state.name.lower()}): "
-                "a worker's Hello and Initialize come first"
-            )
+        # The usual case first: a small push is over in no time.
+        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
+            content = self._require_content()
+            self._refuse_when_draining()
+            self._require_run(content, run_id)
         return content
 
     def _require_run(self, content: Content, run_id: str | None) -> None:

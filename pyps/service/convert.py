@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
 from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
-from pyps.core.receipt import Receipt
+from pyps.core.receipt import Outcome, Receipt
 from pyps.core.spec import spell_out
 from pyps.run import Greeting, RuleSettings, Run
 from pyps.run.handshake import Pulse, Welcome
@@ -98,13 +98,29 @@ def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
         # A gradient may wait long, and is charged for its payload: what came around it must not stay with it.
         payload = memoryview(bytes(payload))
+    sender = request.sender
+    return gradient_of(
+        request, payload, worker_id=sender.worker_id, incarnation=sender.incarnation, codec=request.codec
+    )
+
+
+def gradient_of(
+    request: wire.PushRequest,
+    payload: bytes | memoryview,
+    *,
+    worker_id: str,
+    incarnation: int,
+    codec: int,
+    volatile: bool = False,
+) -> Gradient:
+    """What a worker says of a gradient that lies in `payload`."""
     return Gradient(
-        worker_id=request.sender.worker_id,
-        incarnation=request.sender.incarnation,
+        worker_id=worker_id,
+        incarnation=incarnation,
         sequence=request.sequence,
         base_version=request.base_version,
         epoch=request.epoch,
-        codec=request.codec,
+        codec=codec,
         payload=payload,
         extents=tuple(Extent(extent.offset, extent.length) for extent in request.extents),
         kind=request.kind,
@@ -114,6 +130,7 @@ def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
         clock=request.clock,
         learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
         norm=request.gradient_norm,
+        volatile=volatile,
     )
 
 
@@ -128,32 +145,45 @@ def codec_from(number: int) -> Codec:
 
 def receipt_to(receipt: Receipt) -> common.Receipt:
     """A receipt as it travels."""
-    return common.Receipt(
-        shard_id=receipt.shard_id,
-        sequence=receipt.sequence,
-        outcome=int(receipt.outcome),  # type: ignore[arg-type]
-        reason=int(receipt.reason),  # type: ignore[arg-type]
-        message=receipt.message,
-        duplicate=receipt.duplicate,
-        version_before=receipt.version_before,
-        version_after=receipt.version_after,
-        staleness=receipt.staleness,
-        rate=receipt.rate,
-        rate_scale=receipt.rate_scale,
-        weight=receipt.weight,
-        num_workers=receipt.num_workers,
-        epoch=receipt.epoch,
-        min_version=receipt.min_version,
-        waiting_for=receipt.waiting_for,
-    )
-
-
-def receipt_of(receipt: Receipt, run: Run) -> common.Receipt:
-    """A receipt as its worker gets it, with what the run asks of workers from now on."""
-    message = receipt_to(receipt)
-    message.ask_to_proceed = run.conduct.pacing.asks
-    message.batch_size = run.batch_size
+    message = common.Receipt()
+    _write_receipt(message, receipt)
     return message
+
+
+def receipt_of(receipt: Receipt, run: Run, message: common.Receipt | None = None) -> common.Receipt:
+    """A receipt as its worker gets it, with what the run asks of workers from now on.
+
+    Written into `message`, which is empty, where there is one: part of a greater one, it need not be copied there.
+    """
+    message = common.Receipt() if message is None else message
+    _write_receipt(message, receipt)
+    if run.conduct.pacing.asks:
+        message.ask_to_proceed = True
+    if batch_size := run.batch_size:
+        message.batch_size = batch_size
+    return message
+
+
+def _write_receipt(message: common.Receipt, receipt: Receipt) -> None:
+    message.shard_id = receipt.shard_id
+    message.sequence = receipt.sequence
+    message.outcome = receipt.outcome  # type: ignore[assignment]
+    message.version_before = receipt.version_before
+    message.version_after = receipt.version_after
+    message.staleness = receipt.staleness
+    message.rate = receipt.rate
+    message.rate_scale = receipt.rate_scale
+    message.weight = receipt.weight
+    message.num_workers = receipt.num_workers
+    message.epoch = receipt.epoch
+    message.min_version = receipt.min_version
+    if receipt.duplicate:
+        message.duplicate = True
+    if receipt.outcome is not Outcome.APPLIED:
+        message.reason = receipt.reason  # type: ignore[assignment]
+        message.waiting_for.extend(receipt.waiting_for)
+    if receipt.message:
+        message.message = receipt.message
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:
@@ -178,7 +208,9 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
     return [common.ShardVersion(shard_id=i, version=shard.version) for i, shard in run.shards.items()]
 
 
-def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.HelloReply:
+def hello_reply(
+    run: Run, welcome: Welcome, *, control_address: str, local: wire.LocalTransport | None
+) -> wire.HelloReply:
     """Everything that a welcome caller needs to know."""
     config = run.config
     reply = wire.HelloReply(
@@ -211,6 +243,7 @@ def hello_reply(run: Run, welcome: Welcome, *, control_address: str) -> wire.Hel
         server_index=run.server_index,
         num_servers=run.num_servers,
         control_address=control_address,
+        local=local,
     )
     if run.optimizer is not None:
         reply.optimizer.CopyFrom(settings_to(run.optimizer))

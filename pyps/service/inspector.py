@@ -16,6 +16,7 @@ from pyps.run.conduct import Settled
 from pyps.run.state import RunState
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
+from pyps.service.local import LocalServer
 from pyps.service.report import Addresses, histogram_of, learning_rates_of, shard_info, status_of, worker_info
 from pyps.service.security import require_loopback, text_of
 from pyps.tensor_summary import places, summarise
@@ -57,11 +58,13 @@ class Inspector(InspectorServicer):
         addresses: Addresses,
         budget: ByteBudget,
         checkpoints: CheckpointFolder | None,
+        local: LocalServer,
     ):
         self._run = run
         self._addresses = addresses
         self._budget = budget
         self._checkpoints = checkpoints
+        self._local = local
 
     @_answering
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.Status:
@@ -82,10 +85,15 @@ class Inspector(InspectorServicer):
     @_answering
     def ListWorkers(self, request: pb.ListWorkersRequest, context: grpc.ServicerContext) -> pb.ListWorkersReply:
         """The workers that the server knows, the gone ones too."""
-        waits_for = self._run.waits.waits_for()
+        waits_for, attached = self._run.waits.waits_for(), self._local.attached
         return pb.ListWorkersReply(
             workers=[
-                worker_info(self._run, member, waits_for.get(member.worker_id, ()))
+                worker_info(
+                    self._run,
+                    member,
+                    waits_for=waits_for.get(member.worker_id, ()),
+                    shares_memory=member.worker_id in attached,
+                )
                 for member in self._run.membership.all()
             ]
         )
@@ -168,6 +176,7 @@ class Inspector(InspectorServicer):
             ledger_entries=sum(shard.num_receipts for shard in shards),
             resident_bytes=resident_bytes(),
             pending_bytes=sum(shard.pending_bytes for shard in shards),
+            shared_bytes=self._local.shared_bytes,
         )
 
     @_answering

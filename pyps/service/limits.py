@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from pyps_wire.errors import LimitExceeded
+from pyps_wire.errors import BadRequest, LimitExceeded
 
 
 class ByteBudget:
@@ -23,9 +23,16 @@ class ByteBudget:
         """Bytes held at the moment."""
         return self._bytes
 
-    @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
-        """Counts `num_bytes` while the block runs; LimitExceeded when they would go beyond the budget."""
+    def hold(self, num_bytes: int) -> None:
+        """Counts `num_bytes` until they are released.
+
+        Raises LimitExceeded where they would go beyond the budget now, BadRequest where they always would.
+        """
+        if num_bytes > self.bytes_max:
+            raise BadRequest(
+                f"{num_bytes} bytes have to be held at once for this, and this server holds {self.bytes_max} at "
+                "the most: raise its --max-in-flight-bytes, or make shards smaller (shard_size)"
+            )
         with self._lock:
             if self._bytes + num_bytes > self.bytes_max:
                 raise LimitExceeded(
@@ -34,11 +41,20 @@ class ByteBudget:
                     "raise --max-in-flight-bytes"
                 )
             self._bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Counts them no more."""
+        with self._lock:
+            self._bytes -= num_bytes
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Holds `num_bytes` while the block runs; raises as `hold`."""
+        self.hold(num_bytes)
         try:
             yield
         finally:
-            with self._lock:
-                self._bytes -= num_bytes
+            self.release(num_bytes)
 
 
 def check_message_bytes(num_bytes: int, *, bytes_max: int) -> None:

@@ -32,6 +32,7 @@ from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget
+from pyps.service.local import LocalServer
 from pyps.service.report import learning_rates_of
 from pyps.statistics import Statistics, Tally
 
@@ -45,9 +46,10 @@ REQUEST_TIMEOUT_SECONDS = 10.0
 class RunCollector(Collector):
     """Reads a run's counts at scrape time; nothing is counted twice."""
 
-    def __init__(self, run: Run, budget: ByteBudget):
+    def __init__(self, run: Run, budget: ByteBudget, local: LocalServer):
         self._run = run
         self._budget = budget
+        self._local = local
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family, also those without a value yet: a dashboard never misses one."""
@@ -89,6 +91,11 @@ class RunCollector(Collector):
             workers.add_metric([worker_state.value], members.count(worker_state))
         yield workers
         yield GaugeMetricFamily("pyps_workers_alive", "Live workers.", value=run.membership.num_alive)
+        yield GaugeMetricFamily(
+            "pyps_workers_sharing_memory",
+            "Workers that share memory with this server.",
+            value=len(self._local.attached),
+        )
         roster = run.roster
         yield GaugeMetricFamily(
             "pyps_workers_counted", "Workers that the protocol reckons with (L).", value=roster.num_workers
@@ -170,6 +177,7 @@ class RunCollector(Collector):
         memory.add_metric(["slots"], sum(shard.slots_bytes for shard in shards))
         memory.add_metric(["in_flight"], self._budget.bytes_held)
         memory.add_metric(["pending"], sum(shard.pending_bytes for shard in shards))
+        memory.add_metric(["shared"], self._local.shared_bytes)
         memory.add_metric(["resident"], resident_bytes())
         yield memory
         yield GaugeMetricFamily(
@@ -189,10 +197,10 @@ class RunCollector(Collector):
 class MetricsServer:
     """Serves the page over HTTP on threads of its own."""
 
-    def __init__(self, run: Run, *, host: str, port: int, token: str | None, budget: ByteBudget):
+    def __init__(self, run: Run, *, host: str, port: int, token: str | None, budget: ByteBudget, local: LocalServer):
         """Binds the port. Raises ConfigError when it is taken."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(RunCollector(run, budget))
+        registry.register(RunCollector(run, budget, local))
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         application = _guarded(make_wsgi_app(registry), token)

@@ -26,15 +26,21 @@ class Workbench:
 
         Who takes a lock may have to wait for an update of all the gradients that wait there, or has to make it.
         """
-        return num_bytes + sum(shard.pending_bytes for shard in shards) < INLINE_BYTES_MAX
+        return num_bytes < INLINE_BYTES_MAX and num_bytes + sum([s.pending_bytes for s in shards]) < INLINE_BYTES_MAX
 
     async def compute(self, num_bytes: int, work: Callable[[], T], *, shards: Iterable[Shard] = ()) -> T:
         """Runs work on that many bytes: here when it is little, else on a thread."""
-        return work() if self.is_little(num_bytes, shards) else await self.off_loop(work)
+        return work() if self.is_little(num_bytes, shards) else await self.begin(work)
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Runs work on a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+        return await self.begin(work)
+
+    def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Lets a thread begin with work; its error is not missed where nobody waits for it any more."""
+        future = asyncio.get_running_loop().run_in_executor(self.executor, work)
+        future.add_done_callback(_look_at_error)
+        return future
 
     def hand_over(self, work: Callable[[], object]) -> None:
         """Lets a thread do work that nobody waits for."""
@@ -43,3 +49,8 @@ class Workbench:
         except RuntimeError:
             # The server ends, and its threads have gone.
             work()
+
+
+def _look_at_error(future: asyncio.Future[T]) -> None:
+    if not future.cancelled():
+        future.exception()

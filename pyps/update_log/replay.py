@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -162,7 +161,7 @@ class _Replay:
         self._ended = True
 
 
-_COMPARED = tuple(field.name for field in dataclasses.fields(Receipt))
+_COMPARED = Receipt._fields
 
 
 @dataclass

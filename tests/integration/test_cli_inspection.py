@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,10 @@ from safetensors.torch import load_file
 
 from client_support import addresses, free_port, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
+from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
+from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
+from pyps_wire.partition import Model, Tensor
 from support import PythonProcess, ServerProcess
 
 Start = Callable[..., ServerProcess]
@@ -93,8 +98,7 @@ def test_a_server_that_is_not_there_is_one_sentence(start_server: Start, shell: 
     nobody = f"127.0.0.1:{free_port()}"
     output = shell.run("status", "--servers", nobody, status=1)
     assert output.strip().splitlines() == [
-        f"pyps: no server answers on {nobody}: check the address (a control port, 7611 by default) "
-        "and that the server runs"
+        f"pyps: no server answers on {nobody}: check the address and that the server runs"
     ]
     there = start_server()
     output = shell.run("status", "--servers", f"{there.control},{nobody}", status=1)
@@ -111,9 +115,28 @@ def test_an_address_that_is_none_is_one_sentence(shell: Shell, servers: str, mes
     assert message in shell.run("status", "--servers", servers, status=2)
 
 
-def test_the_data_port_is_told_apart_from_the_control_port(start_server: Start, shell: Shell) -> None:
-    server = start_server()
-    assert f"{server.data} is no control port" in shell.run("status", "--servers", server.data, status=1)
+def test_either_port_of_a_server_does_for_every_command(start_server: Start, shell: Shell, tmp_path: Path) -> None:
+    servers = start_servers(start_server, 2)
+    train(servers)
+    mixed = f"{servers[0].data},{servers[1].control}"
+    answer = json.loads(shell.run("status", "--json", "--servers", mixed))
+    assert [server["address"] for server in answer["servers"]] == [server.control for server in servers]
+    script = tmp_path / "score.py"
+    script.write_text("def evaluate(parameters): return len(parameters)\n")
+    assert "5,002 parameters" in shell.run("export", str(tmp_path / "file"), "--servers", mixed)
+    assert "update 3  score 4" in shell.run("eval", str(script), "--once", "--servers", controls(servers))
+    assert shell.run("health", "--servers", mixed).count("SERVING") == 2
+    assert shell.run("stop", "--servers", addresses(servers)).count("has finished its run") == 2
+
+
+def test_a_port_that_is_no_server_s_is_one_sentence(start_server: Start, shell: Shell) -> None:
+    with futures.ThreadPoolExecutor(1) as executor:
+        stranger = grpc.server(executor)
+        port = stranger.add_insecure_port("127.0.0.1:0")
+        stranger.start()
+        output = shell.run("status", "--servers", f"127.0.0.1:{port}", status=1)
+        stranger.stop(None)
+    assert f"127.0.0.1:{port} speaks gRPC but is no port of a pyps server" in output
 
 
 def test_a_token_is_asked_for_and_taken(start_server: Start, shell: Shell, tmp_path: Path) -> None:
@@ -213,3 +236,31 @@ def test_saving_without_a_folder_is_one_sentence(start_server: Start, shell: She
 
 def test_replay_says_where_there_is_nothing_to_replay(shell: Shell, tmp_path: Path) -> None:
     assert f"there is no update log in {tmp_path}" in shell.run("replay", str(tmp_path), status=1)
+
+
+def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start, shell: Shell) -> None:
+    servers = [start_server(wait=False), start_server("--local-socket", "off", wait=False)]
+    for server in servers:
+        server.wait_ready()
+    with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
+        assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
+        answers = json.loads(shell.run("status", "--json", "--servers", addresses(servers)))["servers"]
+        table = shell.run("status", "--servers", addresses(servers))
+        shared = [inspect(server.control, "GetMemory").shared_bytes for server in servers]
+    # Gradients and parameters of the whole model: the segment is one for all servers.
+    assert shared[0] >= 2 * 4 * 2048 and shared[1] == 0
+    told = [{worker["workerId"]: worker["transport"] for worker in answer["workers"]} for answer in answers]
+    assert told == [{"near": "shm", "far": "grpc"}, {"near": "grpc", "far": "grpc"}]
+    rows = {line.split()[1]: line for line in table.splitlines() if " alive" in line and "workers" not in line}
+    assert "shared memory, gRPC" in rows["near"]
+    assert "shared memory" not in rows["far"] and "gRPC" in rows["far"]
+    gone = json.loads(shell.run("status", "--json", "--servers", servers[0].control))["servers"][0]["workers"]
+    assert [worker["transport"] for worker in gone] == ["", ""]
+
+
+def session(servers: list[ServerProcess], worker_id: str, **options: str) -> Session:
+    """A worker's session, with a shard on each of two servers."""
+    model = Model((Tensor("t", (2048,)),), shard_size=1024)
+    launch = Launch(servers=tuple(addresses(servers).split(",")), worker_id=worker_id, start_wait_seconds=30, **options)
+    optimizer = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
+    return Session(model, optimizer, launch=launch, initial=lambda: [np.zeros(2048, np.float32)])

@@ -50,7 +50,7 @@ def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_pro
     reference = Reference(tensors, "adagrad")
     server = start_server("--protocol", protocol)
     proxy = make_proxy(server.data)
-    with make_client(proxy.address, tensors=tensors, shard_size=50_000) as client:
+    with make_client(proxy.address, tensors=tensors, shard_size=50_000, transport="grpc") as client:
         for step in range(4):
             gradients = gradients_like(tensors, step)
             proxy.cut_after(300_000 + 400_000 * step)
@@ -71,7 +71,7 @@ def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
     servers = start_servers(start_server, 2)
     proxies = [make_proxy(server.data) for server in servers]
     with (
-        make_client(",".join(proxy.address for proxy in proxies)) as client,
+        make_client(",".join(proxy.address for proxy in proxies), transport="grpc") as client,
         Observer(addresses(servers)) as observer,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -99,7 +99,10 @@ def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_pro
     tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
     reference = Reference(tensors, "adagrad")
     proxy = make_proxy(start_server().data)
-    with make_client(proxy.address, tensors=tensors, shard_size=50_000) as client, ThreadPoolExecutor(1) as pool:
+    with (
+        make_client(proxy.address, tensors=tensors, shard_size=50_000, transport="grpc") as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         gradients = gradients_like(tensors, 0)
         client.push(gradients)
         reference.step(gradients)
@@ -220,7 +223,7 @@ def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membershi
     server = start_server("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
     proxy = make_proxy(server.data)
     tensors = {"w": np.zeros(40_000, np.float32)}
-    with make_client(proxy.address, tensors=tensors) as client:
+    with make_client(proxy.address, tensors=tensors, transport="grpc") as client:
         proxy.bytes_per_second = 25_000.0
         began = time.monotonic()
         receipts = client.push({"w": np.ones(40_000, np.float32)})
@@ -275,7 +278,12 @@ def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_serv
 
         def work(worker: int) -> int:
             with make_client(
-                server.data, tensors=tensors, shard_size=200_000, worker_id=f"w{worker}", run_id="mine"
+                server.data,
+                tensors=tensors,
+                shard_size=200_000,
+                worker_id=f"w{worker}",
+                run_id="mine",
+                transport="grpc",
             ) as client:
                 client.push(gradients_like(tensors, worker))
                 client.pull()

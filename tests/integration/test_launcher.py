@@ -77,6 +77,7 @@ def test_the_last_line_is_the_command_that_exports_the_model(start_python: Start
     assert launcher.wait() == 0
     command = shlex.split(launcher.output().splitlines()[-1].partition("The model was kept: ")[2])
     assert command[:3] == ["pyps", "export", "model.safetensors"]
+    assert command[3:] == ["--checkpoint", str(folder)]
 
     model = tmp_path / command[2]
     export = start_python("-m", *command[:2], str(model), *command[3:])

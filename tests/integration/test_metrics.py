@@ -24,6 +24,7 @@ FAMILIES = {
     "pyps_epoch": "gauge",
     "pyps_workers": "gauge",
     "pyps_workers_alive": "gauge",
+    "pyps_workers_sharing_memory": "gauge",
     "pyps_workers_counted": "gauge",
     "pyps_workers_missing": "gauge",
     "pyps_batch_size": "gauge",

@@ -307,5 +307,5 @@ def test_rounds_of_large_shards_are_made_on_threads_and_leave_no_waits_behind(st
         abandoned.cancel()
         wait_until(lambda: not status_of(server).waiting_for, 20, "the end of the wait")
         shards = workers[0].observe()
-    assert [(shard.version, set(values_of(shard))) for shard in shards] == [(3, {-3.0})] * 2
+    assert [(shard.version, set(values_of(shard))) for shard in shards] == [(3, {-3.0})] * 4
     assert status_of(server).pending_bytes == 0

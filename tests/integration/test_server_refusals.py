@@ -163,10 +163,10 @@ def test_one_worker_too_many_is_refused_with_number_and_setting(start_server):
 
 def test_bytes_in_flight_beyond_the_budget_are_refused_with_number_and_setting(start_server):
     server = start_server("--max-in-flight-bytes", str(2**20))
-    model = Model((Tensor("x", (400_000,)),))
+    model = Model((Tensor("x", (262_144,)),))
     with WireWorker(server.data, model=model) as worker:
         status, name, text = refusal_of(worker.join)
-        assert (status, name) == ("RESOURCE_EXHAUSTED", "LimitExceeded")
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
         assert "1048576" in text
         assert "--max-in-flight-bytes" in text
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from pyps.core.update_rules import Sgd, Slots, WeightedGradient
+from pyps.core.update_rules import Sgd
 from shards import Log, crew, gradient, make_behaviour, make_shard, run_together
 
 # Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
@@ -38,18 +38,9 @@ class WatchedSgd(Sgd):
     def __init__(self, owners: Owners) -> None:
         self.owners = owners
 
-    def apply(
-        self,
-        parameters: Floats,
-        slots: Slots,
-        gradients: Sequence[WeightedGradient],
-        *,
-        rate: float,
-        version: int,
-        hyperparameters: Mapping[str, float],
-    ) -> None:
+    def apply(self, *arguments: Any, **named: Any) -> int:
         with self.owners:
-            super().apply(parameters, slots, gradients, rate=rate, version=version, hyperparameters=hyperparameters)
+            return super().apply(*arguments, **named)
 
 
 def test_no_update_meets_another_update_or_a_read() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -194,7 +194,7 @@ def check_duplicates(run: Cluster, shard_id: int) -> None:
     last = {pushed.gradient.worker_id: pushed for pushed in run.log.pushes(shard_id)}
     for pushed in last.values():
         again = shard.push(pushed.gradient, roster=pushed.roster)
-        assert again == replace(pushed.receipt, duplicate=True)
+        assert again == pushed.receipt._replace(duplicate=True)
     assert same(before, shard.state())
 
 

@@ -87,11 +87,11 @@ def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_
     shard = crew.run.shards[0]
     original = shard.push
 
-    def push(gradient, *, roster):
+    def push(gradient, **keywords):
         # Between the look at the roster and the shard's lock b leaves, and its round is looked at in vain.
         crew.run.leave("r", "b", 1, failed=False, message="")
         crew.run.conduct.complete_rounds()
-        return original(gradient, roster=roster)
+        return original(gradient, **keywords)
 
     shard.push = push
     assert crew.push("a", base_version=1).outcome is Outcome.PENDING

@@ -1,0 +1,313 @@
+"""One caller at the local socket: its requests come in, are answered one by one, and its memory goes when it goes."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import select
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from pyps import logs
+from pyps.service.limits import check_message_bytes
+from pyps.service.local.attachment import Attachment
+from pyps.service.local.requests import Requests
+from pyps.service.security import text_of
+from pyps_wire import local_pb2 as local
+from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable
+
+# Each message follows its length.
+LENGTH = struct.Struct("<I")
+RECEIVE_BYTES = 65_536
+# Attach names a few numbers a parameter group.
+ATTACH_BYTES_MAX = 2**18
+# Who connects says at once what for.
+ATTACH_SECONDS = 10.0
+# A message that has begun is whole within so long, and an answer is taken.
+MESSAGE_SECONDS = 60.0
+# Room for one descriptor: the system closes any more at once.
+_ONE_DESCRIPTOR = socket.CMSG_LEN(4)
+
+log = logs.get("pyps.service")
+
+
+class Connection:
+    """A caller, from its connection to its end. For the event loop, whose callbacks it lives in.
+
+    A request is read in the callback that hears of it, and a small one is answered there: no task, no thread.
+    """
+
+    def __init__(
+        self,
+        end: socket.socket,
+        *,
+        requests: Requests,
+        message_bytes_max: int,
+        on_attached: Callable[[Connection], Awaitable[None]],
+        on_closed: Callable[[Connection], None],
+    ):
+        self._socket = end
+        self._requests = requests
+        self._message_bytes_max = message_bytes_max
+        self._on_attached = on_attached
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self.attachment: Attachment | None = None
+        # The request that is worked on elsewhere; the next is not read before it is answered.
+        self.task: asyncio.Task[local.LocalReply] | None = None
+        self.closed = False
+        # Bytes of a request that is not whole yet, and of a reply that is not taken yet.
+        self._inbox = bytearray()
+        self._outbox = memoryview(b"")
+        # Whether a further request of the inbox is about to be taken.
+        self._more = False
+        self._descriptor = -1
+        # When the caller's turn began: to attach, to send the rest of a request, to take a reply. None else.
+        self._turn_since: float | None = self._loop.time()
+        self._hang_up = select.poll()
+        self._hang_up.register(end, select.POLLRDHUP)
+        self._loop.add_reader(end, self._on_readable)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return self.task is None and not self._outbox and not self._inbox
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the caller holds the server up for longer than anybody may."""
+        if self._turn_since is None or self.task is not None:
+            return False
+        return now - self._turn_since > (ATTACH_SECONDS if self.attachment is None else MESSAGE_SECONDS)
+
+    @property
+    def is_hung_up(self) -> bool:
+        """Whether the caller has gone, though what it sent before may not be read yet."""
+        return bool(self._hang_up.poll(0))
+
+    def close(self) -> None:
+        """Ends the connection and its request; memory that a thread still works in is unmapped when it is done."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._drop_descriptor()
+        if self.attachment is not None:
+            self.attachment.segment.close()
+            if self.task is not None:
+                self.task.cancel()
+        self._on_closed(self)
+
+    # What comes in.
+
+    def _on_readable(self) -> None:
+        try:
+            if self._more:
+                # What has come already is handled first.
+                return
+            if self.task is None and not self._outbox:
+                self._receive()
+            else:
+                self._look_for_the_end()
+        except BlockingIOError:
+            return
+        except OSError:
+            # The caller is gone.
+            self.close()
+        except Exception as error:
+            _log_bug(error)
+            self.close()
+
+    def _receive(self) -> None:
+        received = self._socket.recv(RECEIVE_BYTES) if self.attachment is not None else self._receive_with_descriptor()
+        if not received:
+            self.close()
+        elif not self._inbox and len(received) > 4 and LENGTH.unpack_from(received)[0] == len(received) - 4:
+            # The usual case: one request, and all of it.
+            if self._admits(len(received) - 4):
+                self._take(received[4:])
+        else:
+            self._inbox += received
+            self._take_next()
+
+    def _receive_with_descriptor(self) -> bytes:
+        received, ancillary, _, _ = self._socket.recvmsg(RECEIVE_BYTES, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                for descriptor in array.array("i", data[: len(data) - len(data) % 4]):
+                    self._drop_descriptor()
+                    self._descriptor = descriptor
+        return received
+
+    def _look_for_the_end(self) -> None:
+        """Closes the connection where the caller has gone while its request was worked on."""
+        if self._socket.recv(1, socket.MSG_PEEK):
+            # The next request; it is heard of again once this one is answered.
+            self._loop.remove_reader(self._socket)
+        else:
+            self.close()
+
+    def _take_next(self) -> None:
+        """Takes one request where it is whole. Others have their turn before the one behind it."""
+        self._more = False
+        if self.closed or self.task is not None or self._outbox:
+            return
+        message = self._whole_message()
+        if message is not None:
+            self._take(message)
+            if self._inbox and not self.closed:
+                self._more = True
+                self._loop.call_soon(self._take_next)
+        elif self._inbox and self._turn_since is None:
+            self._turn_since = self._loop.time()
+
+    def _whole_message(self) -> bytes | None:
+        if len(self._inbox) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack_from(self._inbox)
+        if not self._admits(length) or len(self._inbox) < LENGTH.size + length:
+            return None
+        message = bytes(self._inbox[LENGTH.size : LENGTH.size + length])
+        del self._inbox[: LENGTH.size + length]
+        return message
+
+    def _admits(self, length: int) -> bool:
+        """Whether a message may be so long; one that may not is refused for good: where it ends is not looked for."""
+        try:
+            if self.attachment is None and length > ATTACH_BYTES_MAX:
+                raise LimitExceeded(
+                    f"the first message is {length} bytes long; Attach has {ATTACH_BYTES_MAX} at the most"
+                )
+            check_message_bytes(length, bytes_max=self._message_bytes_max)
+        except LimitExceeded as error:
+            self._inbox.clear()
+            self._refuse(error, for_good=True)
+            return False
+        return True
+
+    # What becomes of a request.
+
+    def _take(self, message: bytes) -> None:
+        if self.is_hung_up:
+            # Nobody waits for the answer, and the memory may be in other use already.
+            self.close()
+            return
+        try:
+            request = local.LocalRequest.FromString(message)
+        except DecodeError:
+            error = MalformedFrame(f"the {len(message)} bytes received are no valid LocalRequest message")
+            self._refuse(error, for_good=True)
+            return
+        try:
+            answer = self._answer(request)
+        except Exception as error:
+            self._refuse(error)
+            return
+        if isinstance(answer, local.LocalReply):
+            self._reply(answer)
+        else:
+            self._turn_since = None
+            self.task = self._loop.create_task(answer)
+            self.task.add_done_callback(self._on_done)
+
+    def _answer(self, request: local.LocalRequest) -> local.LocalReply | Coroutine[Any, Any, local.LocalReply]:
+        if self.attachment is not None:
+            return self._requests.answer(self.attachment, request)
+        if not request.HasField("attach") or self._descriptor < 0:
+            raise BadRequest("expected LocalAttach with the segment's descriptor (SCM_RIGHTS) as the first message")
+        return self._attach(request.attach)
+
+    async def _attach(self, request: local.LocalAttach) -> local.LocalReply:
+        # From here on it belongs to this call, which a closed connection does not end.
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            attachment = await self._requests.attach(request, descriptor)
+        finally:
+            os.close(descriptor)
+        if self.closed:
+            attachment.segment.close()
+            raise ServerUnavailable("the caller hung up before its memory was attached")
+        self.attachment = attachment
+        try:
+            await self._on_attached(self)
+        except BaseException:
+            self.attachment = None
+            attachment.segment.close()
+            raise
+        return local.LocalReply(attached=local.LocalAttached(nonce=attachment.segment.nonce))
+
+    def _on_done(self, task: asyncio.Task[local.LocalReply]) -> None:
+        self.task = None
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or self.closed:
+            if error is not None and not isinstance(error, PypsError):
+                _log_bug(error)
+            return
+        if error is not None:
+            self._refuse(error)
+        else:
+            self._reply(task.result())
+        if not self.closed:
+            self._loop.add_reader(self._socket, self._on_readable)
+            self._take_next()
+
+    # What goes out.
+
+    def _refuse(self, error: BaseException, *, for_good: bool = False) -> None:
+        if isinstance(error, PypsError):
+            failure = local.LocalFailure(status=error.status, name=type(error).__name__, details=text_of(error))
+        else:
+            _log_bug(error)
+            details = f"a bug in the server: {type(error).__name__}; see its log"
+            failure = local.LocalFailure(status="INTERNAL", details=details)
+        self._reply(local.LocalReply(failure=failure))
+        if for_good or self.attachment is None or not self._requests.serves(self.attachment):
+            self.close()
+
+    def _reply(self, reply: local.LocalReply) -> None:
+        message = reply.SerializeToString()
+        frame = LENGTH.pack(len(message)) + message
+        self._turn_since = None
+        try:
+            sent = self._socket.send(frame)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        if sent < len(frame):
+            self._outbox = memoryview(frame)[sent:]
+            self._turn_since = self._loop.time()
+            self._loop.add_writer(self._socket, self._on_writable)
+
+    def _on_writable(self) -> None:
+        try:
+            self._outbox = self._outbox[self._socket.send(self._outbox) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        if not self._outbox:
+            self._turn_since = None
+            self._loop.remove_writer(self._socket)
+            self._loop.add_reader(self._socket, self._on_readable)
+            self._take_next()
+
+    def _drop_descriptor(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _log_bug(error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException:
+        log.exception("a local request failed by a bug in the server")

@@ -1,0 +1,181 @@
+"""The server's end of shared memory: who may call, who calls, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from pyps import logs
+from pyps.run import Run
+from pyps.service.limits import ByteBudget
+from pyps.service.local.connection import Connection
+from pyps.service.local.listener import Listener, is_own_user
+from pyps.service.local.requests import Requests
+from pyps.service.local.segment import Segment
+from pyps.service.local.tickets import Tickets
+from pyps.service.workbench import Workbench
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.errors import ServerUnavailable
+
+# Callers that have not attached yet, beside one for each worker that may be alive.
+STRANGERS_SPARE = 16
+# How often the connections are looked at: those whose worker is gone or holds the server up are closed.
+LOOK_SECONDS = 1.0
+# How long an earlier request may go on in a worker's memory until the worker is told to come again; it waits longer.
+QUIET_SECONDS = 5.0
+
+log = logs.get("pyps.service")
+
+
+class LocalServer:
+    """Serves workers that share their memory with this process. For the event loop, `offer` and `attached` apart."""
+
+    def __init__(self, run: Run, *, work: Workbench, budget: ByteBudget, threads: int):
+        self._run = run
+        self._tickets = Tickets()
+        self._requests = Requests(run, work=work, budget=budget, threads=threads, tickets=self._tickets)
+        self._listener: Listener | None = None
+        self._connections: set[Connection] = set()
+        # What ended connections have left, while threads are at work in it: the worker's name and its memory.
+        self._leaving: list[tuple[str, Segment]] = []
+        # Replaced as a whole: read from any thread. Who shares memory, and the bytes of it.
+        self.attached: frozenset[str] = frozenset()
+        self.shared_bytes = 0
+        # Whether it takes no callers for the moment.
+        self._paused = False
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, empty where it does not."""
+        return self._listener.address if self._listener is not None else ""
+
+    def offer(self, worker_id: str, incarnation: int) -> wire.LocalTransport | None:
+        """What Hello tells a worker, None where nothing is offered."""
+        if self._listener is None:
+            return None
+        return wire.LocalTransport(address=self.address, ticket=self._tickets.of(worker_id, incarnation))
+
+    async def quiet(self, worker_id: str) -> None:
+        """Returns once no request of a worker's former connections can touch its memory any more.
+
+        ServerUnavailable where one goes on for too long: the worker has to come again.
+        """
+        for connection in self._connections_of(worker_id):
+            if connection.is_hung_up:
+                connection.close()
+        segments = [segment for owner, segment in self._leaving if owner == worker_id and not segment.unused.done()]
+        if not segments:
+            return
+        _, going_on = await asyncio.wait(
+            [asyncio.wrap_future(segment.unused) for segment in segments], timeout=QUIET_SECONDS
+        )
+        if going_on:
+            raise ServerUnavailable(
+                f"a request of {worker_id!r} that was cut off has worked in its memory for {QUIET_SECONDS:g} s since: "
+                "try again"
+            )
+
+    def start(self, where: str) -> None:
+        """Begins to serve: "auto", "off" or a folder, which raises ConfigError where it cannot be used."""
+        self._listener = Listener.open(where)
+        if self._listener is not None:
+            self._listen()
+            self._looking = asyncio.create_task(self._look_after())
+
+    async def stop(self, seconds: float) -> None:
+        """Takes no more callers, lets requests under way end for so long, then ends all connections."""
+        if self._listener is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._listener.socket)
+        self._listener.close()
+        if self._looking is not None:
+            self._looking.cancel()
+        if tasks := [connection.task for connection in self._connections if connection.task is not None]:
+            await asyncio.wait(tasks, timeout=max(seconds, 0.0))
+        for connection in list(self._connections):
+            connection.close()
+
+    def _on_caller(self) -> None:
+        assert self._listener is not None
+        try:
+            end, _ = self._listener.socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No descriptors are left, most likely: the next look tries again.
+            log.warning("a local caller could not be taken in", reason=error.strerror)
+            asyncio.get_running_loop().remove_reader(self._listener.socket)
+            self._paused = True
+            return
+        strangers = sum(connection.attachment is None for connection in self._connections)
+        if strangers >= STRANGERS_SPARE + self._run.config.max_workers or not is_own_user(end):
+            log.warning("a local caller was turned away", strangers=strangers, own_user=is_own_user(end))
+            end.close()
+            return
+        self._take_in(end)
+
+    def _take_in(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        connection = Connection(
+            end,
+            requests=self._requests,
+            message_bytes_max=self._run.config.max_message_bytes,
+            on_attached=self._on_attached,
+            on_closed=self._on_closed,
+        )
+        self._connections.add(connection)
+
+    async def _on_attached(self, connection: Connection) -> None:
+        attachment = connection.attachment
+        assert attachment is not None
+        for other in self._connections_of(attachment.worker_id):
+            if other is not connection:
+                # A worker has one; its earlier one is lost, though the system has not said so yet.
+                other.close()
+        await self.quiet(attachment.worker_id)
+        self._note_attached()
+        log.info("worker shares its memory", worker=attachment.worker_id, segment_bytes=attachment.segment.num_bytes)
+
+    def _connections_of(self, worker_id: str) -> list[Connection]:
+        return [
+            connection
+            for connection in self._connections
+            if connection.attachment is not None and connection.attachment.worker_id == worker_id
+        ]
+
+    def _on_closed(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._leaving = [(owner, segment) for owner, segment in self._leaving if not segment.unused.done()]
+        attachment = connection.attachment
+        if attachment is not None and not attachment.segment.unused.done():
+            self._leaving.append((attachment.worker_id, attachment.segment))
+        self._note_attached()
+
+    def _note_attached(self) -> None:
+        attachments = [connection.attachment for connection in self._connections if connection.attachment is not None]
+        self.attached = frozenset(attachment.worker_id for attachment in attachments)
+        self.shared_bytes = sum(attachment.segment.num_bytes for attachment in attachments)
+
+    async def _look_after(self) -> None:
+        """Closes the connections of callers that are silent for too long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for connection in list(self._connections):
+                if connection.is_overdue(loop.time()) or (connection.idle and self._is_forgotten(connection)):
+                    connection.close()
+            if self._paused:
+                self._paused = False
+                self._listen()
+
+    def _is_forgotten(self, connection: Connection) -> bool:
+        attachment = connection.attachment
+        if attachment is None:
+            return False
+        member = self._run.membership.get(attachment.worker_id)
+        return member is None or not member.alive or member.incarnation != attachment.incarnation
+
+    def _listen(self) -> None:
+        assert self._listener is not None
+        asyncio.get_running_loop().add_reader(self._listener.socket, self._on_caller)

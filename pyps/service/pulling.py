@@ -1,0 +1,117 @@
+"""Pull: the shards that are newer than those held, each as soon as it has the version wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from pyps.core.shard import Shard
+from pyps.core.whole_model import WholeModel
+from pyps.run import Run
+from pyps.service import convert
+from pyps.service.calls import Context
+from pyps.service.limits import ByteBudget
+from pyps.service.replies import Replies
+from pyps.service.serializations import Serializations, Wanted
+from pyps.service.waiting import Arrivals
+from pyps.service.workbench import Workbench
+from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
+
+# Shards of one call in memory: one is framed while another is sent.
+FRAMES_MAX = 2
+
+
+class PullStream:
+    """One call of Pull."""
+
+    def __init__(
+        self,
+        run: Run,
+        work: Workbench,
+        budget: ByteBudget,
+        context: Context,
+        request: wire.PullRequest,
+        *,
+        serializations: Serializations,
+    ):
+        self._run = run
+        self._work = work
+        self._budget = budget
+        self._context = context
+        self._request = request
+        self._serializations = serializations
+        self._codec = convert.codec_from(request.codec)
+        self._observes = request.role == common.ROLE_OBSERVER
+        # Whose lease and figures it counts for; an observer's counts for nobody.
+        self._worker_id = "" if self._observes else request.sender.worker_id
+        # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
+        same_epoch = request.epoch == run.epoch
+        self._min_versions = {want.shard_id: want.min_version for want in request.wants if same_epoch}
+        self._held_versions = {want.shard_id: want.held_version for want in request.wants if same_epoch}
+
+    async def serve(self) -> None:
+        """Sends what is wanted, waiting as long as the request says."""
+        request, whole = self._request, self._run.whole
+        shards = self._run.shards_to_pull(
+            request.sender.run_id,
+            request.sender.worker_id,
+            request.sender.incarnation,
+            observer=self._observes,
+            shard_ids=[want.shard_id for want in request.wants],
+        )
+        arrivals = Arrivals(
+            self._run,
+            self._work,
+            shards,
+            self._min_versions,
+            worker_id=self._worker_id,
+            wait_seconds=request.wait_milliseconds / 1000,
+        )
+        async with arrivals:
+            if whole is None:
+                await self._send_each(arrivals)
+                return
+            while await arrivals.next() is not None:
+                continue
+        await self._send_whole(whole, shards)
+
+    async def _send_each(self, arrivals: Arrivals) -> None:
+        async with Replies(self._context, self._work, self._budget, ahead_max=FRAMES_MAX) as replies:
+            while (shard := await arrivals.next()) is not None:
+                await replies.room()
+                wanted = self._wanted(shard)
+                await replies.add(
+                    shard.shard_id,
+                    partial(self._take, wanted),
+                    num_bytes=wanted.payload_bytes,
+                    held_bytes=wanted.payload_bytes,
+                    shards=(shard,),
+                )
+
+    def _take(self, wanted: Wanted) -> list[bytes]:
+        frame = self._serializations.take(wanted, worker_id=self._worker_id)
+        if frame is None:
+            return []
+        self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes)
+        return [frame]
+
+    async def _send_whole(self, whole: WholeModel, shards: list[Shard]) -> None:
+        """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
+        wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
+        async with Replies(self._context, self._work, self._budget, ahead_max=1) as replies:
+            num_bytes = sum(each.payload_bytes for each in wanted.values())
+            job = partial(self._take_whole, whole, wanted)
+            await replies.add(-1, job, num_bytes=num_bytes, held_bytes=num_bytes, shards=shards)
+
+    def _take_whole(self, whole: WholeModel, wanted: Mapping[int, Wanted]) -> list[bytes]:
+        readers = {shard_id: each.frame for shard_id, each in wanted.items()}
+        frames = whole.read(readers, worker_id=self._worker_id or None)
+        for shard_id, frame in frames.items():
+            if frame is not None:
+                self._run.statistics.pulled(self._worker_id or "observer", wanted[shard_id].payload_bytes)
+        return [frame for frame in frames.values() if frame is not None]
+
+    def _wanted(self, shard: Shard) -> Wanted:
+        of_round = self._min_versions.get(shard.shard_id, 0) > 0
+        return Wanted(shard, self._codec, self._held_versions.get(shard.shard_id, -1), of_round)

@@ -1,0 +1,104 @@
+"""Links cut in the middle of a shared-memory round: the worker has its memory to itself from its next word on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+
+from local_worker import LocalSocket, LocalWorker, local_worker, maps_of
+from pyps_wire.partition import Model, Tensor
+from support import wait_until
+from wire_crew import status_of
+
+MODEL = Model((Tensor("x", (12_000_000,)),), shard_size=500_000)
+PROTOCOLS = {"by shard": "async", "whole model": "asgd:mutex=whole"}
+
+
+def attach_anew(worker: LocalWorker) -> None:
+    worker.attach()
+
+
+def join_anew(worker: LocalWorker) -> None:
+    worker.hello()
+
+
+def wait_for_the_first_update(worker: LocalWorker) -> None:
+    """Returns as soon as the request under way has written a parameter."""
+    first, before = worker.parameters[0], float(worker.parameters[0][0])
+    deadline = time.monotonic() + 20
+    while first[0] == before:
+        assert time.monotonic() < deadline, "no update was made"
+
+
+def wait_for_nothing(worker: LocalWorker) -> None:
+    """Cuts the link at once."""
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
+@pytest.mark.parametrize("come_back", [attach_anew, join_anew])
+@pytest.mark.parametrize("until", [wait_for_the_first_update, wait_for_nothing])
+def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(start_server, protocol, come_back, until):
+    server = start_server("--staleness", "none", "--protocol", protocol)
+    with local_worker(server.data, model=MODEL) as worker:
+        mine, at_start = worker.parameters[0], {shard.shard_id: 0.0 for shard in worker.plan.shards}
+        for _ in range(3):
+            worker.gradients[0][0][:] = 1.0
+            worker.link.send(worker.exchange_request())
+            until(worker)
+            worker.detach()
+            come_back(worker)
+            held = mine.copy()
+            # The caller has given the round up, and goes on to the next gradient.
+            worker.gradients[0][0][:] = 1000.0
+            steps = set()
+            for shard in worker.pull():
+                values = np.frombuffer(shard.payload, np.float32)
+                assert values.min() == values.max()
+                steps.add(values[0] - at_start[shard.shard_id])
+                at_start[shard.shard_id] = values[0]
+            # Each shard had the push as it was sent, or nothing of it; the whole model all of it, or nothing.
+            assert steps <= {0.0, -1.0}
+            assert protocol == "async" or len(steps) == 1
+            np.testing.assert_array_equal(mine, held)
+            if worker.link is None:
+                worker.attach()
+            worker.pull_here()
+        worker.gradients[0][0][:] = 0.0
+        worker.exchange()
+        assert "bug" not in server.output()
+
+
+def test_a_request_whose_caller_has_gone_is_not_begun(start_server):
+    server = start_server()
+    with local_worker(server.data) as worker:
+        worker.gradients[0][0][:] = 1.0
+        for _ in range(20):
+            link = worker.link
+            # Of one caller's requests others have their turn before the next: what comes last waits the longest.
+            for _ in range(200):
+                link.send(worker.exchange_request())
+            worker.detach()
+            worker.attach()
+            held = worker.parameters[0].copy()
+            version = status_of(server).version_max
+            worker.pull()
+            assert status_of(server).version_max == version
+            np.testing.assert_array_equal(worker.parameters[0], held)
+
+
+def test_a_caller_that_hangs_up_while_it_attaches_leaves_nothing(start_server):
+    server = start_server()
+    with LocalWorker(server.data, model=MODEL) as worker:
+        worker.join()
+        for _ in range(30):
+            link = LocalSocket(worker.offer.address)
+            link.send(worker.attach_request(), worker.descriptor)
+            link.close()
+        with contextlib.closing(worker.attach()):
+            worker.pull_here()
+        wait_until(lambda: maps_of(server.pid) == [], 20, "the memory unmapped")
+        for word in ("bug", "Traceback", "never retrieved"):
+            assert word not in server.output()

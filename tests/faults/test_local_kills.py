@@ -1,0 +1,113 @@
+"""kill -9 in the middle of shared-memory rounds: whoever is left goes on, and nothing stays behind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from local_worker import descriptors_of, local_worker, maps_of
+from pyps_wire.partition import Model, Tensor
+from support import wait_until
+from wire_crew import QUICK_LEASES, beating, status_of, wait_for_event
+
+MODELS = {
+    "small": Model((Tensor("x", (10_000,)),)),
+    "large": Model((Tensor("x", (4_000_000,)),), shard_size=524_288),
+}
+
+# Rounds until it is killed. It says that it has begun, and no more.
+DOOMED = """
+import sys
+from local_worker import local_worker
+from pyps_wire.partition import Model, Tensor
+address, size, shard_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with local_worker(address, "doomed", model=Model((Tensor("x", (size,)),), shard_size=shard_size)) as worker:
+    worker.gradients[0][0][:] = 1.0
+    for step in range(1_000_000):
+        worker.exchange()
+        if step == 3:
+            print("going", flush=True)
+"""
+
+
+def doomed_arguments(address: str, model: Model) -> tuple[str, ...]:
+    return ("-c", DOOMED, address, str(model.num_parameters), str(model.shard_size))
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_worker_killed_in_its_round_leaves_nothing_and_the_other_goes_on(start_server, start_python, model):
+    server = start_server(*QUICK_LEASES, "--staleness", "none")
+    with local_worker(server.data, "steady", model=model) as steady, beating([steady]):
+        steady.gradients[0][0][:] = 1.0
+        steady.exchange()
+        before = len(descriptors_of(server.pid))
+        rounds, ends = [0], threading.Event()
+
+        def train() -> None:
+            while not ends.is_set():
+                steady.exchange()
+                rounds[0] += 1
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        try:
+            for _ in range(3):
+                doomed = start_python(*doomed_arguments(server.data, model))
+                doomed.wait_for_output("going")
+                assert len(maps_of(server.pid)) == 2
+                doomed.kill()
+                wait_until(lambda: len(maps_of(server.pid)) == 1, 20, "the killed worker's memory unmapped")
+                seen = rounds[0]
+                wait_until(lambda seen=seen: rounds[0] > seen + 3, 20, "rounds of the other")
+        finally:
+            ends.set()
+            trainer.join(30)
+        wait_for_event(server, "expired", "doomed")
+        wait_until(lambda: len(descriptors_of(server.pid)) <= before, 20, "no descriptor left")
+        # Every number of a shard has had the same updates: none was applied in part.
+        for shard in steady.pull():
+            values = np.frombuffer(shard.payload, np.float32)
+            assert values.min() == values.max() == -float(shard.version)
+        assert "bug" not in server.output()
+        assert "still in use" not in server.output()
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(start_server, tmp_path, model):
+    server = start_server("--local-socket", str(tmp_path))
+    shared_before = shared_memory_files()
+    with local_worker(server.data, model=model) as worker:
+        worker.gradients[0][0][:] = 1.0
+        rounds = [0]
+
+        def train() -> None:
+            try:
+                while True:
+                    worker.exchange()
+                    rounds[0] += 1
+            except (EOFError, OSError):
+                return
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        wait_until(lambda: rounds[0] > 3, 30, "some rounds")
+        server.kill()
+        trainer.join(20)
+        assert not trainer.is_alive()
+        # Each number is of one update or another, and all of it can be used on.
+        assert np.isfinite(worker.parameters[0]).all()
+        worker.parameters[0][:] = 0.0
+        assert shared_memory_files() == shared_before
+        # Its socket is gone as soon as the next server starts there.
+        following = start_server("--local-socket", str(tmp_path))
+        assert len(list(tmp_path.iterdir())) == 1
+        assert status_of(following).version_max == 0
+
+
+def shared_memory_files() -> set[str]:
+    """What lies in the system's folder of shared memory, by name."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir() if "pyps" in path.name} if folder.is_dir() else set()

@@ -1,0 +1,103 @@
+"""`pyps bench` against real servers: it measures, leaves nothing behind, and never touches what is somebody's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from client_support import addresses, gradients_like, make_client, small_model, start_servers
+from inspection import inspect
+from pyps_wire import common_pb2 as common
+from support import PythonProcess, ServerProcess, wait_until
+
+Start = Callable[..., ServerProcess]
+StartPython = Callable[..., PythonProcess]
+
+QUICK = ("--parameters", "70000", "--seconds", "0.1")
+
+
+def run_bench(start_python: StartPython, servers: str, *flags: str, status: int = 0) -> str:
+    """The output of `pyps bench` on these servers."""
+    process = start_python("-m", "pyps", "bench", "--servers", servers, *QUICK, *flags)
+    assert process.wait() == status, process.output()
+    assert "Traceback" not in process.output()
+    return process.output()
+
+
+def state_of(server: ServerProcess) -> tuple[int, str]:
+    status = inspect(server.control, "GetStatus")
+    return status.state, status.run_id
+
+
+def test_bench_measures_each_way_and_leaves_the_servers_empty(
+    start_server: Start, start_python: StartPython, tmp_path: Path
+) -> None:
+    flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--exit-when-done", "--checkpoint-seconds", "0.2")
+    servers = [start_server(*flags[:1], f"{flags[1]}-{index}", *flags[2:]) for index in range(2)]
+
+    measured = json.loads(run_bench(start_python, addresses(servers), "--json"))
+
+    ways = {(line["transport"], line["codec"]) for line in measured}
+    assert ways == {("shm", "float32"), ("grpc", "float32"), ("grpc", "bfloat16")}
+    for line in measured:
+        assert line["parameters"] == 70000 and line["rounds"] >= 3
+        assert line["rounds_per_second"] > 0 and 0 < line["p50_seconds"] <= line["p99_seconds"]
+        size = {"float32": 4, "bfloat16": 2}[line["codec"]]
+        assert line["bytes_per_second_each_way"] == pytest.approx(line["rounds_per_second"] * 70000 * size)
+    assert {state_of(server) for server in servers} == {(common.RUN_STATE_EMPTY, "")}
+    assert not list(tmp_path.glob("*/checkpoint-*")), "nothing of a measurement is kept"
+    # The next job finds servers as they were.
+    table = run_bench(start_python, ",".join(server.control for server in servers))
+    assert "gRPC" in table and "bfloat16" in table
+    with make_client(addresses(servers), run_id="mine") as client:
+        client.push(gradients_like(small_model(), seed=1))
+    for server in servers:
+        assert server.wait() == 0
+
+
+def test_bench_refuses_a_server_that_holds_a_run_and_leaves_it_alone(
+    start_server: Start, start_python: StartPython
+) -> None:
+    servers = start_servers(start_server, 2)
+    with make_client(servers[0].data, run_id="mine") as client:
+        client.push(gradients_like(small_model(), seed=1))
+        before = inspect(servers[0].control, "ListShards")
+        refused = run_bench(start_python, f"{servers[1].data},{servers[0].data}", status=1)
+        assert inspect(servers[0].control, "ListShards") == before
+        assert {worker.worker_id for worker in inspect(servers[0].control, "ListWorkers").workers} == {"worker"}
+    assert f"{servers[0].data} holds run 'mine', which must not be disturbed" in refused
+    assert state_of(servers[1]) == (common.RUN_STATE_EMPTY, "")
+
+
+def test_bench_refuses_a_server_that_waits_for_a_job(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--run-id", "digits")
+    assert f"{server.data} waits for run 'digits'" in run_bench(start_python, server.data, status=1)
+
+
+def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.3")
+    endless = start_python("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600")
+    wait_until(lambda: inspect(server.control, "GetStatus").updates > 0, what="the first round")
+    endless.kill()
+    wait_until(lambda: state_of(server) == (common.RUN_STATE_EMPTY, ""), what="an empty server")
+
+
+@pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"])
+def test_bench_goes_by_the_protocol_of_the_servers(
+    start_server: Start, start_python: StartPython, protocol: str
+) -> None:
+    server = start_server("--protocol", protocol)
+    assert "bfloat16" in run_bench(start_python, server.data)
+
+
+def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server: Start) -> None:
+    server = start_server()
+    with make_client(server.data, run_id="pyps-bench-mine") as client:
+        client.push(gradients_like(small_model(), seed=1))
+    wait_until(lambda: not inspect(server.control, "GetStatus").workers_alive, what="the worker's end")
+    assert "pyps-bench-mine" in server.output()
+    with make_client(server.data, run_id="pyps-bench-mine") as client:
+        assert client.global_step == 1

@@ -1,0 +1,213 @@
+"""Shared memory through the life of its server: where it listens, how it ends, and what a run's end means for it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import stat
+import threading
+
+import numpy as np
+import pytest
+
+from inspection import inspect
+from local_worker import LocalSocket, LocalWorker, descriptors_of, local_worker, maps_of
+from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2
+from pyps_wire.errors import NotInitialized, ServerUnavailable
+from pyps_wire.partition import Model, Tensor
+from support import PythonProcess, wait_until
+from wire_crew import status_of
+
+LARGE = Model((Tensor("x", (8_000_000,)),))
+
+
+def test_a_socket_in_a_folder_is_for_its_user_alone_and_goes_with_its_server(start_server, tmp_path):
+    server = start_server("--local-socket", str(tmp_path))
+    with local_worker(server.data) as worker:
+        [path] = tmp_path.iterdir()
+        assert worker.offer.address == str(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert worker.exchange()[0].version == 1
+    assert server.terminate() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_servers_socket_is_removed_by_the_next_one_and_a_living_ones_stays(start_server, tmp_path):
+    killed = start_server("--local-socket", str(tmp_path))
+    [stale] = tmp_path.iterdir()
+    killed.kill()
+    assert stale.exists()
+    living = start_server("--local-socket", str(tmp_path))
+    start_server("--local-socket", str(tmp_path))
+    assert not stale.exists()
+    assert len(list(tmp_path.iterdir())) == 2
+    with local_worker(living.data) as worker:
+        assert worker.exchange()[0].version == 1
+
+
+def test_a_folder_that_cannot_be_used_is_said_at_the_start(start_python, tmp_path):
+    def refused(folder: str) -> str:
+        ports = ("--port", "0", "--control-port", "0", "--metrics-port", "0")
+        process: PythonProcess = start_python("-m", "pyps", "serve", *ports, "--local-socket", folder)
+        assert process.wait() == 2
+        return process.output()
+
+    assert "which is no folder to write in" in refused(str(tmp_path / "absent"))
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    assert "name a folder with a shorter path" in refused(str(long))
+
+
+def test_a_server_that_ends_refuses_rounds_and_leaves_every_shard_at_one_version(start_server):
+    server = start_server()
+    with local_worker(server.data, model=LARGE) as worker:
+        worker.gradients[0][0][:] = 1.0
+        versions = []
+
+        def train() -> None:
+            while True:
+                try:
+                    versions.append(worker.exchange()[0].version)
+                except (ServerUnavailable, EOFError, OSError):
+                    return
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        wait_until(lambda: len(versions) > 2, 30, "some rounds")
+        assert server.terminate() == 0
+        thread.join(20)
+        assert not thread.is_alive()
+        # Each shard had the round that was refused in full or not at all, and the memory is still the worker's own.
+        for shard in worker.plan.shards:
+            values = worker.parameters[0][shard.offset : shard.offset + shard.length]
+            assert values.min() == values.max()
+            assert -values[0] in (versions[-1], versions[-1] + 1)
+        assert "bug" not in server.output()
+
+
+def test_a_parked_pull_ends_when_its_server_does(start_server):
+    server = start_server()
+    with local_worker(server.data) as worker:
+        worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
+        wait_until(lambda: list(status_of(server).waiting_for), 20, "the parked pull")
+        server.signal(signal.SIGTERM)
+        assert worker.link.receive().failure.name == "ServerUnavailable"
+        assert server.wait() == 0
+
+
+def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_server):
+    server = start_server()
+    with local_worker(server.data) as worker:
+        worker.exchange()
+        inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
+        with pytest.raises(NotInitialized, match="reset since this memory was attached"):
+            worker.exchange()
+        assert worker.link.is_closed_by_the_server
+        assert maps_of(server.pid) == []
+        worker.versions.clear()
+        worker.begin()
+        worker.gradients[0][0][:] = 1.0
+        assert worker.exchange()[0].version == 1
+        assert worker.parameters[0][0] == -1.0
+
+
+def test_a_parked_pull_of_a_reset_run_is_refused(start_server):
+    server = start_server()
+    with local_worker(server.data) as worker:
+        worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
+        wait_until(lambda: list(status_of(server).waiting_for), 20, "the parked pull")
+        inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
+        assert worker.link.receive().failure.name == "NotInitialized"
+        assert worker.link.is_closed_by_the_server
+
+
+def test_a_restarted_server_takes_over_the_segment_that_the_worker_has(start_server, tmp_path):
+    flags = ("--checkpoint-dir", str(tmp_path))
+    first = start_server(*flags)
+    with LocalWorker(first.data) as worker:
+        worker.begin()
+        worker.gradients[0][0][:] = 1.0
+        worker.exchange()
+        assert first.terminate() == 0
+        assert worker.link.is_closed_by_the_server
+        second = start_server(*flags, "--resume")
+        with WireHello(second.data, worker) as hello:
+            reply = hello.hello()
+            assert (reply.epoch, reply.local.address != worker.offer.address) == (1, True)
+            worker.offer = reply.local
+        worker.attach()
+        # Whatever it holds is of another epoch: everything comes anew, even at the same version.
+        worker.parameters[0][:] = 0.0
+        [reply] = worker.exchange()
+        assert (reply.receipt.reason, reply.version, reply.epoch) == (common.REASON_EPOCH, 1, 1)
+        np.testing.assert_array_equal(worker.parameters[0], np.full(37, -1.0, np.float32))
+        worker.epoch = 1
+        assert worker.exchange()[0].version == 2
+
+
+def test_a_finished_run_refuses_rounds_and_is_pulled_on(start_server):
+    server = start_server("--stop-after", "updates=2")
+    with local_worker(server.data) as worker:
+        worker.exchange()
+        worker.exchange(pull=False)
+        [reply] = worker.exchange(pull=False)
+        assert reply.receipt.reason == common.REASON_FINISHED
+        assert [shard.version for shard in worker.pull_here({0: 9})] == [2]
+
+
+def test_a_vanished_waiter_leaves_nothing_behind(start_server):
+    server = start_server()
+    before = len(descriptors_of(server.pid))
+    with local_worker(server.data) as worker:
+        worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
+        wait_until(lambda: list(status_of(server).waiting_for), 20, "the parked pull")
+    wait_until(lambda: not list(status_of(server).waiting_for), 20, "the end of the wait")
+    wait_until(lambda: maps_of(server.pid) == [], 20, "the memory unmapped")
+    wait_until(lambda: len(descriptors_of(server.pid)) <= before, 20, "no descriptor left")
+
+
+def test_a_worker_that_left_is_hung_up_on(start_server):
+    server = start_server()
+    with local_worker(server.data) as worker:
+        worker.leave()
+        assert worker.link.is_closed_by_the_server
+        wait_until(lambda: maps_of(server.pid) == [], 10, "the memory unmapped")
+
+
+def test_a_later_process_of_a_workers_name_takes_its_place(start_server):
+    server = start_server()
+    with local_worker(server.data, "a") as earlier, local_worker(server.data, "a") as later:
+        assert earlier.link.is_closed_by_the_server
+        assert later.exchange()[0].version == 1
+        assert len(maps_of(server.pid)) == 1
+
+
+def test_nothing_answers_at_a_dead_servers_address(start_server):
+    server = start_server()
+    with local_worker(server.data) as worker:
+        server.kill()
+        with pytest.raises((EOFError, OSError)):
+            worker.exchange()
+        with pytest.raises(ConnectionRefusedError):
+            LocalSocket(worker.offer.address)
+        # What it has mapped stays its own.
+        worker.parameters[0][:] = 3.0
+        assert worker.parameters[0].sum() == 111.0
+
+
+class WireHello(LocalWorker):
+    """The Hello of a worker to another server than before."""
+
+    def __init__(self, address: str, worker: LocalWorker):
+        super().__init__(address)
+        self.sender.CopyFrom(worker.sender)
+
+
+def test_the_system_offers_abstract_names(start_server):
+    # Where another process listens at a name, nobody can take it.
+    server = start_server()
+    with LocalWorker(server.data) as worker:
+        worker.hello()
+        with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError, match="in use"):
+            other.bind("\0" + worker.offer.address[1:])

@@ -1,0 +1,374 @@
+"""What hostile or broken callers send to the local socket: each is refused in words, and the server goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import sys
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+
+from local_worker import LENGTH, SEALS, LocalSocket, LocalWorker, descriptors_of, local_worker, make_segment, maps_of
+from pyps_wire import common_pb2 as common
+from pyps_wire import local_pb2 as local
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.errors import BadRequest, NotAllowed, PypsError, UnknownWorker
+from pyps_wire.partition import Model, Tensor
+from support import wait_until
+from wire_crew import status_of
+from wire_worker import SMALL
+
+LARGE = Model((Tensor("x", (400_000,)),), shard_size=160_000)
+PAGE = mmap.PAGESIZE
+
+
+@contextlib.contextmanager
+def joined(server, worker_id: str = "a", **options):
+    """A worker that has joined and has not attached its memory."""
+    with LocalWorker(server.data, worker_id, **options) as worker:
+        worker.join()
+        yield worker
+
+
+def refusal_of(worker: LocalWorker, request: local.LocalRequest, *descriptors: int) -> PypsError:
+    """The error with which a first request is refused; the connection ends with it."""
+    link = LocalSocket(worker.offer.address)
+    try:
+        with pytest.raises(PypsError) as caught:
+            link.ask(request, *descriptors)
+        assert link.is_closed_by_the_server
+    finally:
+        link.close()
+    return caught.value
+
+
+def vectors(*offsets: int, codec: int = common.CODEC_FLOAT32) -> local.LocalVectors:
+    return local.LocalVectors(codec=codec, offsets=offsets)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"parameters": vectors(2 * PAGE + 64 * 1024)}, "of a segment of"),
+        ({"parameters": vectors(2**64 - 64)}, "of a segment of"),
+        ({"parameters": vectors(2 * PAGE + 1)}, "multiple of 64"),
+        ({"parameters": vectors(PAGE)}, "where what lies before it ends"),
+        ({"parameters": vectors(PAGE + 64)}, "where what lies before it ends"),
+        ({"parameters": vectors(0)}, "before 64"),
+        ({"parameters": vectors()}, "names 0 vectors; the model has 1 groups"),
+        ({"parameters": vectors(PAGE, 2 * PAGE)}, "names 2 vectors; the model has 1 groups"),
+        ({"parameters": vectors(2 * PAGE, codec=17)}, "codec 17 is unknown"),
+        ({"gradients": []}, "0 sets of gradients"),
+        ({"gradients": [vectors(PAGE)] * 5}, "5 sets of gradients"),
+        ({"segment_bytes": 3 * PAGE + 64 * PAGE}, "need"),
+        ({"segment_bytes": 2 * PAGE}, "of a segment of 8192 bytes"),
+        ({"segment_bytes": 4 * PAGE}, "has 12288 bytes, and Attach says 16384"),
+    ],
+)
+def test_vectors_that_cannot_lie_so_are_refused(start_server, fields, words):
+    server = start_server()
+    with joined(server) as worker:
+        error = refusal_of(worker, worker.attach_request(**fields), worker.descriptor)
+        assert isinstance(error, BadRequest)
+        assert words in str(error)
+        assert maps_of(server.pid) == []
+        # The worker may try again.
+        worker.attach()
+
+
+def test_memory_that_its_worker_could_take_away_is_refused(start_server):
+    server = start_server()
+    with joined(server) as worker, tempfile.TemporaryFile() as file:
+        size = worker.layout.num_bytes
+        file.truncate(size)
+        read_only = make_segment(size)
+        sparse = os.memfd_create("sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(sparse, size)
+        fcntl.fcntl(sparse, fcntl.F_ADD_SEALS, SEALS)
+        cases = [
+            (make_segment(size, seals=fcntl.F_SEAL_SEAL), "seals are 0x1:"),
+            (make_segment(size, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW), "seals are 0x6:"),
+            (make_segment(size, seals=SEALS | fcntl.F_SEAL_WRITE), "not against writing"),
+            (make_segment(size, seals=SEALS | 0x10), "not against writing"),
+            (make_segment(size - PAGE), f"has {size - PAGE} bytes"),
+            (os.open(f"/proc/self/fd/{read_only}", os.O_RDONLY), "cannot be mapped"),
+            (sparse, f"0 of the segment's {size} bytes are there: allocate it in full"),
+            (os.dup(file.fileno()), "no memfd"),
+            (os.open("/dev/null", os.O_RDWR), "no memfd"),
+        ]
+        for descriptor, words in cases:
+            error = refusal_of(worker, worker.attach_request(), descriptor)
+            assert isinstance(error, BadRequest)
+            assert words in str(error)
+            os.close(descriptor)
+        os.close(read_only)
+        wait_until(lambda: not any("memfd" in name for name in descriptors_of(server.pid)), 10, "no memfd left")
+        assert maps_of(server.pid) == []
+
+
+def test_memory_in_huge_pages_is_refused(start_server):
+    size = 2 * 2**20
+    model = Model((Tensor("x", (size // 8 - 2048,)),))
+    descriptor = os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    with joined(start_server(), model=model) as worker:
+        # As many bytes as two vectors need, rounded up to huge pages.
+        assert worker.layout.num_bytes <= size
+        request = worker.attach_request(segment_bytes=size)
+        error = refusal_of(worker, request, descriptor)
+        assert f"pages of {size} bytes" in str(error)
+    os.close(descriptor)
+
+
+def test_one_descriptor_comes_with_attach_and_none_else_stays_open(start_server):
+    server = start_server()
+    with joined(server) as worker:
+        before = len(descriptors_of(server.pid))
+        error = refusal_of(worker, worker.attach_request())
+        assert "with the segment's descriptor" in str(error)
+        refusal_of(worker, worker.attach_request(ticket=b"no"), *[worker.descriptor] * 50)
+        link = worker.attach()
+        # Later ones are nobody's.
+        link.send(worker.exchange_request(), *[worker.descriptor] * 3)
+        assert link.receive().exchanged.replies[0].version == 1
+        # The socket, and the descriptor that the mapping keeps.
+        assert len(descriptors_of(server.pid)) == before + 2
+        worker.detach()
+        wait_until(lambda: len(descriptors_of(server.pid)) == before, 10, "no descriptor left")
+
+
+def test_a_ticket_opens_for_its_own_worker_alone(start_server):
+    server = start_server()
+    with joined(server, "a") as a, joined(server, "b") as b:
+        for ticket in (b"", bytes(16), b.offer.ticket):
+            error = refusal_of(a, a.attach_request(ticket=ticket), a.descriptor)
+            assert isinstance(error, NotAllowed)
+        # One that is right, for a worker that nobody has seen.
+        b.leave()
+        reset = b.attach_request()
+        reset.attach.sender.run_id = "other"
+        error = refusal_of(b, reset, b.descriptor)
+        assert "'other'" in str(error)
+
+
+def test_a_stranger_that_asks_before_it_attaches_is_refused(start_server):
+    with joined(start_server()) as worker:
+        for request in (worker.exchange_request(), worker.pull_request(), local.LocalRequest()):
+            error = refusal_of(worker, request, worker.descriptor)
+            assert "LocalAttach" in str(error)
+
+
+def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_server):
+    with local_worker(start_server().data) as worker:
+
+        def refused(request: local.LocalRequest, words: str) -> None:
+            with pytest.raises(BadRequest, match=words):
+                worker.link.ask(request)
+
+        for field, value in (("worker_id", "b"), ("incarnation", 1), ("run_id", "other")):
+            request = worker.exchange_request()
+            request.exchange.shards[0].sender.CopyFrom(worker.sender)
+            setattr(request.exchange.shards[0].sender, field, value)
+            refused(request, "on a connection of worker 'a'")
+        refused(worker.exchange_request([7]), "shard 7 is not on server 0")
+        refused(worker.exchange_request(gradients=1), "gradients 1; 1 were attached")
+        refused(worker.exchange_request(each={"codec": common.CODEC_FLOAT16}), "codec 2")
+        refused(worker.exchange_request(each={"reply_codec": common.CODEC_FLOAT16}), "codec 2")
+        refused(worker.exchange_request(each={"base_version": 5}), "version 5")
+        refused(worker.exchange_request(each={"learning_rate": -1.0}), "learning_rate")
+        refused(worker.attach_request(), "attached once a connection")
+        # Nothing of that was applied, and the connection is as good as before.
+        assert worker.exchange()[0].version == 1
+
+
+@pytest.mark.parametrize(
+    ("extents", "words"),
+    [
+        ([(30, 8)], "ends at 38"),
+        ([(0, 0)], "at least 1"),
+        ([(5, 5), (0, 5)], "before 10"),
+        ([(0, 30), (0, 30)], "longer than shard 0"),
+        ([(2**63, 2)], "the shard has 37"),
+        ([(0, 2**63)], "longer than shard 0"),
+    ],
+)
+def test_extents_that_lie_elsewhere_are_refused(start_server, extents, words):
+    with local_worker(start_server().data) as worker:
+        each = {"extents": [common.Extent(offset=offset, length=length) for offset, length in extents]}
+        with pytest.raises(BadRequest, match=words):
+            worker.exchange(each=each)
+        assert worker.exchange()[0].version == 1
+
+
+def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server):
+    model = Model((Tensor("x", (200_000,)),))
+    with local_worker(start_server().data, model=model) as worker:
+        crowd = [common.Extent(offset=2 * index, length=1) for index in range(66_000)]
+        with pytest.raises(BadRequest, match="66000 extents"):
+            worker.exchange([0], each={"extents": crowd})
+        worker.gradients[0][0][:] = 1.0
+        worker.exchange([0], each={"extents": crowd[:10_000]})
+        assert worker.parameters[0].sum() == -10_000
+
+
+def test_a_caller_that_asks_without_end_leaves_others_their_turn(start_server):
+    server = start_server()
+    with local_worker(server.data, "greedy") as greedy, local_worker(server.data, "good") as good:
+        message = greedy.exchange_request(pull=False).SerializeToString()
+        frames = (LENGTH.pack(len(message)) + message) * 500
+        greedy.link.socket.sendall(frames)
+        assert good.exchange()[0].receipt.outcome == common.OUTCOME_APPLIED
+        for _ in range(500):
+            assert greedy.link.receive().exchanged.replies[0].receipt.version_after >= 1
+
+
+def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_server):
+    server = start_server("--max-message-bytes", "65536")
+    with local_worker(server.data, "good") as good, joined(server) as worker:
+
+        def ends(data: bytes) -> str:
+            link = LocalSocket(worker.offer.address)
+            link.socket.sendall(data)
+            failure = link.receive().failure
+            assert link.is_closed_by_the_server
+            link.close()
+            return failure.name
+
+        assert ends(LENGTH.pack(5) + b"\xff" * 5) == "MalformedFrame"
+        assert ends(LENGTH.pack(2**32 - 1)) == "LimitExceeded"
+        worker.attach()
+        worker.link.socket.sendall(LENGTH.pack(65_537))
+        assert worker.link.receive().failure.name == "LimitExceeded"
+        assert worker.link.is_closed_by_the_server
+        worker.attach()
+        worker.link.socket.sendall(LENGTH.pack(3) + b"\xff" * 3)
+        assert worker.link.receive().failure.name == "MalformedFrame"
+        assert worker.link.is_closed_by_the_server
+        # Half a message, and gone.
+        worker.attach()
+        worker.link.socket.sendall(LENGTH.pack(60_000) + bytes(100))
+        worker.detach()
+        assert good.exchange()[0].version == 1
+        wait_until(lambda: len(maps_of(server.pid)) == 1, 10, "the vanished worker's memory unmapped")
+
+
+def test_silent_strangers_are_hung_up_on_and_kept_few(start_server):
+    server = start_server("--max-workers", "4")
+    with local_worker(server.data, "good") as good:
+        strangers = [LocalSocket(good.offer.address) for _ in range(24)]
+        for stranger in strangers[20:]:
+            assert stranger.is_closed_by_the_server
+        assert good.exchange()[0].version == 1
+        # After ten seconds of silence.
+        assert strangers[0].is_closed_by_the_server
+        with joined(server, "late") as late:
+            late.attach()
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_caller_of_another_user_is_turned_away(start_server):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    server = start_server()
+    with joined(server) as worker:
+        code = (
+            "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(20);"
+            "s.connect('\\0' + sys.argv[1]); sys.exit(len(s.recv(1)))"
+        )
+        # Root itself comes from another process in the same way, and stays.
+        assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code, worker.offer.address[1:]]) == 0
+        wait_until(lambda: "turned away" in server.output(), 10, "the warning")
+        worker.attach()
+
+
+def test_holes_torn_into_the_memory_harm_nobody(start_server):
+    server = start_server()
+    with local_worker(server.data, model=LARGE) as worker:
+        worker.gradients[0][0][:] = 1.0
+        # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, which seals against shrinking allow.
+        libc_fallocate(worker.descriptor, 0x1 | 0x2, PAGE, worker.layout.num_bytes - PAGE)
+        assert {reply.version for reply in worker.exchange()} == {1}
+        # Where nothing is, everybody reads zeros.
+        assert not worker.parameters[0].any()
+
+
+def libc_fallocate(descriptor: int, mode: int, offset: int, length: int) -> None:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = ctypes.c_int(descriptor), ctypes.c_int(mode), ctypes.c_long(offset), ctypes.c_long(length)
+    assert libc.fallocate(*arguments) == 0, os.strerror(ctypes.get_errno())
+
+
+def test_nan_that_appears_between_the_look_and_the_update_never_reaches_the_parameters(start_server):
+    server = start_server()
+    with local_worker(server.data, model=LARGE) as worker:
+        gradient, ends = worker.gradients[0][0], threading.Event()
+
+        def flip() -> None:
+            while not ends.is_set():
+                gradient[:] = np.nan
+                gradient[:] = 1.0
+
+        flipper = threading.Thread(target=flip)
+        flipper.start()
+        try:
+            outcomes = set()
+            for _ in range(100):
+                outcomes |= {reply.receipt.outcome for reply in worker.exchange()}
+                assert np.isfinite(worker.parameters[0]).all()
+        finally:
+            ends.set()
+            flipper.join(20)
+        assert outcomes <= {common.OUTCOME_APPLIED, common.OUTCOME_REJECTED}
+        for shard in worker.pull():
+            assert np.isfinite(np.frombuffer(shard.payload, np.float32)).all()
+
+
+def test_a_worker_that_the_server_does_not_know_any_more_cannot_attach(start_server):
+    server = start_server("--heartbeat-seconds", "0.1", "--lease-seconds", "0.3")
+    with local_worker(server.data) as worker:
+        # Its lease runs out: the server hangs up.
+        assert worker.link.is_closed_by_the_server
+        wait_until(lambda: maps_of(server.pid) == [], 10, "the memory unmapped")
+        worker.attach()
+        assert worker.exchange()[0].version == 1
+        unknown = LocalWorker(server.data, "unknown")
+        unknown.offer = wire.LocalTransport(address=worker.offer.address, ticket=bytes(16))
+        with pytest.raises((NotAllowed, UnknownWorker)), unknown:
+            unknown.attach()
+
+
+def test_many_connections_of_one_worker_are_one(start_server):
+    server = start_server()
+    with local_worker(server.data, model=SMALL) as worker:
+        first = worker.link
+        for _ in range(5):
+            worker.attach()
+        assert first.is_closed_by_the_server
+        wait_until(lambda: len(maps_of(server.pid)) == 1, 10, "one mapping left")
+        assert worker.exchange()[0].version == 1
+        assert status_of(server).version_max == 1
+
+
+def test_a_caller_that_takes_no_answers_holds_up_nobody(start_server):
+    server = start_server()
+    with local_worker(server.data, "deaf") as deaf, local_worker(server.data, "good") as good:
+        request = deaf.exchange_request(pull=False).SerializeToString()
+        frame = LENGTH.pack(len(request)) + request
+        deaf.link.socket.settimeout(0.2)
+        deaf.link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                # Until neither direction takes any more.
+                deaf.link.socket.sendall(frame * 50)
+        good.exchange()
+        assert status_of(server).version_max >= 1

@@ -1,0 +1,65 @@
+"""A run holds its model once, however it came."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pyps.checkpoint import Checkpoint
+from pyps.checkpoint.checkpoint import write
+from pyps.checkpoint.disk import Disk
+from pyps.config import resolve
+from pyps.core.gradient import Codec
+from pyps.run import Greeting, Run
+from pyps.run.initialization import Opening
+from pyps_wire.partition import Model, Tensor
+
+SHARD_SIZE = 65_536
+NUM_SHARDS = 16
+MODEL = Model((Tensor("x", (NUM_SHARDS * SHARD_SIZE,)),), shard_size=SHARD_SIZE)
+SHARD_BYTES = 4 * SHARD_SIZE
+MODEL_BYTES = NUM_SHARDS * SHARD_BYTES
+# What a run needs beside its arrays.
+MARGIN_BYTES = 1_000_000
+
+
+def serving() -> Run:
+    run = Run(resolve({"optimizer": "adagrad:learning_rate=1"}, {}, warn=print))
+    term = run.hello(Greeting("r", "a", 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")).term
+    initialization = run.begin_initialize(Opening("r", "a", 1, term, MODEL, None, 0, 1))
+    assert initialization is not None
+    for shard_id in range(NUM_SHARDS):
+        initialization.add(shard_id, Codec.FLOAT32, memoryview(np.full(SHARD_SIZE, shard_id, np.float32).tobytes()))
+    run.commit(initialization)
+    return run
+
+
+def peak_bytes(work: Callable[[], Run]) -> int:
+    tracemalloc.start()
+    try:
+        # Kept until the figure is taken.
+        run = work()
+        assert run.version_max == 0
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_first_parameters_are_held_once_and_the_message_at_hand_beside_them() -> None:
+    # Adagrad's accumulator makes the second model.
+    assert peak_bytes(serving) < 2 * MODEL_BYTES + 2 * SHARD_BYTES + MARGIN_BYTES
+
+
+def test_a_restored_model_is_held_once(tmp_path: Path) -> None:
+    run = serving()
+    write(tmp_path, run.header(), run.shards, disk=Disk())
+
+    def restored() -> Run:
+        fresh = Run(resolve({}, {}, warn=print))
+        fresh.restore(Checkpoint(tmp_path).load())
+        return fresh
+
+    assert peak_bytes(restored) < 2 * MODEL_BYTES + 2 * SHARD_BYTES + MARGIN_BYTES
