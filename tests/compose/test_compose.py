@@ -1,5 +1,7 @@
 """docker/compose.yaml on a real engine: three workers train on two servers, one worker dies, the others finish.
 
+Once over the network between the containers, and once through memory that they share.
+
 Needs a Docker engine, or DOCKER_ENGINE naming a script whose `up` starts one; skipped without.
 """
 
@@ -11,6 +13,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -21,11 +24,15 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from support import ROOT, wait_until
 
-COMPOSE_FILE = ROOT / "docker" / "compose.yaml"
+CLUSTER = ("-f", str(ROOT / "docker" / "compose.yaml"))
+# What compose is told of each example, by the transport that its workers are to have.
+EXAMPLES = {"grpc": CLUSTER, "shm": (*CLUSTER, "-f", str(ROOT / "docker" / "compose.shared-memory.yaml"))}
 TOKEN = "a token of the compose test"
 # A cold build downloads and compiles.
 BUILD_SECONDS = 900
 TRAINING_SECONDS = 240
+
+WORKERS = ("worker-0", "worker-1", "worker-2")
 
 pytestmark = pytest.mark.timeout(BUILD_SECONDS + 2 * TRAINING_SECONDS)
 
@@ -53,9 +60,10 @@ def engine() -> None:
 
 
 class Cluster:
-    """The cluster of docker/compose.yaml as a compose project of its own."""
+    """The cluster of an example as a compose project of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, transport: str) -> None:
+        self.transport = transport
         self.token_file = folder / "token.txt"
         self.token_file.write_text(TOKEN + "\n")
         self.token_file.chmod(0o644)
@@ -66,9 +74,10 @@ class Cluster:
             "PYPS_CONTROL_PORT": str(ports[0]),
             "PYPS_METRICS_PORT": str(ports[1]),
             "PYPS_LEASE_SECONDS": "6",
-            "DIGITS_EPOCHS": "150",
+            # Through shared memory they take half a minute.
+            "DIGITS_EPOCHS": "400",
         }
-        self._compose = [*compose_commands()[0], "-f", str(COMPOSE_FILE), "-p", f"pyps-test-{os.getpid()}"]
+        self._compose = [*compose_commands()[0], *EXAMPLES[transport], "-p", f"pyps-test-{os.getpid()}-{transport}"]
 
     def compose(self, *arguments: str, timeout_seconds: float = TRAINING_SECONDS) -> str:
         """Runs a compose command on the project and returns what it printed on stdout."""
@@ -95,10 +104,10 @@ class Cluster:
         return self.compose("logs", "--no-color")
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+@pytest.fixture(params=list(EXAMPLES))
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     """A cluster, built and started, and removed with all that belongs to it."""
-    cluster = Cluster(tmp_path)
+    cluster = Cluster(tmp_path, request.param)
     try:
         # The other services run the same two images.
         cluster.compose("build", "server-0", "worker-0", timeout_seconds=BUILD_SECONDS)
@@ -141,6 +150,7 @@ def test_the_others_finish_after_one_worker_s_container_was_killed(cluster: Clus
 
         cluster.compose("kill", "-s", "SIGKILL", "worker-2")
         assert cluster.state("worker-2") == ("exited", 137)
+    assert cluster.compose("exec", "-T", "server-0", "id", "-u").strip() == "10001", "servers do not run as root"
 
     for service in ("worker-0", "worker-1"):
         wait_until(lambda service=service: cluster.state(service)[0] == "exited", TRAINING_SECONDS, f"{service}'s end")
@@ -148,7 +158,10 @@ def test_the_others_finish_after_one_worker_s_container_was_killed(cluster: Clus
     for service in ("server-0", "server-1"):
         wait_until(lambda service=service: cluster.state(service)[0] == "exited", TRAINING_SECONDS, f"{service}'s end")
         assert cluster.state(service) == ("exited", 0)
-    assert cluster.logs().count("held-out accuracy 0.9") == 2
+    logs = cluster.logs()
+    assert logs.count("held-out accuracy 0.9") == 2
+    # On both servers, of which one answers questions from outside.
+    assert logs.count("worker shares its memory") == (6 if cluster.transport == "shm" else 0)
 
 
 def inspect_from_outside(cluster: Cluster, channel: grpc.Channel) -> None:
@@ -161,9 +174,13 @@ def inspect_from_outside(cluster: Cluster, channel: grpc.Channel) -> None:
     services = ProtoReflectionDescriptorDatabase(authenticated).get_services()
     assert "pyps.v1.Inspector" in services
 
-    workers = InspectorStub(authenticated).ListWorkers(pb.ListWorkersRequest(), timeout=5).workers
-    assert sorted(worker.worker_id for worker in workers) == ["worker-0", "worker-1", "worker-2"]
-    assert cluster.compose("exec", "-T", "server-0", "id", "-u").strip() == "10001", "servers do not run as root"
+    def transports() -> dict[str, str]:
+        workers = InspectorStub(authenticated).ListWorkers(pb.ListWorkersRequest(), timeout=5).workers
+        return {worker.worker_id: worker.transport for worker in workers}
+
+    # A worker that has said Hello needs a moment until it shares its memory.
+    expected = dict.fromkeys(WORKERS, cluster.transport)
+    wait_until(lambda: transports() == expected, what=f"workers that all use {cluster.transport}")
 
 
 class TokenInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
@@ -181,11 +198,11 @@ def with_token(details: grpc.ClientCallDetails) -> grpc.ClientCallDetails:
 
 
 @pytest.mark.parametrize("compose", compose_commands(), ids=" ".join)
-def test_every_compose_of_this_machine_reads_the_file(compose: list[str]) -> None:
+def test_every_compose_of_this_machine_reads_the_files(compose: list[str]) -> None:
     environment = os.environ | {"PYPS_TOKEN_FILE": os.devnull}
-    for profile in ((), ("--profile", "inspect")):
+    for example, profile in product(EXAMPLES.values(), ((), ("--profile", "inspect"))):
         done = subprocess.run(
-            [*compose, "-f", str(COMPOSE_FILE), *profile, "config"],
+            [*compose, *example, *profile, "config"],
             env=environment,
             capture_output=True,
             text=True,
@@ -194,3 +211,4 @@ def test_every_compose_of_this_machine_reads_the_file(compose: list[str]) -> Non
         )
         assert done.returncode == 0, done.stderr
         assert "worker-2" in done.stdout
+        assert ("/run/pyps" in done.stdout) == (example is EXAMPLES["shm"])
