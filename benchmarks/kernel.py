@@ -1,16 +1,29 @@
-"""How fast are the kernels, against memory itself and against torch's own Adagrad?
+"""How fast are the kernels, against memory itself and against torch's own optimizers?
 
-The second table has every rule, alone and over the mean of four float32 gradients: how many bytes a second
-it moves, and how much that is of what a bandwidth loop over the same number of arrays moves.
+One thread, 25.6 million parameters in shards. The first table has each rule in the ways that the server calls it:
 
-One thread, 25.6 million parameters in shards. In each round every contender makes one pass over all shards,
-in an order that turns from round to round; the table shows the medians over the rounds and the medians of
-the ratios within a round. The guard is the scan of a shard's whole payload for NaN before anything of that
-shard is written; it reads a fifth more bytes than the bandwidth loop moves. "Received" means that the
-payload was copied just before, outside the time, as it is when gRPC hands over a message.
+    alone            one gradient is applied
+    + reply          the new parameters are also written to where the answer to the pusher is made
+    + guard          the shard's gradient is scanned for NaN before anything of the shard is written
+    + both           guard and reply: a push with an answer over gRPC
+    + shared         the same over shared memory: scanned, then copied block by block and looked at again
+    mean of 4        four gradients are summed and applied
 
-    python benchmarks/kernel.py [--rounds 15] [--shard-size 1047552] [--isa avx2]
+Below the milliseconds of `alone` stand shares: how many bytes a second that moves, of what a plain loop over the same
+arrays moves. Each array is read and written, each gradient read, twice with the guard, and the reply written. The
+loop does one addition per array. The last column is the speed of `alone` in multiples of torch's fused optimizer.
+
+The second table has Adagrad, guarded and answered, with gradients and replies of each codec. "Received" means that
+the payload was copied just before, outside the time, as it is when gRPC hands over a message.
+
+In each round every contender makes one pass over all shards, in an order that turns from round to round; the tables
+show medians over the rounds, and medians of the ratios within a round. `--time cpu` counts the thread's own time, for
+a machine that others use as well.
+
+    python benchmarks/kernel.py [--rounds 15] [--quick] [--shard-size 1047552] [--isa avx2] [--time cpu]
 """
+
+from __future__ import annotations
 
 import argparse
 import platform
@@ -18,175 +31,211 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from measure import write_results
 
 from pyps import _kernels
+from pyps.core.arrays import aligned_copy, aligned_zeros
+from pyps.core.gradient import Codec, item_bytes
+from pyps.core.reply import Reply
 from pyps.core.update_rules import RULES, UpdateRule, WeightedGradient, validate
 
 NUM_PARAMETERS = 25_600_000
-RATE, EPS = 0.01, 1e-10
-CODECS = {"float32": _kernels.FLOAT32, "float16": _kernels.FLOAT16, "bfloat16": _kernels.BFLOAT16}
+QUICK_ROUNDS = 5
+RATE = 0.01
+# A message's payload begins at any byte.
+REPLY_OFFSET = 13
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 # Makes one pass over all shards and returns the seconds that it took.
 Contender = Callable[[], float]
+Seconds = dict[str, list[float]]
+
+
+class Way(NamedTuple):
+    """How the server calls a rule."""
+
+    reply: Codec | None = None
+    guard: bool = False
+    volatile: bool = False
+    num_gradients: int = 1
+    codec: Codec = Codec.FLOAT32
+    received: bool = False
+
+    def bytes_moved(self, num_arrays: int) -> int:
+        """Bytes per parameter."""
+        gradients = item_bytes(self.codec) * (self.num_gradients + self.guard)
+        return 8 * num_arrays + gradients + (item_bytes(self.reply) if self.reply else 0)
+
+
+WAYS = {
+    "alone": Way(),
+    "+ reply": Way(Codec.FLOAT32),
+    "+ guard": Way(guard=True),
+    "+ both": Way(Codec.FLOAT32, guard=True),
+    "+ shared": Way(Codec.FLOAT32, guard=True, volatile=True),
+    "mean of 4": Way(num_gradients=4),
+}
+TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATE, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9, fused=True),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9, nesterov=True, fused=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=RATE, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=RATE, fused=True),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=RATE, fused=True),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
     parser.add_argument("--shard-size", type=int, default=1_047_552, help="parameters of a shard")
     parser.add_argument("--isa", choices=_kernels.available(), default=_kernels.isa())
+    parser.add_argument("--time", choices=CLOCKS, default="wall", help="what is counted")
+    parser.add_argument("--json", type=Path, help="also write every rule's figures here")
     options = parser.parse_args()
+    if options.quick:
+        options.rounds = QUICK_ROUNDS
     _kernels.select(options.isa)
     torch.set_num_threads(1)
 
-    print_header(options.shard_size, options.rounds)
-    print_table(measure(make_contenders(options.shard_size), options.rounds))
-    print()
-    print_rules(measure(make_rules(options.shard_size), options.rounds))
+    text = [header(options)]
+    print(text[0], flush=True)
+    memory = Memory(options.shard_size, CLOCKS[options.time])
+    rules = measure(rule_contenders(memory), options.rounds)
+    text.append(rules_text(rules))
+    print(f"\n{text[1]}", flush=True)
+    text.append(codecs_text(measure(codec_contenders(memory), options.rounds)))
+    print(f"\n{text[2]}")
+    write_results(options.json, rows(rules), quick=options.quick, isa=options.isa, text="\n\n".join(text))
 
 
-def make_contenders(shard_size: int) -> dict[str, Contender]:
-    sizes = shard_sizes(shard_size)
-    gradients = make_gradients(sizes)
-    payloads = {name: [_kernels.encode(gradient, codec) for gradient in gradients] for name, codec in CODECS.items()}
-    # All of ours, and the bandwidth loop, share these: equal memory, equal pages.
-    parameters = [np.zeros(size, np.float32) for size in sizes]
-    accumulators = [np.zeros(size, np.float32) for size in sizes]
+class Memory:
+    """The arrays, gradients and replies that all contenders share: equal memory, equal pages."""
 
-    def each_shard(update: Callable[..., None], codec: str, received: bool = False) -> Contender:
+    def __init__(self, shard_size: int, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        whole, rest = divmod(NUM_PARAMETERS, shard_size)
+        self.sizes = [shard_size] * whole + [rest] * (rest > 0)
+        self.num_whole = whole
+        self.arrays = [[aligned_zeros(size) for size in self.sizes] for _ in range(3)]
+        self.replies = [memoryview(bytearray(REPLY_OFFSET + 4 * size)) for size in self.sizes]
+        random = np.random.default_rng(0)
+        self.gradients = [aligned_copy(random.standard_normal(size, np.float32)) for size in self.sizes]
+        self._encoded: dict[Codec, list[bytes]] = {}
+
+    def payloads(self, codec: Codec, shard: int, num: int) -> list[memoryview]:
+        """Returns the shard's gradient and, behind it, others of the same length."""
+        if codec not in self._encoded:
+            self._encoded[codec] = [_kernels.encode(gradient, codec) for gradient in self.gradients]
+        size = self.sizes[shard] * item_bytes(codec)
+        indices = [shard, *((shard + k) % self.num_whole for k in range(1, num))]
+        return [memoryview(self._encoded[codec][index])[:size] for index in indices]
+
+    def timed(self, update: Callable[[int], Callable[[], object]]) -> Contender:
+        """Returns a pass over all shards; what `update(shard)` returns is timed, not what makes it."""
+
         def run() -> float:
+            # A rule's speed depends on numbers too small for full precision: the slots begin alike.
+            for slot in (slot for slots in self.arrays[1:] for slot in slots):
+                slot.fill(1.0)
             seconds = 0.0
-            for p, a, payload in zip(parameters, accumulators, payloads[codec], strict=True):
-                g = bytes(memoryview(payload)) if received else payload
-                start = time.perf_counter()
-                update(p, a, g, CODECS[codec])
-                seconds += time.perf_counter() - start
+            for shard in range(len(self.sizes)):
+                call = update(shard)
+                start = self.clock()
+                call()
+                seconds += self.clock() - start
             return seconds
 
         return run
 
-    contenders = {
-        "bandwidth loop": each_shard(bandwidth, "float32"),
-        "adagrad float32": each_shard(adagrad, "float32"),
-    }
-    for codec in CODECS:
-        contenders[f"guard + adagrad {codec}"] = each_shard(guarded_adagrad, codec)
-    contenders["the same, float32 received"] = each_shard(guarded_adagrad, "float32", received=True)
-    for codec in CODECS:
-        contenders[f"guard + sgd {codec}"] = each_shard(guarded_sgd, codec)
-    contenders["torch Adagrad, fused"] = torch_adagrad(gradients, fused=True)
-    contenders["torch Adagrad, foreach"] = torch_adagrad(gradients, foreach=True)
-    return contenders
+
+def bandwidth_loop(memory: Memory, num_arrays: int) -> Contender:
+    def update(shard: int) -> Callable[[], object]:
+        arrays = [shards[shard] for shards in memory.arrays[:num_arrays]]
+        return lambda: _kernels.bandwidth(arrays, memory.gradients[shard].data)
+
+    return memory.timed(update)
 
 
-def make_rules(shard_size: int) -> dict[str, Contender]:
-    """Returns the bandwidth loops over one, two and three arrays, and every rule over one and four gradients."""
-    sizes = shard_sizes(shard_size)
-    gradients = make_gradients(sizes)
-    # Shared by all: equal memory, equal pages.
-    arrays = [[np.zeros(size, np.float32) for size in sizes] for _ in range(3)]
+def rule_pass(memory: Memory, rule: UpdateRule, way: Way) -> Contender:
+    settings = validate(rule, {})
 
-    def bandwidth_loop(num_arrays: int) -> Contender:
-        return timed(arrays[:num_arrays], gradients, lambda own, g: _kernels.bandwidth(own, g[0].data), num_gradients=1)
+    def update(shard: int) -> Callable[[], object]:
+        payloads: list[bytes | memoryview] = [*memory.payloads(way.codec, shard, way.num_gradients)]
+        if way.received:
+            payloads[0] = bytes(payloads[0])
+        gradients = [WeightedGradient(payload, way.codec, 1.0 / way.num_gradients) for payload in payloads]
+        slots = {name: memory.arrays[1 + index][shard] for index, name in enumerate(rule.slot_names)}
+        reply = Reply(memory.replies[shard], REPLY_OFFSET, way.reply) if way.reply else None
 
-    contenders = {bandwidth_name(num): bandwidth_loop(num) for num in (1, 2, 3)}
+        def call() -> None:
+            if way.guard:
+                assert _kernels.first_non_finite(payloads[0], way.codec) == -1
+            rule.apply(
+                memory.arrays[0][shard],
+                slots,
+                gradients,
+                rate=RATE,
+                version=10,
+                hyperparameters=settings,
+                reply=reply,
+                guarded=way.volatile,
+            )
+
+        return call
+
+    return memory.timed(update)
+
+
+def torch_pass(memory: Memory, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]) -> Contender:
+    parameters = [torch.zeros(size, requires_grad=True) for size in memory.sizes]
+    for parameter, gradient in zip(parameters, memory.gradients, strict=True):
+        parameter.grad = torch.from_numpy(gradient)
+    optimizer = make(parameters)
+
+    def run() -> float:
+        start = memory.clock()
+        optimizer.step()
+        return memory.clock() - start
+
+    return run
+
+
+def rule_contenders(memory: Memory) -> dict[str, Contender]:
+    contenders = {loop_name(num): bandwidth_loop(memory, num) for num in (1, 2, 3)}
     for name, rule in RULES.items():
-        for num_gradients, text in ((1, name), (4, f"{name}, mean of 4")):
-            own = arrays[: 1 + len(rule.slot_names)]
-            contenders[text] = timed(own, gradients, update_of(rule), num_gradients=num_gradients)
-    return contenders
+        contenders |= {f"{name} {text}": rule_pass(memory, rule, way) for text, way in WAYS.items()}
+    return contenders | {f"torch {name}": torch_pass(memory, make) for name, make in TORCH.items()}
 
 
-def bandwidth_name(num_arrays: int) -> str:
+def codec_ways() -> dict[str, Way]:
+    ways = {"the bandwidth loop": Way()}
+    for codec in Codec:
+        for reply in (None, *Codec):
+            answer = f", reply {reply.name.lower()}" if reply else ""
+            ways[f"{codec.name.lower()}{answer}"] = Way(reply, guard=True, codec=codec)
+        ways[f"{codec.name.lower()}, received"] = Way(guard=True, codec=codec, received=True)
+    return ways
+
+
+def codec_contenders(memory: Memory) -> dict[str, Contender]:
+    contenders = {name: rule_pass(memory, RULES["adagrad"], way) for name, way in codec_ways().items()}
+    return contenders | {"the bandwidth loop": bandwidth_loop(memory, 2)}
+
+
+def loop_name(num_arrays: int) -> str:
     return f"bandwidth loop, {num_arrays} array{'s' * (num_arrays > 1)}"
 
 
-def update_of(rule: UpdateRule) -> Callable[[list[np.ndarray], list[np.ndarray]], None]:
-    settings = validate(rule, {})
-
-    def update(own: list[np.ndarray], gradients: list[np.ndarray]) -> None:
-        slots = dict(zip(rule.slot_names, own[1:], strict=True))
-        weighted = [WeightedGradient(g.data, _kernels.FLOAT32, 1.0 / len(gradients)) for g in gradients]
-        rule.apply(own[0], slots, weighted, rate=RATE, version=10, hyperparameters=settings)
-
-    return update
-
-
-def timed(
-    arrays: list[list[np.ndarray]],
-    gradients: list[np.ndarray],
-    update: Callable[[list[np.ndarray], list[np.ndarray]], None],
-    *,
-    num_gradients: int,
-) -> Contender:
-    """Returns a pass of `update` over all shards; the gradients beside a shard's own are other shards'."""
-
-    def run() -> float:
-        for slots in arrays[1:]:
-            for slot in slots:
-                slot.fill(1.0)
-        seconds = 0.0
-        for index, gradient in enumerate(gradients):
-            equals = [g for g in gradients if g.size == gradient.size]
-            summed = [gradient, *(equals[(index + k) % len(equals)] for k in range(1, num_gradients))]
-            own = [shards[index] for shards in arrays]
-            start = time.perf_counter()
-            update(own, summed)
-            seconds += time.perf_counter() - start
-        return seconds
-
-    return run
-
-
-def shard_sizes(shard_size: int) -> list[int]:
-    whole, rest = divmod(NUM_PARAMETERS, shard_size)
-    return [shard_size] * whole + [rest] * (rest > 0)
-
-
-def make_gradients(sizes: list[int]) -> list[np.ndarray]:
-    random = np.random.default_rng(0)
-    return [random.standard_normal(size, np.float32) for size in sizes]
-
-
-def bandwidth(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
-    _kernels.bandwidth([p, a], g)
-
-
-def adagrad(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
-    _kernels.adagrad(p, a, [(g, codec, 1.0)], rate=RATE, eps=EPS)
-
-
-def guarded_adagrad(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
-    assert _kernels.first_non_finite(g, codec) == -1
-    _kernels.adagrad(p, a, [(g, codec, 1.0)], rate=RATE, eps=EPS)
-
-
-def guarded_sgd(p: np.ndarray, a: np.ndarray, g: bytes, codec: int) -> None:
-    assert _kernels.first_non_finite(g, codec) == -1
-    _kernels.sgd(p, [(g, codec, 1.0)], rate=RATE)
-
-
-def torch_adagrad(gradients: list[np.ndarray], **implementation: bool) -> Contender:
-    parameters = [torch.zeros(gradient.size, requires_grad=True) for gradient in gradients]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = torch.from_numpy(gradient)
-    optimizer = torch.optim.Adagrad(parameters, lr=RATE, eps=EPS, **implementation)
-
-    def run() -> float:
-        start = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - start
-
-    return run
-
-
-def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+def measure(contenders: dict[str, Contender], rounds: int) -> Seconds:
     for run in contenders.values():
         run()
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: Seconds = {name: [] for name in contenders}
     names = list(contenders)
     for index in range(rounds):
         turn = index % len(names)
@@ -195,37 +244,57 @@ def measure(contenders: dict[str, Contender], rounds: int) -> dict[str, list[flo
     return seconds
 
 
-def print_header(shard_size: int, rounds: int) -> None:
-    print(f"{processor()}; {platform.system()} {platform.machine()}; {_kernels.isa()}; one thread")
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}")
-    print(f"{NUM_PARAMETERS:,} parameters in shards of {shard_size:,}; medians of {rounds} rounds")
-    print()
+def header(options: argparse.Namespace) -> str:
+    return (
+        f"{processor()}; {platform.system()} {platform.machine()}; {_kernels.isa()}; one thread\n"
+        f"Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}\n"
+        f"{NUM_PARAMETERS:,} parameters in shards of {options.shard_size:,}; medians of {options.rounds} rounds,"
+        f" {options.time} time"
+    )
 
 
-def print_table(seconds: dict[str, list[float]]) -> None:
-    print(f"{'':28} {'ms':>7} {'ns/parameter':>13} {'speed: of bandwidth loop':>25} {'of torch fused':>15}")
-    for name, own in seconds.items():
-        median = statistics.median(own)
-        of_bandwidth = speed(own, seconds["bandwidth loop"])
-        of_torch = speed(own, seconds["torch Adagrad, fused"])
-        print(
-            f"{name:28} {median * 1e3:7.1f} {median / NUM_PARAMETERS * 1e9:13.3f} {of_bandwidth:25.2f} {of_torch:15.2f}"
-        )
-
-
-def print_rules(seconds: dict[str, list[float]]) -> None:
-    print(f"{'':28} {'ms':>7} {'ns/parameter':>13} {'GB/s':>7} {'of bandwidth loop':>18}")
+def rows(seconds: Seconds) -> list[dict[str, Any]]:
+    """A row a rule: milliseconds alone, its shares of the bandwidth loop, its speed in multiples of torch's."""
+    found = []
     for name, rule in RULES.items():
-        num_arrays = 1 + len(rule.slot_names)
-        for text, num_gradients in ((name, 1), (f"{name}, mean of 4", 4)):
-            own, loop = seconds[text], seconds[bandwidth_name(num_arrays)]
-            # Each array is read and written, each gradient read.
-            bytes_moved, bytes_of_loop = 8 * num_arrays + 4 * num_gradients, 8 * num_arrays + 4
-            nanoseconds = statistics.median(own) / NUM_PARAMETERS * 1e9
-            print(
-                f"{text:28} {statistics.median(own) * 1e3:7.1f} {nanoseconds:13.3f}"
-                f" {bytes_moved / nanoseconds:7.1f} {speed(own, loop) * bytes_moved / bytes_of_loop:18.2f}"
-            )
+        loop, alone = seconds[loop_name(1 + len(rule.slot_names))], seconds[f"{name} alone"]
+        shares = {text: share(seconds[f"{name} {text}"], loop, way, rule) for text, way in WAYS.items()}
+        of_torch = speed(alone, seconds[f"torch {name}"]) if name in TORCH else None
+        found.append({"subject": name, "ms": milliseconds(alone), "shares": shares, "of_torch": of_torch})
+    return found
+
+
+def rules_text(seconds: Seconds) -> str:
+    lines = []
+    for num_arrays in (1, 2, 3):
+        loop = milliseconds(seconds[loop_name(num_arrays)])
+        speed_of_loop = (8 * num_arrays + 4) * NUM_PARAMETERS / loop / 1e6
+        lines.append(f"{loop_name(num_arrays)}: {loop:.1f} ms, {speed_of_loop:.1f} GB/s")
+    headings = "".join(f"{text:>11}" for text in WAYS)
+    lines += ["", f"{'share of the loop:':12} {'ms':>6}{headings}{'of torch':>10}"]
+    for row in rows(seconds):
+        torch_speed = f"{row['of_torch']:10.2f}" if row["of_torch"] is not None else ""
+        shares = "".join(f"{value:11.2f}" for value in row["shares"].values())
+        lines.append(f"{row['subject']:18} {row['ms']:6.1f}{shares}{torch_speed}")
+    return "\n".join(lines)
+
+
+def codecs_text(seconds: Seconds) -> str:
+    lines = [f"{'guard + adagrad':36} {'ms':>6} {'share of the loop':>18}"]
+    for name, way in codec_ways().items():
+        of_loop = share(seconds[name], seconds["the bandwidth loop"], way, RULES["adagrad"])
+        lines.append(f"{name:36} {milliseconds(seconds[name]):6.1f} {of_loop:18.2f}")
+    return "\n".join(lines)
+
+
+def milliseconds(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+def share(own: list[float], loop: list[float], way: Way, rule: UpdateRule) -> float:
+    """Returns the bytes a second that were moved, as a share of those that the bandwidth loop moved."""
+    num_arrays = 1 + len(rule.slot_names)
+    return speed(own, loop) * way.bytes_moved(num_arrays) / Way().bytes_moved(num_arrays)
 
 
 def speed(own: list[float], other: list[float]) -> float:

@@ -1,69 +1,177 @@
-"""Runs a peer's script under our rules: rewrite the gradient each round, end in one's own torch parameters.
+"""The peers: what people would pick instead, run from the folder of their scripts under our rules (peers_common.py).
 
-    python benchmarks/peers.py FOLDER SCRIPT [its arguments]
-
-FOLDER holds the peers' scripts and the `_common.py` that they share. They are run from a copy of the folder in
-which `_common` is ours: it hands through theirs, and wraps the timed step.
+A peer runs under the Python that its variable names (PEERS_PYTHON_RAY=/path/to/python), since their versions
+clash, or else under ours where that has it; otherwise it is left out, by name.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-COMMON = '''
-"""The peers' own `_common`, with the timed step wrapped."""
-import _common_original as original
-from _common_original import *  # noqa: F403
+from network import INTERFACE, Link
+from trial import Failed
+from work import Size
 
-make_grads_original, timed_original = original.make_grads, original.timed
-gradients = []
-
-
-def make_grads(n, k):
-    made = make_grads_original(n, k)
-    gradients.extend(made)
-    return made
+HERE = Path(__file__).resolve().parent
+LIMIT_SECONDS = 600.0
 
 
-def timed(step, *rest):
-    import numpy as np
-    import torch
+@dataclass(frozen=True)
+class Peer:
+    """One script with its arguments."""
 
-    sources = [g.copy() for g in gradients]
-    parameters = [torch.nn.Parameter(torch.zeros(len(g))) for g in gradients]
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    # The module that its Python must have, and the variable that names such a Python.
+    module: str
+    variable: str
+    # What is replaced in the copy of its script: always, and where server and workers are joined by a link.
+    edits: tuple[tuple[str, str], ...] = ()
+    link_edits: tuple[tuple[str, str], ...] = ()
+    # Why it does not go over a link; empty where it does.
+    no_link: str = ""
 
-    def whole_step():
-        for gradient, source in zip(gradients, sources):
-            np.copyto(gradient, source)
-        pulled = step()
-        with torch.no_grad():
-            for parameter, values in zip(parameters, pulled):
-                if not isinstance(values, torch.Tensor):
-                    values = torch.frombuffer(values, dtype=torch.float32)
-                parameter.copy_(values)
-        return pulled
-
-    return timed_original(whole_step, *rest)
-
-
-original.make_grads, original.timed = make_grads, timed
-'''
+    def python(self) -> str | None:
+        """The Python to run it with; None where there is none."""
+        if named := os.environ.get(self.variable):
+            return named
+        return sys.executable if importlib.util.find_spec(self.module) else None
 
 
-def main() -> int:
-    folder, script, *arguments = sys.argv[1:]
+_SERVER = (("127.0.0.1", Link.server_address),)
+_WORKER_OF_TENSORFLOW = (
+    ('"worker": [f"127.0.0.1:', f'"worker": [f"{Link.worker_address}:'),
+    ('"ps": [f"127.0.0.1:', f'"ps": [f"{Link.server_address}:'),
+)
+PEERS = (
+    Peer(
+        "torch RPC auto",
+        "torch_rpc_ps.py",
+        ("--transport", "auto"),
+        "torch",
+        "PEERS_PYTHON_TORCH",
+        no_link="over a network it is torch RPC tcp",
+    ),
+    Peer(
+        "torch RPC tcp",
+        "torch_rpc_ps.py",
+        ("--transport", "tcp"),
+        "torch",
+        "PEERS_PYTHON_TORCH",
+        link_edits=(*_SERVER, ('"lo"', f'"{INTERFACE}"')),
+    ),
+    Peer(
+        "TensorFlow gRPC",
+        "tf_grpc_ps.py",
+        (),
+        "tensorflow",
+        "PEERS_PYTHON_TF",
+        link_edits=_WORKER_OF_TENSORFLOW,
+    ),
+    # Each actor takes one of Ray's CPUs, which are counters: four would leave a fourth worker waiting for ever.
+    Peer(
+        "Ray",
+        "ray_ps.py",
+        ("--arrays", "numpy"),
+        "ray",
+        "PEERS_PYTHON_RAY",
+        edits=(("num_cpus=4", "num_cpus=16"),),
+        no_link="its processes are started by a daemon of its own, in one network namespace",
+    ),
+    Peer(
+        "naive gRPC",
+        "naive_grpc_ps.py",
+        ("--socket", "tcp"),
+        "grpc_tools",
+        "PEERS_PYTHON_NAIVE",
+        link_edits=_SERVER,
+    ),
+)
+
+
+def available(folder: Path | None, *, over_link: bool = False) -> tuple[list[Peer], dict[str, str]]:
+    """Peers that can be measured here, and why the others cannot."""
+    if folder is None:
+        return [], {"every peer": "no folder of their scripts was named (PEERS=)"}
+    found, left_out = [], {}
+    for peer in PEERS:
+        if over_link and peer.no_link:
+            left_out[peer.name] = peer.no_link
+        elif not (folder / peer.script).exists():
+            left_out[peer.name] = f"{peer.script} is not in {folder.name}"
+        elif peer.python() is None:
+            left_out[peer.name] = f"{peer.module} is not installed; {peer.variable} may name a Python that has it"
+        else:
+            found.append(peer)
+    return found, left_out
+
+
+def run(folder: Path, peer: Peer, size: Size, num_workers: int, *, link: Link | None = None) -> dict[str, Any]:
+    """One measurement of a peer, in the words of ours. Raises Failed."""
+    environment = os.environ | {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore::UserWarning"}
+    if size.pinned:
+        environment["PYPS_BENCH_PINNED"] = "1"
+    if link is not None:
+        environment["PYPS_BENCH_SERVER_NAMESPACE"] = link.server_namespace
+        environment["PYPS_BENCH_WORKER_NAMESPACE"] = link.worker_namespace
     with tempfile.TemporaryDirectory(prefix="pyps-peers-") as copy:
-        for path in Path(folder).glob("*.py"):
-            shutil.copyfile(path, Path(copy) / path.name)
-        (Path(copy) / "_common.py").rename(Path(copy) / "_common_original.py")
-        (Path(copy) / "_common.py").write_text(COMMON)
-        command = [sys.executable, "-W", "ignore::UserWarning", str(Path(copy) / script), *arguments]
-        return subprocess.run(command, check=False).returncode
+        _copy_scripts(folder, Path(copy), peer, edits=peer.edits + (peer.link_edits if link else ()))
+        command = [str(peer.python()), str(Path(copy) / peer.script), *peer.arguments, "--params", str(size.params)]
+        command += ["--keys", str(size.keys), "--rounds", str(size.rounds), "--warmup", str(size.warmup)]
+        output = _output(peer, [*command, "--workers", str(num_workers)], environment)
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if not lines:
+        raise Failed(f"{peer.name} printed no result: {output[-1000:]}")
+    return _in_our_words(json.loads(lines[-1]), size)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _copy_scripts(folder: Path, copy: Path, peer: Peer, *, edits: tuple[tuple[str, str], ...]) -> None:
+    shutil.copyfile(folder / "_common.py", copy / "_common_original.py")
+    shutil.copyfile(HERE / "peers_common.py", copy / "_common.py")
+    text = (folder / peer.script).read_text()
+    for old, new in edits:
+        if old not in text:
+            raise Failed(f"{peer.script} has no {old!r} to replace by {new!r}: it has changed")
+        text = text.replace(old, new)
+    (copy / peer.script).write_text(text)
+
+
+def _output(peer: Peer, command: list[str], environment: dict[str, str]) -> str:
+    """What the script prints; it and its children are ended when it takes too long."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{peer.name} took longer than {LIMIT_SECONDS:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        raise Failed(f"{peer.name} failed ({process.returncode}): {errors[-1000:]}")
+    return output
+
+
+def _in_our_words(told: dict[str, Any], size: Size) -> dict[str, Any]:
+    """The peers' line by our names; their MB are MiB."""
+    same = ("rounds_per_s", "p50_ms", "p99_ms", "server_cpu_s_per_gb", "worker_cpu_s_per_gb", "versions")
+    peak = told["server_peak_rss_mb"] * 2**20
+    return {name: told[name] for name in same} | {
+        "server_base_mb": told["server_base_rss_mb"] * 2**20 / 1e6,
+        "server_peak_mb": peak / 1e6,
+        "server_peak_x": peak / size.nbytes,
+        "verified": told["verified"],
+    }

@@ -1,221 +1,139 @@
 """Push-and-pull rounds per second through a real server, by model size and workers, beside peers where given.
 
-    python benchmarks/rounds.py [--peers FOLDER] [--sizes small,mid,big] [--workers 1,2] [--repeats 3]
+    python benchmarks/rounds.py [--peers FOLDER] [--cases small:1,mid:4] [--repeats 3] [--only NAME,NAME] [--quick]
 
 In each round a worker rewrites its whole gradient and ends with the new parameters in its own torch parameters;
-the peers do the same. Runs are interleaved (pyps, peer, peer, pyps, ...); cells are medians with the range.
+the peers do the same. Runs are interleaved (pyps, peer, peer, ... and back); cells are medians with the range.
+Processes may use all cores; with the small model the server has one core and the workers share another, since
+latency is the question there.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from measure import cpu_seconds, machine, peak_resident_bytes, percentile, spread
+import peers
+import trial
+from measure import exit_on_sigterm, machine, spread, write_results
 from rich.console import Console
 from rich.table import Table
+from trial import Failed
+from work import SIZES, Size
 
-HERE = Path(__file__).resolve().parent
-START_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model to measure with: parameters in equal tensors, and how many rounds to time."""
-
-    params: int
-    keys: int
-    rounds: int
-
-
-SIZES = {
-    "small": Size(params=10_000, keys=4, rounds=1000),
-    "mid": Size(params=1_000_000, keys=20, rounds=100),
-    "big": Size(params=25_600_000, keys=160, rounds=20),
-}
-PEERS = {
-    "torch RPC auto": ["torch_rpc_ps.py", "--transport", "auto"],
-    "torch RPC tcp": ["torch_rpc_ps.py", "--transport", "tcp"],
-    "naive gRPC": ["naive_grpc_ps.py", "--socket", "tcp"],
+CASES = "small:1,small:2,mid:1,mid:2,mid:4,big:1,big:2"
+QUICK_CASES = "small:1,mid:1,big:1"
+REFERENCE = "torch RPC"
+COLUMNS = {
+    "rounds/s": ("rounds_per_s", 1),
+    "p50 ms": ("p50_ms", 2),
+    "p99 ms": ("p99_ms", 2),
+    "server CPU s/GB": ("server_cpu_s_per_gb", 2),
+    "worker CPU s/GB": ("worker_cpu_s_per_gb", 2),
+    "peak memory, MB": ("server_peak_mb", 0),
 }
 
-
-class Server:
-    """A `pyps serve` process on free ports, ended with the context."""
-
-    def __init__(self, folder: Path):
-        ready = folder / "ready.json"
-        self._log = (folder / "server.log").open("w")
-        command = [sys.executable, "-m", "pyps", "serve", "--port", "0", "--control-port", "0"]
-        # Without a penalty for staleness every update is the full one, and the end can be checked against the formula.
-        command += ["--metrics-port", "0", "--ready-file", str(ready), "--staleness", "none"]
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + START_SECONDS
-        while not ready.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not start:\n{(folder / 'server.log').read_text()}")
-            time.sleep(0.02)
-        self.address = str(json.loads(ready.read_text())["data"])
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(START_SECONDS)
-        self._log.close()
+Row = dict[str, Any]
+# Measures one size with so many workers.
+Subject = Callable[[Size, int], Row]
 
 
-def run_pyps(size: Size, workers: int) -> dict[str, float]:
-    """One measurement of ours: a server, `workers` processes, their timed rounds."""
-    with tempfile.TemporaryDirectory(prefix="pyps-rounds-") as folder:
-        server = Server(Path(folder))
-        try:
-            return measure(server, size, workers)
-        finally:
-            server.stop()
+def main() -> int:
+    options = arguments()
+    console = Console(width=170)
+    exit_on_sigterm()
+    print(machine(), flush=True)
+    found, left_out = peers.available(options.peers)
+    for name, reason in left_out.items():
+        console.print(f"{name} is left out: {reason}", highlight=False)
+    chosen = subjects(options.peers, found, only=options.only)
+    rows: list[Row] = []
+    versions: dict[str, dict[str, str]] = {}
+    for case in (options.cases or (QUICK_CASES if options.quick else CASES)).split(","):
+        name, _, count = case.partition(":")
+        size = SIZES[name].shortened(3) if options.quick else SIZES[name]
+        measured = interleaved(chosen, size, int(count), 1 if options.quick else options.repeats)
+        console.print(table(size, int(count), measured))
+        versions |= {row["subject"]: row.pop("versions") for row in measured if "versions" in row}
+        rows += measured
+        # After each case, so that an end midway loses one case only.
+        write_results(options.json, rows, left_out=left_out, quick=options.quick, peer_versions=versions)
+    return 1 if any("error" in row for row in rows) else 0
 
 
-def measure(server: Server, size: Size, workers: int) -> dict[str, float]:
-    """Starts the workers, lets all go at once, and sums up what they and the server's process tell."""
-    command = [
-        sys.executable,
-        str(HERE / "round_worker.py"),
-        "--params",
-        str(size.params),
-        "--keys",
-        str(size.keys),
-    ]
-    command += ["--rounds", str(size.rounds), "--warmup", "3"]
-    processes = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {
-                "PYPS_SERVERS": server.address,
-                "PYPS_RUN_ID": "rounds",
-                "PYPS_WORKER_INDEX": str(index),
-                "PYPS_WORKER_COUNT": str(workers),
-            },
-        )
-        for index in range(workers)
-    ]
-    for process in processes:
-        if read_line(process) != "ready":
-            raise SystemExit("a worker failed before its rounds; its message stands above")
-    cpu_before = cpu_seconds(server.process.pid)
-    tell(processes, "go")
-    timings = [json.loads(read_line(process)) for process in processes]
-    cpu = cpu_seconds(server.process.pid) - cpu_before
-    peak = peak_resident_bytes(server.process.pid)
-    # One after the other, so that a worker's last pull holds a known number of updates.
-    ends = []
-    for process in processes:
-        tell([process], "finish")
-        ends.append(json.loads(read_line(process)))
-    for process in processes:
-        process.wait(START_SECONDS)
-    wall = max(t["end"] for t in timings) - min(t["begin"] for t in timings)
-    rounds = size.rounds * workers
-    latencies = [value for t in timings for value in t["latencies"]]
-    gigabytes = rounds * size.params * 8 / 1e9
-    return {
-        "rounds_per_s": rounds / wall,
-        "p50_ms": percentile(latencies, 50) * 1e3,
-        "p99_ms": percentile(latencies, 99) * 1e3,
-        "server_cpu_s_per_gb": cpu / gigabytes,
-        "server_peak_rss_x": peak / (size.params * 4),
-        "verified": float(all(end["verified"] for end in ends)),
-    }
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="folder of the peers' scripts")
+    parser.add_argument("--cases", help=f"sizes and numbers of workers (default {CASES})")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="the subjects to measure, by the beginnings of their names")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_CASES}, once, with a third of the rounds")
+    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    return parser.parse_args()
 
 
-def read_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+def subjects(folder: Path | None, found: Sequence[peers.Peer], *, only: str = "") -> dict[str, Subject]:
+    """Everything that is compared, by name."""
+    chosen: dict[str, Subject] = {}
+    for variant in trial.VARIANTS:
+        chosen[variant.name] = partial(trial.run, variant)
+    if folder is not None:
+        for peer in found:
+            chosen[peer.name] = partial(peers.run, folder, peer)
+    wanted = tuple(only.split(","))
+    return {name: subject for name, subject in chosen.items() if name.startswith(wanted)}
 
 
-def tell(processes: list[subprocess.Popen[str]], line: str) -> None:
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
+def interleaved(chosen: dict[str, Subject], size: Size, num_workers: int, repeats: int) -> list[Row]:
+    """All subjects in turn, `repeats` times, every second time backwards. What fails is told, and is a row too."""
+    rows = []
+    for repeat in range(repeats):
+        for name in list(chosen)[:: 1 if repeat % 2 == 0 else -1]:
+            row: Row = {"subject": name, "size": size.name, "params": size.params, "workers": num_workers}
+            try:
+                row |= chosen[name](size, num_workers)
+            except Failed as error:
+                print(f"{name}, {size.name}, {num_workers} worker(s): {error}", file=sys.stderr)
+                row["error"] = str(error)
+            rows.append(row)
+    return rows
 
 
-def run_peer(folder: Path, script: list[str], size: Size, workers: int) -> dict[str, float]:
-    """One measurement of a peer; its JSON line has the same fields."""
-    command = [sys.executable, str(HERE / "peers.py"), str(folder), *script, "--params", str(size.params)]
-    command += ["--keys", str(size.keys), "--rounds", str(size.rounds), "--workers", str(workers)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    lines = [line for line in finished.stdout.splitlines() if line.startswith("{")]
-    if finished.returncode or not lines:
-        raise SystemExit(f"{script[0]} failed ({finished.returncode}):\n{finished.stderr[-2000:]}")
-    return dict(json.loads(lines[-1]))
+def of_subject(rows: Sequence[Row], subject: str, column: str) -> list[float]:
+    """A column's values over a subject's repeats."""
+    return [row[column] for row in rows if row["subject"] == subject and row.get(column) is not None]
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="folder of the peers' scripts")
-    arguments.add_argument("--sizes", default="small,mid,big")
-    arguments.add_argument("--workers", default="1,2")
-    arguments.add_argument("--repeats", type=int, default=3)
-    arguments.add_argument("--json", type=Path, help="also write every measurement here")
-    options = arguments.parse_args()
-    console = Console(width=150)
-    console.print(machine("pyps", "torch", "grpcio", "protobuf", "numpy"), highlight=False)
-    subjects: dict[str, list[str] | None] = {"pyps": None}
-    if options.peers:
-        subjects |= PEERS
-    everything = []
-    for size_name in options.sizes.split(","):
-        for workers in map(int, options.workers.split(",")):
-            size = SIZES[size_name]
-            runs: dict[str, list[dict[str, float]]] = {subject: [] for subject in subjects}
-            for repeat in range(options.repeats):
-                for subject in list(subjects)[:: 1 if repeat % 2 == 0 else -1]:
-                    script = subjects[subject]
-                    run = run_pyps(size, workers) if script is None else run_peer(options.peers, script, size, workers)
-                    runs[subject].append(run)
-                    everything.append({"subject": subject, "size": size_name, "workers": workers, **run})
-            console.print(table(f"{size_name}: {size.params:,} parameters, {workers} worker(s)", runs))
-    if options.json:
-        options.json.write_text(json.dumps(everything, indent=1))
+def reference_speed(rows: Sequence[Row]) -> float | None:
+    """The median rounds per second of torch RPC by its better transport; None where it was not measured."""
+    names = {row["subject"] for row in rows if row["subject"].startswith(REFERENCE)}
+    speeds = [statistics.median(found) for name in names if (found := of_subject(rows, name, "rounds_per_s"))]
+    return max(speeds, default=None)
 
 
-def table(title: str, runs: dict[str, list[dict[str, float]]]) -> Table:
-    """One row a subject, with the ratio of our median speed to its."""
+def table(size: Size, num_workers: int, rows: Sequence[Row]) -> Table:
+    """One row a subject, beside torch RPC at its best."""
+    where = "server and workers on a core each" if size.pinned else "all on all cores"
+    title = f"{size.name}: {size.params:,} parameters in {size.keys} tensors, {num_workers} worker(s), {where}"
     drawn = Table(title=title, title_justify="left")
-    for heading in (
-        "",
-        "rounds/s",
-        "pyps is",
-        "p50 ms",
-        "p99 ms",
-        "server CPU s/GB",
-        "peak memory x model",
-        "checked",
-    ):
-        drawn.add_column(heading, justify="left" if not heading else "right")
-    ours = statistics.median(run["rounds_per_s"] for run in runs["pyps"])
-    for subject, measured in runs.items():
-        speeds = [run["rounds_per_s"] for run in measured]
-        drawn.add_row(
-            subject,
-            spread(speeds),
-            f"{ours / statistics.median(speeds):.2f} x",
-            *(spread([run[name] for run in measured], 2) for name in ("p50_ms", "p99_ms", "server_cpu_s_per_gb")),
-            spread([run["server_peak_rss_x"] for run in measured]),
-            "yes" if all(run["verified"] for run in measured) else "NO",
-        )
+    drawn.add_column("")
+    for heading in ("x torch RPC", *COLUMNS, "checked"):
+        drawn.add_column(heading, justify="right")
+    reference = reference_speed(rows)
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        speeds = of_subject(rows, subject, "rounds_per_s")
+        ratio = f"{statistics.median(speeds) / reference:.2f}" if speeds and reference else "–"
+        cells = [spread(of_subject(rows, subject, column), digits) for column, digits in COLUMNS.values()]
+        ok = all(row.get("verified") for row in rows if row["subject"] == subject)
+        drawn.add_row(subject, ratio, *cells, "yes" if ok else "NO")
     return drawn
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,316 @@
+"""Makes docs/performance.md: the words are those of performance_template.md, the figures those of the results.
+
+    python benchmarks/document.py docs/performance.json --into docs
+
+In the template {{name}} stands for a figure, a table or a picture, each a function here. What was not measured is said
+to be missing, so that a document of a few benchmarks is made too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import figures
+import goals
+import pictures
+import rounds
+from figures import Results
+from measure import spread
+
+TEMPLATE = Path(__file__).with_name("performance_template.md")
+# What a complete document has the results of.
+BENCHMARKS = ("kernel", "rounds", "link", "sweep", "load", "memory", "gpu", "huge")
+SWEEP_PICTURE = Path(__file__).with_name("sweep.png")
+_PLACE = re.compile(r"\{\{(\w+)\}\}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="the JSON that bench.py wrote")
+    parser.add_argument("--into", type=Path, default=Path("docs"), help="folder of the document")
+    options = parser.parse_args()
+    write(json.loads(options.results.read_text()), options.into)
+    kept = options.into / "performance.json"
+    if options.results.resolve() != kept.resolve():
+        shutil.copyfile(options.results, kept)
+    # benchmarks/README.md shows it.
+    if (picture := options.into / "images" / pictures.file_name("sweep")).exists():
+        shutil.copyfile(picture, SWEEP_PICTURE)
+
+
+def write(results: Results, folder: Path) -> None:
+    """Writes performance.md and its pictures."""
+    drawn = pictures.draw_all(results, folder / "images")
+
+    def put(match: re.Match[str]) -> str:
+        name = match[1]
+        if name.startswith("picture_"):
+            file = drawn.get(name.removeprefix("picture_"))
+            return f"![{name.removeprefix('picture_').replace('_', ' ')}](images/{file})" if file else ""
+        return PIECES[name](results)
+
+    text = _PLACE.sub(put, TEMPLATE.read_text())
+    (folder / "performance.md").write_text(re.sub(r"\n{3,}", "\n\n", text))
+
+
+def machine(results: Results) -> str:
+    """The machine and the versions, which all benchmarks of one run share."""
+    machines = dict.fromkeys(result["machine"] for result in results.values() if "machine" in result)
+    dates = sorted({result["date"] for result in results.values() if "date" in result})
+    lines = [f"* {text}" for text in machines]
+    if versions := results.get("rounds", {}).get("peer_versions"):
+        told = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items())
+        lines.append(f"* Peers: {told}")
+    if dates:
+        short = [name for name, result in results.items() if result.get("quick")]
+        note = f"; the short form of {', '.join(short)}, a first impression only" if short else ""
+        lines.append(f"* Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}{note}")
+    return "\n".join(lines)
+
+
+def goal_table(results: Results) -> str:
+    rows = []
+    for goal in goals.goals(results):
+        verdict = {True: "yes", False: "**no**", None: "–"}[goal.met]
+        rows.append((goal.what, goal.wanted, goal.measured or "not measured in this run", verdict))
+    return _table(("what, and beside what", "wanted", "measured", "met"), rows, left=4)
+
+
+def rounds_tables(results: Results) -> str:
+    found = figures.rows(results, "rounds")
+    if not found:
+        return _missing(results, "rounds")
+    parts = []
+    for size, workers in dict.fromkeys((row["size"], row["workers"]) for row in found):
+        parts.append(f"**{pictures.SIZES[size]}, {workers} worker{'s' if workers > 1 else ''}**")
+        parts.append(_rounds_table([row for row in found if (row["size"], row["workers"]) == (size, workers)], size))
+    return "\n\n".join(parts)
+
+
+def _rounds_table(found: list[figures.Row], size: str) -> str:
+    reference = figures.fastest(found, figures.is_torch_rpc)
+    rows = []
+    for subject in figures.subjects(found):
+        speed = figures.median(found, subject)
+        rows.append(
+            (
+                subject,
+                spread(figures.values(found, subject), 0 if size == "small" else 1),
+                f"{speed / reference[1]:.2f}" if speed and reference else "–",
+                *(
+                    spread(figures.values(found, subject, column), digits)
+                    for column, digits in (
+                        ("p50_ms", 2),
+                        ("p99_ms", 2),
+                        ("server_cpu_s_per_gb", 2),
+                        ("worker_cpu_s_per_gb", 2),
+                        ("server_peak_mb", 0),
+                    )
+                ),
+                "yes" if all(value for value in figures.values(found, subject, "verified")) else "**no**",
+            )
+        )
+    headings = ("", "rounds/s", "x torch RPC", "p50, ms", "p99, ms", "CPU s/GB, server", "worker", "server's peak, MB")
+    return _table((*headings, "checked"), rows)
+
+
+def link_table(results: Results) -> str:
+    found = figures.rows(results, "link")
+    if not found:
+        return _missing(results, "link")
+    parts = []
+    for rate in dict.fromkeys(row["rate"] for row in found):
+        of_rate = [row for row in found if row["rate"] == rate]
+        plain = results["link"]["plain_tcp_gbit"][rate]
+        fastest = figures.fastest(of_rate, figures.is_peer)
+        rows = []
+        for subject in figures.subjects(of_rate):
+            speed = statistics.median(figures.values(of_rate, subject))
+            gigabit = speed * of_rate[0]["params"] * 32 / 1e9
+            share = gigabit * (0.5 if "bfloat16" in subject else 1) / min(plain["to server"], plain["to worker"])
+            rows.append(
+                (
+                    subject,
+                    spread(figures.values(of_rate, subject), 2),
+                    f"{speed / fastest[1]:.2f}" if fastest else "–",
+                    spread(figures.values(of_rate, subject, "p50_ms"), 0),
+                    f"{share:.2f}",
+                )
+            )
+        told = ", ".join(f"{direction} {gbit:.2f}" for direction, gbit in plain.items())
+        parts.append(f"**{rate.removesuffix('gbit')} Gbit/s each way** (plain TCP, Gbit/s: {told})")
+        headings = ("", "rounds/s", "x fastest peer", "p50, ms", "of the link, each way, while it ran")
+        parts.append(_table(headings, rows))
+    return "\n\n".join(parts)
+
+
+def load_table(results: Results) -> str:
+    found = figures.rows(results, "load")
+    columns = {
+        "workers": ("workers", 0),
+        "updates/s": ("updates_per_s", 0),
+        "p50, ms": ("p50_ms", 2),
+        "p99, ms": ("p99_ms", 2),
+        "slowest worker's rounds, of the mean": ("slowest_of_mean", 2),
+        "cores the server used": ("server_cores", 2),
+        "its peak memory, MB": ("server_peak_mb", 0),
+        "its threads": ("server_threads", 0),
+    }
+    rows = [
+        (row["subject"], *(f"{row[name]:,.{digits}f}" for name, digits in columns.values()))
+        for row in sorted(found, key=lambda row: (row["subject"] != figures.SHARED_MEMORY, row["workers"]))
+    ]
+    return _table(("", *columns), rows) if rows else _missing(results, "load")
+
+
+def sweep_tables(results: Results) -> str:
+    echoes = figures.rows(results, "sweep", kind="echo")
+    rounds = figures.rows(results, "sweep", kind="rounds")
+    if not echoes and not rounds:
+        return _missing(results, "sweep")
+    sizes = sorted({row["message_bytes"] for row in echoes + rounds})
+    names = figures.subjects(echoes)
+    rows = [
+        (
+            _in_units(size),
+            *(spread(figures.values([r for r in echoes if r["message_bytes"] == size], name), 2) for name in names),
+            spread(figures.values([r for r in rounds if r["message_bytes"] == size], figures.GRPC), 2),
+        )
+        for size in sizes
+    ]
+    return _table(("message", *(f"echo: {name}" for name in names), "pyps, whole rounds"), rows)
+
+
+def _in_units(num_bytes: int) -> str:
+    # A shard of the default size is just under 4 MiB, so that it and its header fit gRPC's limit.
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
+
+
+def memory_table(results: Results) -> str:
+    found = figures.rows(results, "memory")
+    rows = []
+    for count in sorted({row["workers"] for row in found}):
+        of_count = [row for row in found if row["workers"] == count]
+        peaks = [row["server_peak_mb"] for row in of_count]
+        twice = 2 * of_count[0]["params"] * 4 / 1e6
+        base = spread([row["server_base_mb"] for row in of_count], 0)
+        ratio = spread([row["server_peak_x"] for row in of_count], 2)
+        rows.append((str(count), base, spread(peaks, 0), ratio, spread([peak - twice for peak in peaks], 0)))
+    headings = ("workers", "at its start, MB", "peak, MB", "peak, x model", "above parameters and slots, MB")
+    return _table(headings, rows, left=0) if rows else _missing(results, "memory")
+
+
+def huge_sentence(results: Results) -> str:
+    found = figures.rows(results, "huge")
+    if not found:
+        return _missing(results, "huge")
+    row, gigabytes = found[0], found[0]["params"] * 4 / 1e9
+    right = (
+        "every parameter ended where it should" if row["verified"] else "**not every parameter ended where it should**"
+    )
+    return (
+        f"{row['params']:,} parameters, {gigabytes:.1f} GB: joined in {row['join_s']:.1f} s, one step in "
+        f"{row['step_s']:.1f} s ({2 * gigabytes / row['step_s']:.2f} GB/s, both ways together), {right}. Peak memory: "
+        f"{row['server_peak_mb'] / 1e3:.1f} GB in the server, {row['worker_peak_mb'] / 1e3:.1f} GB in the worker."
+    )
+
+
+def gpu_table(results: Results) -> str:
+    found = figures.rows(results, "gpu")
+    if not found:
+        return _missing(results, "gpu")
+    parts = [f"On one {results['gpu']['device']}:"]
+    for size in dict.fromkeys(row["size"] for row in found):
+        of_size = [row for row in found if row["size"] == size]
+        rows = []
+        for subject in figures.subjects(of_size):
+            plain = figures.median(
+                of_size, f"plain copy, {'bfloat16' if 'bfloat16' in subject else 'float32'}", "p50_ms"
+            )
+            own = figures.median(of_size, subject, "p50_ms")
+            times = f"{own / plain:.2f}" if own and plain else "–"
+            rows.append(
+                (subject, *(spread(figures.values(of_size, subject, c), 2) for c in ("p50_ms", "p99_ms")), times)
+            )
+        parts.append(f"**{pictures.SIZES[size]}**")
+        parts.append(_table(("", "p50, ms", "p99, ms", "x plain copy of that type"), rows))
+    return "\n\n".join(parts)
+
+
+def kernel_text(results: Results) -> str:
+    text = results.get("kernel", {}).get("text")
+    return f"```\n{text.rstrip()}\n```" if text else _missing(results, "kernel")
+
+
+def ps_lite_table(results: Results) -> str:
+    rows = []
+    for (size, workers), (lite, torch_rpc) in figures.PS_LITE.items():
+        here = figures.ps_lite(figures.rows(results, "rounds", size=size, workers=workers), size, workers)
+        would_be = f"{here:,.{0 if here >= 100 else 1}f}" if here is not None else "–"
+        rows.append((pictures.SIZES[size], str(workers), f"{lite:,g}", f"{lite / torch_rpc:.2f}", would_be))
+    headings = ("", "workers", "ps-lite, rounds/s, recorded", "x torch RPC there", "so much of torch RPC here")
+    return _table(headings, rows)
+
+
+def left_out(results: Results) -> str:
+    """What was not measured, and why, by name."""
+    absent = [f"* {name}: not run." for name in BENCHMARKS if name not in results]
+    absent += [f"* rounds, {case}: not run." for case in _absent_cases(results)]
+    skipped = [f"* {name}: {result['skipped']}." for name, result in results.items() if "skipped" in result]
+    told = dict.fromkeys(
+        f"* {benchmark}, {name}: {reason}."
+        for benchmark, result in results.items()
+        for name, reason in result.get("left_out", {}).items()
+    )
+    failed = dict.fromkeys(
+        f"* {benchmark}, {row['subject']} failed: {row['error'].splitlines()[-1][:200]}"
+        for benchmark, result in results.items()
+        for row in result.get("rows", [])
+        if "error" in row
+    )
+    return "\n".join([*absent, *skipped, *told, *failed]) or "* Nothing."
+
+
+def _absent_cases(results: Results) -> list[str]:
+    """Sizes and numbers of workers that rounds.py was not asked for."""
+    found = {(row["size"], row["workers"]) for row in results.get("rounds", {}).get("rows", [])}
+    wanted = [case.split(":") for case in rounds.CASES.split(",")] if found else []
+    missing = [(size, int(workers)) for size, workers in wanted if (size, int(workers)) not in found]
+    return [f"{pictures.SIZES[size]}, {workers} worker{'s' * (workers > 1)}" for size, workers in missing]
+
+
+def _missing(results: Results, benchmark: str) -> str:
+    reason = results.get(benchmark, {}).get("skipped")
+    return f"*Not measured: {reason}.*" if reason else f"*Not measured in this run (benchmarks/{benchmark}.py).*"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table whose first `left` columns are text."""
+    lines = [headings, ["---" if index < left else "--:" for index in range(len(headings))], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+PIECES: dict[str, Callable[[Results], str]] = {
+    "machine": machine,
+    "goal_table": goal_table,
+    "rounds_tables": rounds_tables,
+    "link_table": link_table,
+    "load_table": load_table,
+    "sweep_tables": sweep_tables,
+    "memory_table": memory_table,
+    "huge_sentence": huge_sentence,
+    "gpu_table": gpu_table,
+    "kernel_text": kernel_text,
+    "ps_lite_table": ps_lite_table,
+    "left_out": left_out,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Reads what the benchmarks measured: medians by subject, the fastest peer, and what was recorded elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Row = dict[str, Any]
+Results = dict[str, dict[str, Any]]
+
+SHARED_MEMORY = "pyps shared memory"
+SHARED_MEMORY_FRESH = "pyps shared memory, fresh gradients"
+GRPC = "pyps gRPC float32"
+GRPC_BFLOAT16 = "pyps gRPC bfloat16"
+TORCH_RPC = "torch RPC"
+
+# ps-lite (C++ on both ends, TCP) does not run here. Measured before on another 2-core machine, torch 2.13.0, beside
+# torch RPC's better transport in the same run: (size, workers) to rounds per second of ps-lite and of torch RPC.
+PS_LITE = {
+    ("small", 1): (4451.0, 1288.0),
+    ("small", 2): (7765.0, 1353.0),
+    ("mid", 1): (324.0, 326.0),
+    ("mid", 2): (417.0, 390.0),
+    ("big", 1): (5.3, 12.5),
+    ("big", 2): (7.6, 16.3),
+}
+PS_LITE_SERVER_CPU_S_PER_GB = 0.58
+
+
+def rows(results: Results, benchmark: str, **where: Any) -> list[Row]:
+    """The successful measurements of a benchmark whose fields have these values."""
+    found = results.get(benchmark, {}).get("rows", [])
+    return [row for row in found if "error" not in row and all(row.get(name) == value for name, value in where.items())]
+
+
+def subjects(found: Iterable[Row]) -> list[str]:
+    """Names in order of their first row, ours first."""
+    names = list(dict.fromkeys(row["subject"] for row in found))
+    return sorted(names, key=lambda name: not name.startswith("pyps"))
+
+
+def values(found: Iterable[Row], subject: str, column: str = "rounds_per_s") -> list[float]:
+    """A column's values over a subject's repeats."""
+    return [row[column] for row in found if row["subject"] == subject and row.get(column) is not None]
+
+
+def median(found: Iterable[Row], subject: str, column: str = "rounds_per_s") -> float | None:
+    """The median over a subject's repeats; None where there is none."""
+    measured = values(found, subject, column)
+    return statistics.median(measured) if measured else None
+
+
+def fastest(found: list[Row], is_one: Callable[[str], bool]) -> tuple[str, float] | None:
+    """The subject with the highest median of rounds per second among those that `is_one` names."""
+    speeds = [(speed, name) for name in subjects(found) if is_one(name) and (speed := median(found, name)) is not None]
+    if not speeds:
+        return None
+    speed, name = max(speeds)
+    return name, speed
+
+
+def is_torch_rpc(name: str) -> bool:
+    return name.startswith(TORCH_RPC)
+
+
+def is_peer(name: str) -> bool:
+    return not name.startswith("pyps")
+
+
+def ps_lite(found: list[Row], size: str, workers: int) -> float | None:
+    """ps-lite's rounds per second as they would be here: its recorded ratio to torch RPC, times torch RPC here."""
+    reference = fastest(found, is_torch_rpc)
+    if reference is None or (size, workers) not in PS_LITE:
+        return None
+    lite, torch_rpc = PS_LITE[size, workers]
+    return lite / torch_rpc * reference[1]
