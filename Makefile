@@ -52,9 +52,10 @@ format: $(STAMP) ## Format all sources
 proto: ## Generate client/pyps_wire/*_pb2* from proto/
 	scripts/generate_proto.sh
 
-bench: $(STAMP) ## Measure the kernels and the rounds against peers
-	$(BIN)/python benchmarks/kernel.py
-	$(BIN)/python benchmarks/rounds.py
+bench: $(STAMP) ## Measure everything, an hour; BENCH=quick: minutes, BENCH=rounds,link: some; PEERS=folder of the peers' scripts
+	@test -z "$(PEERS)" || $(BIN)/python -m pip install --quiet --constraint constraints.txt grpcio-tools
+	$(BIN)/python benchmarks/bench.py $(if $(filter quick,$(BENCH)),--quick) \
+		$(if $(filter-out quick,$(BENCH)),--only '$(filter-out quick,$(BENCH))') $(if $(PEERS),--peers '$(PEERS)')
 
 experiments: $(STAMP) ## Repeat the papers' results in virtual time: tables, verdicts and pictures (a few minutes)
 	$(BIN)/python experiments/staleness_aware.py --picture out/staleness_aware.png

@@ -9,16 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from pyps_wire.codecs import decode
+from pyps_client.conversion import Converter
+from pyps_client.lent import Lent
+from pyps_client.torch.layout import Layout
+from pyps_wire.codecs import codec_of, decode, dtype_of, encode
 from pyps_wire.common_pb2 import (
     CODEC_BFLOAT16,
     CODEC_FLOAT16,
     CODEC_FLOAT32,
     OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
     PAYLOAD_KIND_DELTA,
+    REASON_NOT_FINITE,
     Receipt,
 )
 
+# numpy's name of a vector's type -> the codec.
 _CODECS = {"float32": CODEC_FLOAT32, "float16": CODEC_FLOAT16, "uint16": CODEC_BFLOAT16}
 
 
@@ -39,7 +45,7 @@ class Pushed:
 @dataclass
 class RecordingSession:
     """Plain SGD on one shard (id 0) that holds everything; deltas are added. `gate` holds pushes back while it is
-    not set."""
+    not set. As a server that `checks_first`, it refuses what is not finite."""
 
     parameters: list[np.ndarray]
     rate: float = 0.0
@@ -54,15 +60,39 @@ class RecordingSession:
     ask_to_proceed: bool = False
     accumulate: int = 0
     current_version_only: bool = False
-    # What was called, in order: "proceed", "push", "pull".
+    codec: str = "float32"
+    pull_codec: str = "float32"
+    checks_first: bool = False
+    # Whether lent vectors are said to be this process's own.
+    private: bool = True
+    # What was called, in order: "proceed", "push", "pull", "exchange", "snapshot".
     events: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.held = -1
+        # For each list of vectors, the version that was last pulled into it.
+        self._brought: dict[int, int] = {}
 
-    def push(
+    def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:
+        sizes = [len(vector) for vector in self.parameters]
+        return lent(sizes, gradient_buffers, codec=self.codec, pull_codec=self.pull_codec, private=self.private)
+
+    def push(self, vectors: Sequence[np.ndarray], **described: Any) -> list[Receipt]:
+        self.events.append("push")
+        return self._push(vectors, **described)
+
+    def exchange(
+        self, vectors: Sequence[np.ndarray], parameters: Sequence[np.ndarray], **described: Any
+    ) -> list[Receipt]:
+        self.events.append("exchange")
+        receipts = self._push(vectors, **described)
+        if not self.pull_needed:
+            self._pull(parameters)
+        return receipts
+
+    def _push(
         self,
         vectors: Sequence[np.ndarray],
         *,
@@ -79,7 +109,8 @@ class RecordingSession:
             raise self.failure
         decoded = [np.array(decode(v.view(np.uint8), _CODECS[v.dtype.name])) for v in vectors]
         base, newest = base_versions or {}, newest_base_versions or {}
-        self.events.append("push")
+        if self.checks_first and not all(np.isfinite(vector).all() for vector in decoded):
+            return [Receipt(outcome=OUTCOME_REJECTED, reason=REASON_NOT_FINITE)]
         self.pushes.append(
             Pushed(
                 decoded,
@@ -103,14 +134,20 @@ class RecordingSession:
             self.events.append("proceed")
 
     def pull(self, vectors: Sequence[np.ndarray], **_: Any) -> set[int]:
-        self.pulls += 1
         self.events.append("pull")
-        for theirs, mine in zip(vectors, self.parameters, strict=True):
-            theirs[:] = mine
-        self.held = self.version
+        self._pull(vectors)
         return {0}
 
+    def _pull(self, vectors: Sequence[np.ndarray]) -> None:
+        """Brings what is newer than these vectors hold, and that only."""
+        self.pulls += 1
+        if self._brought.get(id(vectors), -1) < self.version:
+            for theirs, mine in zip(vectors, self.parameters, strict=True):
+                theirs.view(np.uint8)[:] = encode(mine, codec_of(self.pull_codec))
+        self.held = self._brought[id(vectors)] = self.version
+
     def snapshot(self, vectors: Sequence[np.ndarray]) -> dict[int, int]:
+        self.events.append("snapshot")
         for theirs, mine in zip(vectors, self.parameters, strict=True):
             theirs[:] = mine
         return {0: self.version}
@@ -118,3 +155,24 @@ class RecordingSession:
     @property
     def held_versions(self) -> dict[int, int]:
         return {0: self.held}
+
+
+def lent(
+    sizes: Sequence[int],
+    gradient_buffers: int = 1,
+    *,
+    codec: str = "float32",
+    pull_codec: str = "float32",
+    private: bool = True,
+) -> Lent:
+    """Vectors of groups of these sizes, as a session lends them."""
+
+    def vectors(name: str) -> list[np.ndarray]:
+        return [np.zeros(size, dtype_of(codec_of(name))) for size in sizes]
+
+    return Lent(vectors(pull_codec), [vectors(codec) for _ in range(gradient_buffers)], private=private)
+
+
+def lent_for(layout: Layout, **options: Any) -> Lent:
+    """Vectors for a model laid out."""
+    return lent(layout.model.group_sizes, **options)

@@ -59,7 +59,7 @@ class WireWorker:
         self.stub = ParameterServerStub(self.channel)
         self.model = model
         self.plan: Partition = partition(model, num_servers=num_servers)
-        self.optimizer = optimizer if optimizer is not None else sgd()
+        self.optimizer = optimizer if optimizer is not None else sgd(groups=model.num_groups)
         self.sender = common.Sender(run_id=run_id, worker_id=worker_id, incarnation=next(_INCARNATIONS))
         self.metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
         self.server_index, self.num_servers = server_index, num_servers

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 from pyps import _kernels
 from pyps_wire import common_pb2
-from pyps_wire.codecs import CODECS, codec_of, decode, dtype_of, encode, item_size, name_of
+from pyps_wire.codecs import CODECS, codec_of, decode, decode_into, dtype_of, encode, item_size, name_of
 from pyps_wire.errors import BadRequest, WrongSize
 
 FLOAT32, FLOAT16, BFLOAT16 = (CODECS[name] for name in ("float32", "float16", "bfloat16"))
@@ -140,3 +140,18 @@ def test_names_and_numbers_are_those_of_the_contract():
 def test_an_unknown_codec_is_refused_with_those_that_exist(call):
     with pytest.raises(BadRequest, match="bfloat16"):
         call()
+
+
+@pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16])
+def test_decoding_into_a_place_gives_the_same_bits(codec):
+    place = np.zeros(65536, np.float32)
+    decode_into(ALL_PATTERNS.tobytes(), codec, place)
+    numbers = ~np.isnan(place)
+    expected = decode(ALL_PATTERNS.tobytes(), codec)
+    np.testing.assert_array_equal(place.view(np.uint32)[numbers], expected.view(np.uint32)[numbers])
+    np.testing.assert_array_equal(numbers, ~np.isnan(expected))
+
+
+def test_decoding_into_a_place_of_another_size_is_refused():
+    with pytest.raises(WrongSize, match="3 numbers does not fit"):
+        decode_into(bytes(6), BFLOAT16, np.zeros(4, np.float32))

@@ -59,6 +59,7 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         "log_level": "debug",
         "host": "localhost",
         "run_id": "r",
+        "local_socket": "/sockets",
     }
     for field in dataclasses.fields(ServerConfig):
         if isinstance(field.default, bool):

@@ -272,6 +272,8 @@ GIL_CALLS = {
     "decode": lambda x, y, z: _kernels.decode(z, 1, x),
     "encode": lambda x, y, z: _kernels.encode(x, 1),
     "summary": lambda x, y, z: _kernels.summary(x),
+    "a reply": lambda x, y, z: _kernels.sgd(x, alone(z), rate=0.0, reply=(y, 0, 1), guarded=True),
+    "encode_into": lambda x, y, z: _kernels.encode_into(x, (y, 0, 1)),
     "join_frame": lambda x, y, z: _kernels.join_frame(b"", 1, x),
 }
 

@@ -124,6 +124,11 @@ def test_a_default_shard_and_its_header_fit_grpcs_default_message_limit():
     assert DEFAULT_SHARD_SIZE % ALIGNMENT == 0
 
 
+def test_groups_share_the_number_of_shards_that_a_server_is_to_have():
+    plan = partition(Model((Tensor("weight", (8_000_000,)), Tensor("bias", (10_000,), 1))), num_servers=2)
+    assert [shard.group for shard in plan.shards] == [0] * 8 + [1] * 2
+
+
 def test_a_model_of_one_parameter_leaves_the_other_servers_empty():
     plan = partition(Model((Tensor("bias", ()),)), num_servers=3)
     assert loads(plan) == [1, 0, 0]
@@ -137,12 +142,16 @@ def test_a_model_of_one_parameter_leaves_the_other_servers_empty():
         (1023, 1, 1),
         (2047, 2, 1),  # Too small to be spread.
         (2048, 2, 2),
-        (524_287, 1, 1),  # Too small to be cut for parallelism.
-        (524_288, 1, 2),
+        (262_144, 1, 1),  # Too small to be cut for parallelism.
+        (262_145, 1, 2),
+        (1_000_000, 1, 4),
+        (2_000_000, 1, 4),
         (1_048_576, 2, 4),
-        (3 * DEFAULT_SHARD_SIZE, 1, 3),
-        (3 * DEFAULT_SHARD_SIZE, 2, 4),  # Rounded up to a multiple of the servers.
-        (3 * DEFAULT_SHARD_SIZE + 1, 1, 4),
+        (2_097_152, 2, 8),
+        (3 * DEFAULT_SHARD_SIZE, 1, 4),
+        (9 * DEFAULT_SHARD_SIZE, 2, 10),  # Rounded up to a multiple of the servers.
+        (25_600_000, 1, 25),
+        (25_600_000, 2, 26),
     ],
 )
 def test_a_model_is_cut_as_finely_as_servers_can_use(size, num_servers, num_shards):
@@ -197,13 +206,13 @@ def test_the_fingerprint_depends_on_the_number_of_servers():
     assert partition(BASE, num_servers=1).fingerprint != partition(BASE, num_servers=2).fingerprint
 
 
-def test_cuts_and_fingerprint_are_those_of_the_first_release():
-    # Other cuts need another number in the fingerprint's "pyps partition 1": an old client and a new server
+def test_cuts_and_fingerprint_are_those_of_the_contract():
+    # Other cuts need another number in the fingerprint's "pyps partition 2": an old client and a new server
     # then refuse each other instead of mixing up parameters.
     plan = partition(Model((Tensor("a", (5000,)), Tensor("b", (7,), 1)), shard_size=2048), num_servers=2)
     cuts = [(s.group, s.offset, s.length, s.server_index) for s in plan.shards]
     assert cuts == [(0, 0, 1248, 1), (0, 1248, 1248, 1), (0, 2496, 1248, 0), (0, 3744, 1256, 0), (1, 0, 7, 1)]
-    assert partition(BASE, num_servers=2).fingerprint == "75289b0c25091b7ca344818356e13996"
+    assert partition(BASE, num_servers=2).fingerprint == "e96198d1b67a5c2aa5c416616870f880"
 
 
 def test_nothing_of_the_wire_type_enters_the_fingerprint():

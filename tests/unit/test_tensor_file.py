@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load, load_file
+from safetensors.numpy import load, load_file, save
 
-from pyps.checkpoint.tensor_file import TensorFile
+from pyps.checkpoint.tensor_file import TensorFile, TensorReader
 
 
 def test_the_library_reads_what_was_written_in_parts(tmp_path: Path) -> None:
@@ -36,3 +36,38 @@ def test_values_begin_at_a_multiple_of_eight(name: str) -> None:
     TensorFile(memory, {name: (1,)}).write(name, np.ones(1, np.float32))
     assert (len(memory.getvalue()) - 4) % 8 == 0
     assert load(memory.getvalue())[name] == 1
+
+
+def test_the_reader_reads_what_the_library_wrote_into_aligned_arrays() -> None:
+    values = {"a": np.arange(7, dtype=np.float32), "b": np.ones((2, 3), np.float32), "none": np.zeros(0, np.float32)}
+    reader = TensorReader(io.BytesIO(save(values)))
+    for name in ("b", "a", "none", "b"):
+        read = reader.read(name)
+        assert read.flags.writeable and (not read.size or read.ctypes.data % 64 == 0)
+        np.testing.assert_array_equal(read, values[name].ravel())
+
+
+@pytest.mark.parametrize(
+    ("whole", "match"),
+    [
+        (b"", "Expecting value"),
+        (b"\x05", "Expecting value"),
+        (b"\xff" * 8, "a header of 18446744073709551615 bytes"),
+        (b"\x02" + bytes(7) + b"[]", "no object"),
+        (b"\x09" + bytes(7) + b"{}garbage", "Extra data"),
+    ],
+)
+def test_what_is_no_header_is_refused(whole: bytes, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        TensorReader(io.BytesIO(whole))
+
+
+def test_tensors_that_the_file_does_not_hold_are_refused() -> None:
+    whole = save({"a": np.arange(7, dtype=np.float32), "half": np.zeros(4, np.float16)})
+    reader = TensorReader(io.BytesIO(whole))
+    with pytest.raises(ValueError, match="no such tensor"):
+        reader.read("b")
+    with pytest.raises(ValueError, match="not float32"):
+        reader.read("half")
+    with pytest.raises(ValueError, match="the file ends before it"):
+        TensorReader(io.BytesIO(whole[:-20])).read("a")

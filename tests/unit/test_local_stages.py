@@ -1,0 +1,116 @@
+"""Jobs in stages on threads: their order, their errors, and that no thread waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pyps.service.local.stages import Job, Stages
+
+
+def run(*stages: list[Job], threads: int = 4) -> list[str]:
+    """Runs stages to their end on that many threads; returns what `on_end` has noted."""
+    ends: list[str] = []
+    with ThreadPoolExecutor(threads) as executor:
+        asyncio.run(Stages(stages, executor=executor, threads=threads).run(on_end=lambda: ends.append("end")))
+    return ends
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_stage_begins_when_every_job_of_the_one_before_is_done(threads):
+    done: list[str] = []
+    lock = threading.Lock()
+
+    def job(name: str, *, needs: int) -> Job:
+        def work() -> None:
+            with lock:
+                assert len(done) >= needs
+                done.append(name)
+
+        return work
+
+    ends = run([job("a", needs=0)] * 20, [job("b", needs=20)] * 20, [job("c", needs=40)], threads=threads)
+    assert done == ["a"] * 20 + ["b"] * 20 + ["c"]
+    assert ends == ["end"]
+
+
+def test_jobs_of_a_stage_run_at_once():
+    barrier = threading.Barrier(4)
+    assert run([lambda: barrier.wait(20) and None] * 4) == ["end"]
+
+
+def test_an_error_lets_no_further_stage_begin_and_is_raised_once_nothing_is_under_way():
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run([fail, lambda: done.append(1)], [lambda: done.append(2)])
+    assert done == [1]
+
+
+def test_no_jobs_are_done_at_once():
+    assert run([], []) == ["end"]
+
+
+@pytest.mark.parametrize("num_taken", [1, 2])
+def test_nothing_is_begun_once_nobody_waits_for_it_any_more(num_taken):
+    """With `num_taken` of three jobs under way when the wait ends, on as many threads."""
+    going, proceed, ended = threading.Semaphore(0), threading.Event(), threading.Event()
+    begun: list[str] = []
+
+    def work() -> None:
+        begun.append("first stage")
+        going.release()
+        assert proceed.wait(20)
+
+    async def give_up(executor: ThreadPoolExecutor) -> None:
+        stages: list[list[Job]] = [[work] * 3, [lambda: begun.append("second stage")]]
+        task = asyncio.create_task(Stages(stages, executor=executor, threads=num_taken).run(on_end=ended.set))
+        for _ in range(num_taken):
+            await asyncio.to_thread(going.acquire, timeout=20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not ended.is_set()
+        proceed.set()
+
+    with ThreadPoolExecutor(num_taken) as executor:
+        asyncio.run(give_up(executor))
+    assert ended.is_set()
+    assert begun == ["first stage"] * num_taken
+
+
+def test_what_no_thread_has_taken_yet_ends_at_once():
+    done: list[int] = []
+    ends: list[str] = []
+    occupied = threading.Event()
+
+    async def give_up(executor: ThreadPoolExecutor) -> None:
+        executor.submit(occupied.wait, 20)
+        stages: list[list[Job]] = [[lambda: done.append(1)] * 3]
+        run = Stages(stages, executor=executor, threads=1).run(on_end=lambda: ends.append("end"))
+        task = asyncio.create_task(run)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ends == ["end"]
+        occupied.set()
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(give_up(executor))
+    assert (done, ends) == ([], ["end"])
+
+
+def test_with_the_threads_gone_the_caller_does_the_work():
+    executor = ThreadPoolExecutor(2)
+    executor.shutdown()
+    done: list[int] = []
+    stages: list[list[Job]] = [[lambda: done.append(1)] * 2, [lambda: done.append(2)]]
+    asyncio.run(Stages(stages, executor=executor, threads=2).run(on_end=lambda: None))
+    assert done == [1, 1, 2]

@@ -1,0 +1,97 @@
+"""Frames for Pull: shared by those who ask for the same version, within their bounds, and let go in time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pyps.core.gradient import Codec
+from pyps.core.shard import Shard
+from pyps.service.serializations import Serializations, Wanted
+from pyps.service.workbench import INLINE_BYTES_MAX
+from pyps_wire import codecs
+from pyps_wire import parameter_server_pb2 as wire
+from shards import Log, Pulled, make_shard, pull, push, run_together
+
+# The shortest shard whose frames are kept.
+LENGTH = INLINE_BYTES_MAX // 4
+
+
+def large_shard(shard_id: int = 0, length: int = LENGTH, **others: object) -> Shard:
+    return make_shard(np.linspace(-1, 1, length), shard_id=shard_id, **others)
+
+
+def take(cache: Serializations, shard: Shard, *, worker_id: str = "a", **wants: object) -> bytes | None:
+    return cache.take(Wanted(shard, **{"codec": Codec.FLOAT32, **wants}), worker_id=worker_id)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_two_pullers_of_one_version_get_the_same_bytes(codec: Codec) -> None:
+    cache, shard = Serializations(), large_shard(length=2 * LENGTH, epoch=3)
+    push(shard, np.ones(2 * LENGTH), epoch=3)
+    first = take(cache, shard, codec=codec)
+    assert take(cache, shard, worker_id="b", codec=codec) is first is not None
+    message = wire.Parameters.FromString(first)
+    assert (message.shard_id, message.version, message.epoch, message.codec) == (0, 1, 3, codec)
+    assert message.payload == bytes(codecs.encode(pull(shard)[1], codec))
+    assert message.SerializeToString(deterministic=True) == first
+
+
+def test_those_who_ask_at_once_make_one_frame() -> None:
+    cache, shard = Serializations(), large_shard()
+    frames: list[bytes | None] = []
+    run_together([lambda: frames.append(take(cache, shard))] * 8)
+    assert len({id(frame) for frame in frames}) == 1
+
+
+def test_another_version_or_codec_is_another_frame() -> None:
+    cache, shard = Serializations(), large_shard(length=2 * LENGTH)
+    first = take(cache, shard)
+    assert take(cache, shard, codec=Codec.FLOAT16) is not first
+    push(shard, np.ones(2 * LENGTH))
+    second = take(cache, shard)
+    assert second is not first
+    # Of each codec the newest alone is kept.
+    assert cache.bytes_held == pytest.approx(2 * LENGTH * (4 + 2), abs=100)
+
+
+def test_who_holds_the_version_gets_nothing_and_small_frames_are_not_kept() -> None:
+    cache, shard, small = Serializations(), large_shard(), make_shard()
+    assert take(cache, shard, held_version=0) is None
+    assert take(cache, small) is not take(cache, small)
+    assert cache.bytes_held == 0
+
+
+def test_the_bound_is_kept_and_what_was_made_first_goes_first() -> None:
+    frame_bytes = LENGTH * 4 + 50
+    cache = Serializations(round_bytes_max=4 * frame_bytes, recent_bytes_max=2 * frame_bytes)
+    shards = [large_shard(shard_id) for shard_id in range(8)]
+    frames = [take(cache, shard, of_round=True) for shard in shards]
+    assert cache.bytes_held <= 4 * frame_bytes
+    assert [
+        take(cache, shard, of_round=True) is frame for shard, frame in zip(shards[4:], frames[4:], strict=True)
+    ] == ([True] * 4)
+    assert take(cache, shards[0], of_round=True) is not frames[0]
+    # Who pulls without waiting for a round has less room.
+    take(cache, shards[1])
+    assert cache.bytes_held <= 2 * frame_bytes
+
+
+def test_tidying_lets_go_what_has_moved_on_or_was_reset() -> None:
+    cache, shards = Serializations(), {shard_id: large_shard(shard_id) for shard_id in range(3)}
+    frames = {shard_id: take(cache, shard) for shard_id, shard in shards.items()}
+    push(shards[0], np.ones(LENGTH))
+    cache.tidy({0: shards[0], 1: shards[1], 2: large_shard(2)})
+    assert cache.bytes_held == len(frames[1] or b"")
+    assert take(cache, shards[1]) is frames[1]
+    # The run was reset: another holds the same numbers.
+    cache.tidy({})
+    assert cache.bytes_held == 0
+
+
+def test_a_shared_frame_is_recorded_for_each_worker_that_takes_it() -> None:
+    cache, log = Serializations(), Log()
+    shard = large_shard(recorder=log)
+    for worker_id in ("a", "b", ""):
+        take(cache, shard, worker_id=worker_id)
+    assert log.events[0] == [Pulled("a", 0), Pulled("b", 0)]
