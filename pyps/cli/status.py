@@ -298,7 +298,7 @@ def _state(worker: pb.WorkerInfo) -> str:
 
 
 def _transport(known: Sequence[pb.WorkerInfo]) -> str:
-    """How the worker talks to the servers; both ways where it runs on the machine of some of them."""
+    """How the worker talks, or last talked, to the servers; both ways where it runs on the machine of some of them."""
     return ", ".join(words for name, words in TRANSPORTS.items() if any(worker.transport == name for worker in known))
 
 

@@ -85,14 +85,14 @@ class Inspector(InspectorServicer):
     @_answering
     def ListWorkers(self, request: pb.ListWorkersRequest, context: grpc.ServicerContext) -> pb.ListWorkersReply:
         """The workers that the server knows, the gone ones too."""
-        waits_for, attached = self._run.waits.waits_for(), self._local.attached
+        waits_for = self._run.waits.waits_for()
         return pb.ListWorkersReply(
             workers=[
                 worker_info(
                     self._run,
                     member,
                     waits_for=waits_for.get(member.worker_id, ()),
-                    shares_memory=member.worker_id in attached,
+                    shares_memory=self._local.last_shared(member.worker_id, member.incarnation),
                 )
                 for member in self._run.membership.all()
             ]

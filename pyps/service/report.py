@@ -95,7 +95,7 @@ def shard_info(run: Run, shard: Shard, shard_range: ShardRange) -> pb.ShardInfo:
 
 
 def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_memory: bool) -> pb.WorkerInfo:
-    """A worker, what became of its pushes, whom it waits for, and how it talks to this server."""
+    """A worker, what became of its pushes, whom it waits for, and how it last talked to this server."""
     tally = run.statistics.worker(member.worker_id)
     return pb.WorkerInfo(
         worker_id=member.worker_id,
@@ -121,7 +121,7 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_me
         message=member.message,
         counts=member.counts,
         waits_for=waits_for,
-        transport=("shm" if shares_memory else "grpc") if member.alive else "",
+        transport="shm" if shares_memory else "grpc",
     )
 
 

@@ -19,15 +19,16 @@ from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
-from support import PythonProcess, ServerProcess
+from support import PythonProcess, ServerProcess, wait_until
 
 Start = Callable[..., ServerProcess]
+StartPython = Callable[..., PythonProcess]
 
 
 class Shell:
     """Runs `pyps` commands to their end."""
 
-    def __init__(self, start_python: Callable[..., PythonProcess]):
+    def __init__(self, start_python: StartPython):
         self._start = start_python
 
     def run(self, *arguments: str, status: int = 0) -> str:
@@ -39,7 +40,7 @@ class Shell:
 
 
 @pytest.fixture
-def shell(start_python: Callable[..., PythonProcess]) -> Shell:
+def shell(start_python: StartPython) -> Shell:
     return Shell(start_python)
 
 
@@ -254,8 +255,38 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start, 
     rows = {line.split()[1]: line for line in table.splitlines() if " alive" in line and "workers" not in line}
     assert "shared memory, gRPC" in rows["near"]
     assert "shared memory" not in rows["far"] and "gRPC" in rows["far"]
-    gone = json.loads(shell.run("status", "--json", "--servers", servers[0].control))["servers"][0]["workers"]
-    assert [worker["transport"] for worker in gone] == ["", ""]
+    assert transports(servers[0]) == {"near": "shm", "far": "grpc"}, "those who left, as they were"
+    with session(servers, "near", transport="grpc"):
+        assert transports(servers[0])["near"] == "grpc", "its next life"
+
+
+SHARING_WORKER = """
+import signal, sys, numpy
+from pyps_client import Client
+
+tensors = {"t": numpy.zeros(2048, numpy.float32)}
+client = Client(tensors, servers=sys.argv[1], worker_id="w", run_id="r", transport="shm")
+client.exchange({"t": numpy.ones(2048, numpy.float32)})
+print("exchanged", flush=True)
+signal.pause()
+"""
+
+
+def test_status_tells_how_a_killed_worker_talked(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "2", "--heartbeat-seconds", "0.5")
+    worker = start_python("-c", SHARING_WORKER, server.data)
+    worker.wait_for_output("exchanged", 60)
+    assert transports(server) == {"w": "shm"}
+    worker.kill()
+    wait_until(lambda: not inspect(server.control, "GetMemory").shared_bytes, what="the end of its memory")
+    assert transports(server) == {"w": "shm"}, "while its lease lasts"
+    wait_until(lambda: not inspect(server.control, "GetStatus").workers_alive, what="the end of its lease")
+    assert transports(server) == {"w": "shm"}
+
+
+def transports(server: ServerProcess) -> dict[str, str]:
+    """How each worker that the server lists talks to it."""
+    return {worker.worker_id: worker.transport for worker in inspect(server.control, "ListWorkers").workers}
 
 
 def session(servers: list[ServerProcess], worker_id: str, **options: str) -> Session:

@@ -19,6 +19,8 @@ from pyps_wire.errors import ServerUnavailable
 
 # Callers that have not attached yet, beside one for each worker that may be alive.
 STRANGERS_SPARE = 16
+# More who shared memory once are compared with those that the run still lists.
+SHARERS_KEPT = 256
 # How often the connections are looked at: those whose worker is gone or holds the server up are closed.
 LOOK_SECONDS = 1.0
 # How long an earlier request may go on in a worker's memory until the worker is told to come again; it waits longer.
@@ -28,7 +30,10 @@ log = logs.get("pyps.service")
 
 
 class LocalServer:
-    """Serves workers that share their memory with this process. For the event loop, `offer` and `attached` apart."""
+    """Serves workers that share their memory with this process.
+
+    For the event loop, `offer`, `attached` and `last_shared` apart.
+    """
 
     def __init__(self, run: Run, *, work: Workbench, budget: ByteBudget, threads: int):
         self._run = run
@@ -40,6 +45,8 @@ class LocalServer:
         self._leaving: list[tuple[str, Segment]] = []
         # Replaced as a whole: read from any thread. Who shares memory, and the bytes of it.
         self.attached: frozenset[str] = frozenset()
+        # Workers whose last way here was shared memory, with the incarnation that used it, though they may be gone.
+        self._sharers: dict[str, int] = {}
         self.shared_bytes = 0
         # Whether it takes no callers for the moment.
         self._paused = False
@@ -54,7 +61,14 @@ class LocalServer:
         """What Hello tells a worker, None where nothing is offered."""
         if self._listener is None:
             return None
+        if worker_id not in self.attached:
+            # Whoever lost its memory says Hello before it goes on: by gRPC, unless it attaches again.
+            self._sharers.pop(worker_id, None)
         return wire.LocalTransport(address=self.address, ticket=self._tickets.of(worker_id, incarnation))
+
+    def last_shared(self, worker_id: str, incarnation: int) -> bool:
+        """Whether that worker's gradients and parameters went through shared memory last."""
+        return self._sharers.get(worker_id) == incarnation
 
     async def quiet(self, worker_id: str) -> None:
         """Returns once no request of a worker's former connections can touch its memory any more.
@@ -135,6 +149,7 @@ class LocalServer:
                 other.close()
         await self.quiet(attachment.worker_id)
         self._note_attached()
+        self._sharers[attachment.worker_id] = attachment.incarnation
         log.info("worker shares its memory", worker=attachment.worker_id, segment_bytes=attachment.segment.num_bytes)
 
     def _connections_of(self, worker_id: str) -> list[Connection]:
@@ -162,12 +177,20 @@ class LocalServer:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            self._forget_sharers()
             for connection in list(self._connections):
                 if connection.is_overdue(loop.time()) or (connection.idle and self._is_forgotten(connection)):
                     connection.close()
             if self._paused:
                 self._paused = False
                 self._listen()
+
+    def _forget_sharers(self) -> None:
+        """Keeps those only that the run still lists, as many as it has room for."""
+        if len(self._sharers) > SHARERS_KEPT:
+            listed = {member.worker_id for member in self._run.membership.all()}
+            for worker_id in set(self._sharers) - listed:
+                self._sharers.pop(worker_id, None)
 
     def _is_forgotten(self, connection: Connection) -> bool:
         attachment = connection.attachment
