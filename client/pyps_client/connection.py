@@ -11,7 +11,7 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.lent import Lending
 from pyps_client.local_link import LocalLink, LocalLost
-from pyps_client.retry import Busy, LinkLost, RetryPolicy, Wait
+from pyps_client.retry import Busy, LinkLost, RetryPolicy, Silence, Wait
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotInitialized, RunFinished, UnknownWorker
 from pyps_wire.parameter_server_pb2 import LocalTransport
@@ -38,6 +38,8 @@ class Connection:
         self.name = f"server {index} ({self.address})"
         # The server's epoch, as last heard.
         self.epoch = 0
+        # Since when it has not answered, heartbeats included.
+        self.silence = Silence()
         # Whether it was ever left to the server to look through lent gradients, all before it applies any.
         self.left_to_look = False
         self._launch = launch
@@ -158,11 +160,13 @@ class Connection:
             except (UnknownWorker, NotInitialized) as refused:
                 problem, progress, known = str(refused), False, False
             else:
-                if wait is not None:
+                if wait is None:
+                    self.silence.end()
+                else:
                     wait.end()
                 return result
             if wait is None:
-                wait = policy.begin(self.name, stop=stop, advice=ADVICE)
+                wait = policy.begin(self.name, stop=stop, advice=ADVICE, silence=self.silence)
             if progress:
                 wait.restart()
             wait.pause(problem)

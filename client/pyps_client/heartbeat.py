@@ -46,9 +46,7 @@ class Heartbeat:
         self._request = request
         self._heard = heard
         self._ended = threading.Event()
-        now = time.monotonic()
-        self._heard_at = dict.fromkeys((connection.index for connection in connections), now)
-        self._reported_at = dict.fromkeys(self._heard_at, now)
+        self._reported_at = dict.fromkeys((connection.index for connection in connections), time.monotonic())
         self._thread = threading.Thread(target=self._beat_until_ended, name="pyps-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -71,6 +69,7 @@ class Heartbeat:
     def _beat(self) -> None:
         """One heartbeat to all servers at once; a slow one delays the next by a call's deadline at most."""
         request = self._request()
+        began = time.monotonic()
         timeout_seconds = max(2 * self._interval_seconds, 5.0)
         calls = []
         for connection, way in zip(self._connections, self._ways, strict=True):
@@ -84,9 +83,9 @@ class Heartbeat:
         for connection, way, channel, future in calls:
             if self._ended.is_set():
                 return
-            self._collect(connection, way, channel, future)
+            self._collect(connection, way, channel, future, began=began)
 
-    def _collect(self, connection: Connection, way: Connection, channel: Channel, future: Any) -> None:
+    def _collect(self, connection: Connection, way: Connection, channel: Channel, future: Any, *, began: float) -> None:
         try:
             reply = future.result()
         except grpc.FutureCancelledError:
@@ -97,17 +96,17 @@ class Heartbeat:
                 raise verdict from None
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 way.renew(channel)
-            self._report_silence(connection, verdict)
+            self._report_silence(connection, verdict, began=began)
             return
-        self._heard_at[connection.index] = time.monotonic()
+        connection.silence.end()
         try:
             self._heard(connection, reply)
         except LinkLost as lost:
-            self._report_silence(connection, lost)
+            self._report_silence(connection, lost, began=began)
 
-    def _report_silence(self, connection: Connection, lost: LinkLost) -> None:
+    def _report_silence(self, connection: Connection, lost: LinkLost, *, began: float) -> None:
         now = time.monotonic()
-        silent = now - self._heard_at[connection.index]
+        silent = now - connection.silence.begin(began)
         if not self._ended.is_set() and silent >= SILENCE_SECONDS <= now - self._reported_at[connection.index]:
             self._reported_at[connection.index] = now
             logger.warning("%s has not answered for %.0f s (%s)", connection.name, silent, lost)

@@ -42,20 +42,44 @@ class RetryPolicy:
     report_first_seconds: float = 1.0
     report_seconds: float = 10.0
 
-    def begin(self, what: str, *, stop: threading.Event, advice: str = "") -> Wait:
-        """Starts one wait for `what` ("server 0 (127.0.0.1:7610)")."""
-        return Wait(self, what, stop=stop, advice=advice)
+    def begin(self, what: str, *, stop: threading.Event, advice: str = "", silence: Silence | None = None) -> Wait:
+        """Starts one wait for `what` ("server 0 (127.0.0.1:7610)"); `silence` is what others know of it."""
+        return Wait(self, what, stop=stop, advice=advice, silence=silence or Silence())
+
+
+class Silence:
+    """Since when a server has not answered: the clock of every line that says so, whichever thread writes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by _lock. When the first attempt failed since the server last answered; None where none did.
+        self._since: float | None = None
+
+    def begin(self, at: float) -> float:
+        """Notes an attempt that failed at `at` (time.monotonic); returns when the first one did."""
+        with self._lock:
+            self._since = at if self._since is None else min(self._since, at)
+            return self._since
+
+    def end(self) -> None:
+        """Notes an answer."""
+        if self._since is not None:
+            with self._lock:
+                self._since = None
 
 
 class Wait:
     """One wait under a policy, from its first failure to its success or deadline."""
 
-    def __init__(self, policy: RetryPolicy, what: str, *, stop: threading.Event, advice: str) -> None:
+    def __init__(self, policy: RetryPolicy, what: str, *, stop: threading.Event, advice: str, silence: Silence) -> None:
         self._policy = policy
         self._what = what
         self._stop = stop
         self._advice = advice
+        # The deadline counts from here: others may have failed while nobody waited.
         self._started = time.monotonic()
+        self._silence = silence
+        self._silent_since = silence.begin(self._started)
         self._report_at = self._started + policy.report_first_seconds
         self._reported = False
         self._pause_seconds = policy.pause_first_seconds
@@ -71,7 +95,8 @@ class Wait:
 
     def restart(self) -> None:
         """Counts from now again, after progress was made."""
-        self._started = time.monotonic()
+        self._started = self._silent_since = time.monotonic()
+        self._silence.end()
         self._pause_seconds = self._policy.pause_first_seconds
 
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
@@ -92,15 +117,18 @@ class Wait:
 
     def end(self) -> None:
         """Notes success, aloud where the wait was."""
+        self._silence.end()
         if self._reported:
-            logger.info("%s is there after %.0f s", self._what, time.monotonic() - self._started)
+            logger.info("%s is there after %.0f s", self._what, time.monotonic() - self._silent_since)
 
     def _report(self, problem: str) -> None:
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + self._policy.report_seconds
             self._reported = True
+            # A heartbeat on its way may have failed earlier and be told of only now.
+            self._silent_since = min(self._silent_since, self._silence.begin(now))
             logger.warning(
                 "waiting for %s: %s; for %.0f s so far, at most %.0f s more",
-                *(self._what, problem, now - self._started, self.remaining_seconds),
+                *(self._what, problem, now - self._silent_since, self.remaining_seconds),
             )
