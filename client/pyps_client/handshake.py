@@ -28,7 +28,15 @@ from pyps_wire.common_pb2 import (
     Sender,
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
-from pyps_wire.errors import LimitExceeded, RunMismatch, StateLost, Superseded, WaitTimedOut
+from pyps_wire.errors import (
+    LimitExceeded,
+    PypsError,
+    RunMismatch,
+    ServerUnavailable,
+    StateLost,
+    Superseded,
+    WaitTimedOut,
+)
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
 from pyps_wire.partition import Partition
 
@@ -48,13 +56,16 @@ class Handshake:
         partition: Partition | None = None,
         optimizer: OptimizerSettings | None = None,
         device: str = "",
+        codec: int = CODEC_FLOAT32,
     ) -> None:
+        """`codec`: how a worker's gradients travel."""
         self.launch = launch
         # Who speaks; the run's name is learned at the latest when joined.
         self.sender = Sender(run_id=launch.run_id, worker_id=launch.worker_id, incarnation=time.time_ns())
         self._partition = partition
         self._optimizer = optimizer
         self._device = device
+        self._codec = codec
         self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
 
     def join(
@@ -75,11 +86,21 @@ class Handshake:
             raise self.state_lost(connection)
         return reply
 
-    def hello(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
-        """Says Hello once."""
-        reply = channel.call("Hello", self._request(connection.index), HelloReply, timeout_seconds=timeout_seconds)
+    def hello(
+        self, connection: Connection, channel: Channel, timeout_seconds: float, *, asks_only: bool = False
+    ) -> HelloReply:
+        """Says Hello once, as an observer where it only asks.
+
+        LimitExceeded where the server takes no message as long as the model's shards.
+        """
+        request = self._request(connection.index)
+        if asks_only:
+            request.role = ROLE_OBSERVER
+        reply = channel.call("Hello", request, HelloReply, timeout_seconds=timeout_seconds)
         if reply.state == RUN_STATE_DRAINING:
             raise LinkLost("the server is shutting down")
+        if self._partition is not None:
+            _check_limits(connection, reply, self._partition, codec=self._codec)
         connection.epoch = reply.epoch
         return reply
 
@@ -140,6 +161,8 @@ class Handshake:
         )
         first = connections[0]
         with Lease(elected, lambda: self.hello(first, first.channel, CALL_SECONDS)) as lease:
+            for connection in connections[1:]:
+                self._compare_limits(connection, stop)
             try:
                 for connection in reversed(connections):
                     self._send_patiently(turn, connection, lease, stop)
@@ -152,6 +175,17 @@ class Handshake:
                 return "another worker was elected to initialise the run meanwhile"
         self.sender.run_id = sender.run_id
         return ""
+
+    def _compare_limits(self, connection: Connection, stop: threading.Event) -> None:
+        """Asks a server for its limits before anything is sent to any: LimitExceeded, as `hello`."""
+        try:
+            # Not as a member: what one that did not finish has left is replaced only where no worker is.
+            self._hello_patiently(connection, stop, asks_only=True)
+        except (LimitExceeded, ServerUnavailable):
+            raise
+        except PypsError as error:
+            # Initialize has the verdict.
+            logger.debug("before the first parameters: %s", error)
 
     def _send_patiently(
         self, turn: Initialization, connection: Connection, lease: Lease, stop: threading.Event
@@ -176,13 +210,13 @@ class Handshake:
             raise self.state_lost(connection)
         return reply
 
-    def _hello_patiently(self, connection: Connection, stop: threading.Event) -> HelloReply:
+    def _hello_patiently(self, connection: Connection, stop: threading.Event, *, asks_only: bool = False) -> HelloReply:
         """Says Hello until there is a verdict, or the time for a start is over."""
         wait = self._start.begin(connection.name, stop=stop, advice=ADVICE)
         while True:
             channel = connection.channel
             try:
-                reply = self.hello(connection, channel, wait.call_seconds)
+                reply = self.hello(connection, channel, wait.call_seconds, asks_only=asks_only)
             except LinkLost as lost:
                 connection.renew(channel)
                 wait.pause(str(lost))
@@ -211,7 +245,7 @@ class Handshake:
         return request
 
 
-def check_limits(connection: Connection, reply: HelloReply, partition: Partition, *, codec: int) -> None:
+def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, *, codec: int) -> None:
     """Refuses a server that takes no message as long as the model's shards, pushed in that codec or pulled."""
     longest = max((shard.length for shard in partition.of_server(connection.index)), default=0)
     needed = longest * max(item_size(codec), item_size(CODEC_FLOAT32)) + _HEADER_BYTES_MAX

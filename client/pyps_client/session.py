@@ -12,7 +12,7 @@ from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.fork import ForkGuard
-from pyps_client.handshake import Handshake, check_limits
+from pyps_client.handshake import Handshake
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.holdings import Holdings
 from pyps_client.initialization import Values
@@ -73,7 +73,9 @@ class Session:
         self._codec = codec_of(codec or launch.codec)
         self._pull_codec = codec_of(pull_codec or launch.pull_codec)
         self._initial = initial
-        self._handshake = Handshake(launch, partition=self.partition, optimizer=optimizer, device=device)
+        self._handshake = Handshake(
+            launch, partition=self.partition, optimizer=optimizer, device=device, codec=self._codec
+        )
         self._guard = ForkGuard()
         self._servers = servers = Servers(launch, rejoin=self._rejoin)
         self._holdings = Holdings(self.partition)
@@ -95,7 +97,6 @@ class Session:
             return
         replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
         for connection, reply in zip(self._servers, replies, strict=True):
-            check_limits(connection, reply, self.partition, codec=self._codec)
             self._note_hello(connection, reply)
         warn_of_differences(replies)
         self._hello = first = replies[0]

@@ -22,8 +22,10 @@ from client_support import (
     small_model,
     start_servers,
 )
+from inspection import inspect
 from pyps_client import (
     BadRequest,
+    LimitExceeded,
     ModelMismatch,
     NotAuthenticated,
     Observer,
@@ -259,12 +261,26 @@ def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> Non
     older.close()
 
 
-def test_a_model_beyond_the_message_limit_is_refused_before_training(start_server: Start) -> None:
-    server = start_server("--max-message-bytes", "65536")
-    big = {"w": np.zeros(20_000, np.float32)}
+@pytest.mark.parametrize("shard_size", [20_000, 200_000])
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_a_model_beyond_the_message_limit_is_refused_before_anything_is_sent(
+    start_server: Start, shard_size: int, narrow: int
+) -> None:
+    """Whether the server would have said so itself, or gRPC, in words of its own."""
+    servers = [start_server(*(("--max-message-bytes", "65536") if index == narrow else ())) for index in range(2)]
+    big = {"w": np.zeros(2 * shard_size, np.float32)}
 
-    with pytest.raises(PypsError, match="--max-message-bytes"):
-        make_client(server.data, tensors=big, shard_size=20_000)
+    with pytest.raises(
+        LimitExceeded,
+        match=rf"^server {narrow} .* takes messages of 65536 bytes, a shard of this model needs "
+        rf"{4 * shard_size + 4096}: raise its --max-message-bytes, or lower the model's shard_size \({shard_size}\)\.$",
+    ):
+        make_client(addresses(servers), tensors=big, shard_size=shard_size)
+
+    for server in servers:
+        status = inspect(server.control, "GetStatus")
+        assert (status.run_id, status.num_shards) == ("", 0)
+        assert status.bytes_in < 10_000
 
 
 def test_settings_of_the_launch_are_checked_at_once() -> None:
