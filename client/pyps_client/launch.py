@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyps_wire.codecs import codec_of
+from pyps_wire.codecs import CODECS, codec_of
 from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
@@ -88,7 +89,7 @@ class Launch:
             raise BadRequest(
                 f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}."
             )
-        settings = _from_variables(env) | given
+        settings = _from_variables(env, but=given) | given
         settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
         if "token" not in given:
             settings["token"] = read_token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
@@ -152,13 +153,13 @@ def _check_place(index: int | None, count: int | None) -> None:
         raise BadRequest(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
 
 
-def _from_variables(env: Mapping[str, str]) -> dict[str, Any]:
-    """Settings by field name, for the variables that are set and not empty."""
+def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str, Any]:
+    """Settings by field name, for the variables that are set and not empty; those of `but` are not looked at."""
     settings: dict[str, Any] = {}
     for name, (read, kind) in _READERS.items():
         variable = f"PYPS_{name.upper()}"
         text = env.get(variable, "").strip()
-        if not text:
+        if not text or name in but:
             continue
         try:
             settings[name] = read(text)
@@ -173,6 +174,14 @@ def _flag(text: str) -> bool:
     return _WORDS[text.lower()]
 
 
+def _one_of(names: Container[str], text: str) -> str:
+    if text not in names:
+        raise ValueError(text)
+    return text
+
+
+_CODEC = (partial(_one_of, CODECS), f"one of {', '.join(CODECS)}")
+
 # How each variable's text is read, and what to expect of it.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "run_id": (str, "a name"),
@@ -183,7 +192,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "loss_wait_seconds": (float, "a number of seconds"),
     "wait_seconds": (float, "a number of seconds"),
     "use_proxy": (_flag, "yes or no"),
-    "codec": (str, "a codec's name"),
-    "pull_codec": (str, "a codec's name"),
-    "transport": (str, "a transport's name"),
+    "codec": _CODEC,
+    "pull_codec": _CODEC,
+    "transport": (partial(_one_of, TRANSPORTS), f"one of {', '.join(TRANSPORTS)}"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,41 @@ def test_an_argument_goes_before_the_environment_unless_it_is_none() -> None:
     launch = Launch.from_environment("b:2", environment=environment, run_id="mine", worker_id=None)
 
     assert (launch.servers, launch.run_id, launch.worker_id) == (("b:2",), "mine", "w")
+
+
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "run_id": ("mine", "theirs"),
+    "worker_id": ("mine", "theirs"),
+    "worker_index": (1, "two"),
+    "worker_count": (3, "four"),
+    "start_wait_seconds": (1.0, "soon"),
+    "loss_wait_seconds": (1.0, "soon"),
+    "wait_seconds": (1.0, "soon"),
+    "use_proxy": (False, "maybe"),
+    "codec": ("float16", "float8"),
+    "pull_codec": ("float16", "float8"),
+    "transport": ("grpc", "carrier pigeon"),
+    "token": ("mine", "gehe\u00efm"),
+}
+
+
+def test_every_argument_goes_before_its_variable_which_is_not_even_read() -> None:
+    environment = {f"PYPS_{name.upper()}": theirs for name, (_, theirs) in ARGUMENTS.items()}
+    environment |= {"PYPS_SERVERS": "no address", "PYPS_TOKEN_FILE": "/nowhere/token"}
+    arguments = {name: mine for name, (mine, _) in ARGUMENTS.items()}
+
+    launch = Launch.from_environment("b:2", environment=environment, **arguments)
+
+    assert launch.servers == ("b:2",)
+    assert {name: getattr(launch, name) for name in arguments} == arguments
+    assert set(Launch.__dataclass_fields__) == {"servers", *ARGUMENTS}, "every setting is tried"
+
+
+def test_a_token_file_that_is_named_goes_before_both_variables(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("mine")
+    environment = {"PYPS_TOKEN_FILE": "/nowhere/token", "PYPS_TOKEN": "theirs"}
+    assert Launch.from_environment("b:2", token_file=path, environment=environment).token == "mine"
 
 
 def test_rank_and_world_size_are_never_read() -> None:
@@ -99,7 +135,9 @@ def test_a_malformed_address_is_refused_by_name(servers: str, complaint: str) ->
         ("PYPS_WAIT_SECONDS", "-5", "wait_seconds is -5.0; expected a number of seconds, 0 or more"),
         ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
         ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
-        ("PYPS_CODEC", "float8", "codec"),
+        ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
+        ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
+        ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
     ],
 )
 def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, complaint: str) -> None:
