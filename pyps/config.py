@@ -10,7 +10,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,15 +220,22 @@ def _from_environment(environment: Mapping[str, str], variable: str, warn: Calla
 
 def _warn_of_unknown(environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
     """Tells of variables that look like settings and are none."""
+    for name, near in unknown_variables(environment):
+        hint = f"did you mean {near}?" if near else "`pyps serve --help` lists the variables"
+        warn(f"{name} in the environment is no setting and is ignored; {hint}")
+
+
+def unknown_variables(environment: Mapping[str, str], *, likeness: float = 0.6) -> Iterator[tuple[str, str]]:
+    """Yields variables that look like settings and are none, with the setting that each is like, if any is.
+
+    `likeness`: from 0, like all, to 1, the same.
+    """
     settings = [variable_name(field.name) for field in dataclasses.fields(ServerConfig)]
     known = [*settings, *OTHER_VARIABLES]
     for name, value in environment.items():
         foreign = not name.startswith(ENVIRONMENT_PREFIX) or _OF_KUBERNETES.fullmatch(name)
-        if foreign or name in known or not value or _is_kubernetes(value):
-            continue
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "`pyps serve --help` lists the variables"
-        warn(f"{name} in the environment is no setting and is ignored; {hint}")
+        if not (foreign or name in known or not value or _is_kubernetes(value)):
+            yield name, next(iter(difflib.get_close_matches(name, known, n=1, cutoff=likeness)), "")
 
 
 def _is_kubernetes(value: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import tomllib
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pyps.cli.expectations import Expectations
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
+from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import PrefixedOutput, counted
 from pyps.launcher.server_output import ServerLines
 
@@ -104,6 +106,7 @@ def run(
     of_all = spelled(flags, config) + (("--log-gradients",) if log_gradients else ())
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
     check_servers_flags({**flags, **folders, "log_gradients": log_gradients or None}, config, num_servers=servers)
+    check_worker_variables(os.environ, count=workers)
     settings = JobSettings(
         command=tuple(command),
         num_servers=servers,

@@ -9,7 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pyps.config import ConfigError, unknown_variables
+from pyps_client import Launch
+
 NVIDIA_SMI_SECONDS = 20.0
+# A variable so like a setting is a slip of the pen; others may be the worker's own.
+SLIP_LIKENESS = 0.85
 
 
 def worker_environment(
@@ -44,6 +49,19 @@ def worker_environment(
         folder = str(Path(sys.executable).parent)
         environment["PATH"] = os.pathsep.join([folder, inherited.get("PATH", os.defpath)])
     return environment
+
+
+def check_worker_variables(inherited: Mapping[str, str], *, count: int) -> None:
+    """Refuses variables that all of `count` workers would refuse, or that nobody would read for a slip in the name.
+
+    Raises ConfigError or BadRequest, before anything is started.
+    """
+    for name, near in unknown_variables(inherited, likeness=SLIP_LIKENESS):
+        if near:
+            raise ConfigError(f"{name} in the environment is no setting: did you mean {near}? Unset {name}")
+    places = {"data_addresses": ["127.0.0.1:1"], "control_addresses": ["127.0.0.1:2"]}
+    environment = worker_environment(inherited, index=0, count=count, run_id="", **places)
+    Launch.from_environment(environment=environment)
 
 
 def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:

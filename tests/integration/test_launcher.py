@@ -305,3 +305,31 @@ def state_of(worker_id: str, control: str, start_python: Start) -> str:
     text = json.dumps(json.loads(status.output()))
     found = re.search(rf'"workerId": "{worker_id}", "state": "(\w+)"', text)
     return found[1] if found else ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "complaint"),
+    [
+        ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
+        ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
+        ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
+        ("PYPS_TRANSPROT", "grpc", "PYPS_TRANSPROT in the environment is no setting: did you mean PYPS_TRANSPORT?"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_a_misspelt_variable_is_refused_before_anything_starts(
+    start_python: Start, command: str, variable: str, value: str, complaint: str
+) -> None:
+    rest = ("--", "python", "-c", "print('started')") if command == "run" else ()
+    launcher = start_python("-m", "pyps", command, *rest, env={variable: value})
+
+    assert launcher.wait() == 2
+    [line] = launcher.output().splitlines()
+    assert complaint in line
+
+
+def test_a_variable_of_the_workers_own_is_left_alone(start_python: Start) -> None:
+    launcher = run(start_python, code="import os; print(os.environ['PYPS_MY_DATA'])", env={"PYPS_MY_DATA": "a folder"})
+
+    assert launcher.wait() == 0
+    assert "worker-0 | a folder" in launcher.output()

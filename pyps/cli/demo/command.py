@@ -22,6 +22,7 @@ from pyps.cli.demo.screen import Screen, final_table
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
+from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import counted
 from pyps_client.observer import Observer
 
@@ -64,6 +65,7 @@ def demo(
         "expected_workers": str(workers),
     }
     check_servers_flags(flags, num_servers=servers)
+    check_worker_variables(os.environ, count=workers)
     console = Console()
     for module, requirement in NEEDED.items():
         if importlib.util.find_spec(module) is None:
