@@ -72,6 +72,15 @@ class Connection:
             self._channel = None
         failed.close()
 
+    def cut(self) -> None:
+        """Makes fail what is under way, on whichever thread; what comes next connects anew."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if self._link is not None:
+            self._link.close()
+        if channel is not None:
+            channel.close()
+
     @property
     def link(self) -> LocalLink | None:
         """The way through memory that this process and the server share, where it is open."""
@@ -135,7 +144,7 @@ class Connection:
         """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
 
         An operation that is run again goes on where it was: it remembers what was answered. It gets `stop`, and
-        gives up a wait of its own when that is set.
+        gives up a wait of its own when that is set; it is not run again then.
         """
         wait: Wait | None = None
         known = True
@@ -146,6 +155,8 @@ class Connection:
                 if wait is not None and not known:
                     rejoin(self, channel, wait.call_seconds)
                     known = True
+                    if stop.is_set():
+                        raise RunFinished(f"The client was closed while it came back to {self.name}.")
                 result = operation(channel, stop)
             except Busy as busy:
                 problem, progress = str(busy), busy.answered > 0

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+# How long tasks that were cut off may take to end, and how often they are cut off meanwhile.
+END_SECONDS = 3.0
+CUT_SECONDS = 0.1
 
 
 class Crew:
@@ -22,31 +27,36 @@ class Crew:
         self._num_threads = 0
         self._running: set[threading.Event] = set()
 
-    def run(self, tasks: Sequence[Callable[[threading.Event], T]]) -> list[T]:
+    def run(
+        self, tasks: Sequence[Callable[[threading.Event], T]], *, cut: Callable[[], object] = lambda: None
+    ) -> list[T]:
         """Runs the tasks, the first on the calling thread, and returns their results in order.
 
         Each task gets an event that is set when another failed or the crew was closed: a task that waits
         should end then. The first failure is raised.
+
+        Ctrl-C in the calling thread leaves only when the others have ended, or after END_SECONDS. `cut` makes what they
+        wait for fail; it is called more than once, from the calling thread, with the event set.
         """
         if len(tasks) == 1:
             # With one server that is all there ever is, and nobody else's failure could end it.
             return [tasks[0](self._closed)]
         failed = threading.Event()
-        with self._lock:
-            self._running.add(failed)
-            if self._closed.is_set():
-                failed.set()
         jobs = [_Job(task, failed) for task in tasks]
-        for job in jobs[1:]:
-            self._start(job)
         try:
+            with self._lock:
+                self._running.add(failed)
+                if self._closed.is_set():
+                    failed.set()
+            for job in jobs[1:]:
+                self._start(job)
             if jobs:
                 jobs[0].execute()
             for job in jobs:
                 job.done.wait()
         except BaseException:
-            # Ctrl-C in the calling thread: the others end by themselves.
             failed.set()
+            _end(jobs, cut)
             raise
         finally:
             with self._lock:
@@ -90,6 +100,8 @@ class _Job(Generic[T]):
     def __init__(self, task: Callable[[threading.Event], T], failed: threading.Event) -> None:
         self._task = task
         self._failed = failed
+        # Held by who executes it, or sees to it that nobody will.
+        self._claim = threading.Lock()
         self.done = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
@@ -97,6 +109,8 @@ class _Job(Generic[T]):
         self.order = 0
 
     def execute(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         try:
             self.result = self._task(self._failed)
         except Exception as error:
@@ -105,3 +119,19 @@ class _Job(Generic[T]):
             self._failed.set()
         finally:
             self.done.set()
+
+    def call_off(self) -> None:
+        """Ends a job that nobody has begun."""
+        if self._claim.acquire(blocking=False):
+            self.done.set()
+
+
+def _end(jobs: Sequence[_Job[Any]], cut: Callable[[], object]) -> None:
+    """Returns when no job is under way any more, or after END_SECONDS."""
+    for job in jobs:
+        job.call_off()
+    deadline = time.monotonic() + END_SECONDS
+    while not all(job.done.is_set() for job in jobs) and time.monotonic() < deadline:
+        cut()
+        for job in jobs:
+            job.done.wait(CUT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,13 +19,18 @@ from pyps_client.intake import Intake
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
 from pyps_client.pulling import IncomingPull
-from pyps_client.retry import RetryPolicy
+from pyps_client.retry import LinkLost, RetryPolicy
 from pyps_client.vectors import Vectors, check_vectors
 from pyps_wire.codecs import dtype_of
 from pyps_wire.common_pb2 import CODEC_FLOAT32, Role, Sender
+from pyps_wire.errors import PypsError
 
 T = TypeVar("T")
+Task = Callable[[threading.Event], T]
 Operation = Callable[[Channel, threading.Event], T]
+
+# How long an interrupted caller waits for a server to be done with its memory.
+SETTLE_SECONDS = 3.0
 
 
 class Servers:
@@ -43,11 +49,11 @@ class Servers:
     def on_all(self, operations: Sequence[Operation[T]]) -> list[T]:
         """Runs one operation a server and returns their results, in the servers' order; raises the first failure."""
         pairs = zip(self.connections, operations, strict=True)
-        return self._crew.run([partial(self._persist, connection, operation) for connection, operation in pairs])
+        return self._run([partial(self._persist, connection, operation) for connection, operation in pairs])
 
     def on_first(self, operation: Operation[T]) -> T:
         """Runs an operation on server 0."""
-        return self._crew.run([partial(self._persist, self.connections[0], operation)])[0]
+        return self._run([partial(self._persist, self.connections[0], operation)])[0]
 
     def intakes(
         self, vectors: Vectors, holdings: Holdings, *, codec: int, converter: Converter = NUMPY
@@ -98,3 +104,28 @@ class Servers:
 
     def _persist(self, connection: Connection, operation: Operation[T], stop: threading.Event) -> T:
         return connection.persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)
+
+    def _run(self, tasks: Sequence[Task[T]]) -> list[T]:
+        try:
+            return self._crew.run(tasks, cut=self._cut)
+        except Exception:
+            raise
+        except BaseException:
+            # Ctrl-C. Nobody may write into the caller's vectors once this has left.
+            self._cut()
+            self._settle()
+            raise
+
+    def _cut(self) -> None:
+        for connection in self.connections:
+            connection.cut()
+
+    def _settle(self) -> None:
+        """Waits, for SETTLE_SECONDS, until servers are done with memory that they share; opens the links anew."""
+        local = [connection for connection in self.connections if connection.is_local]
+        self._crew.run([partial(self._greet, connection) for connection in local], cut=self._cut)
+
+    def _greet(self, connection: Connection, _: threading.Event) -> None:
+        # A server answers Hello when no earlier request of the caller works in its memory any more.
+        with contextlib.suppress(LinkLost, PypsError):
+            self._rejoin(connection, connection.channel, SETTLE_SECONDS)

@@ -73,3 +73,62 @@ def test_threads_are_used_again() -> None:
 
     assert threading.active_count() <= before + 1
     crew.close()
+
+
+def test_ctrl_c_leaves_when_the_others_have_ended() -> None:
+    crew = Crew()
+    waiting = threading.Barrier(3)
+    cut = threading.Event()
+    ended: list[bool] = []
+
+    def interrupted(_: threading.Event) -> None:
+        waiting.wait(10)
+        raise KeyboardInterrupt
+
+    def wait(stop: threading.Event) -> None:
+        waiting.wait(10)
+        assert cut.wait(10)
+        ended.append(stop.is_set())
+
+    with pytest.raises(KeyboardInterrupt):
+        crew.run([interrupted, wait, wait], cut=cut.set)
+
+    assert ended == [True, True]
+    crew.close()
+
+
+def test_ctrl_c_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps_client.crew.END_SECONDS", 0.3)
+    crew = Crew()
+    waiting = threading.Barrier(2)
+    release = threading.Event()
+
+    def interrupted(_: threading.Event) -> None:
+        waiting.wait(10)
+        raise KeyboardInterrupt
+
+    def deaf(_: threading.Event) -> None:
+        waiting.wait(10)
+        release.wait(20)
+
+    with pytest.raises(KeyboardInterrupt):
+        crew.run([interrupted, deaf])
+
+    assert not release.is_set()
+    release.set()
+    crew.close()
+
+
+def test_a_task_that_nobody_has_begun_is_not_begun_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = Crew()
+    begun: list[int] = []
+
+    def interrupt(job: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(crew, "_start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        crew.run([lambda _, i=i: begun.append(i) for i in range(3)])  # type: ignore[misc]
+
+    assert begun == []
+    crew.close()

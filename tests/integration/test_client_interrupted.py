@@ -1,0 +1,68 @@
+"""Ctrl-C amid a step: once it has raised, nobody writes into the worker's parameters, and the next step goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_support import addresses, gradients_like, make_client, small_model, start_servers
+from inspection import inspect
+from pyps_wire.common_pb2 import OUTCOME_APPLIED
+from support import ServerProcess, wait_until
+
+Start = Callable[..., ServerProcess]
+
+
+def stop(server: ServerProcess) -> None:
+    """Stops the whole process, which then answers nothing."""
+    server.signal(signal.SIGSTOP)
+    wait_until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T", 20, "the server's stop")
+
+
+def version_of(server: ServerProcess) -> int:
+    return int(inspect(server.control, "GetStatus").version_min)
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(
+    start_server: Start, transport: str, slow: int
+) -> None:
+    servers = start_servers(start_server, 2)
+    tensors = small_model()
+    with (
+        make_client(addresses(servers), transport=transport, run_id="mine") as client,
+        make_client(addresses(servers), transport=transport, run_id="mine", worker_id="other") as other,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        client.exchange(gradients_like(tensors, 0))
+        parameters = client._parameters
+        stop(servers[slow])
+
+        def interrupt() -> None:
+            wait_until(lambda: version_of(servers[1 - slow]) == 2, 20, "the other server's part of the exchange")
+            os.kill(os.getpid(), signal.SIGINT)
+
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.exchange(gradients_like(tensors, 1))
+        interrupting.result(20)
+        left = parameters.copy()
+        servers[slow].signal(signal.SIGCONT)
+        # What the server had in its hands before is done once it has answered others again and again.
+        for step in range(3):
+            other.exchange(gradients_like(tensors, step))
+
+        np.testing.assert_array_equal(parameters, left)
+        receipts = client.push(gradients_like(tensors, 2))
+        assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+        pulled = client.exchange(gradients_like(tensors, 3))
+        for name, tensor in client.snapshot().items():
+            np.testing.assert_array_equal(pulled[name], tensor, err_msg=name)
+        assert client.session.transport == transport
