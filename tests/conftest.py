@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -19,6 +20,9 @@ for _name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PR
 # Settings of the shell that runs the tests must not reach the code under test.
 for _name in [name for name in os.environ if name.startswith("PYPS_")]:
     os.environ.pop(_name)
+# A shell lets what it starts in its background ignore Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
