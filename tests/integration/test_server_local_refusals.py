@@ -21,7 +21,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotAllowed, PypsError, UnknownWorker
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import status_of
+from wire_crew import QUICK_LEASES, beating, status_of
 from wire_worker import SMALL
 
 LARGE = Model((Tensor("x", (400_000,)),), shard_size=160_000)
@@ -334,13 +334,14 @@ def test_nan_that_appears_between_the_look_and_the_update_never_reaches_the_para
 
 
 def test_a_worker_that_the_server_does_not_know_any_more_cannot_attach(start_server):
-    server = start_server("--heartbeat-seconds", "0.1", "--lease-seconds", "0.3")
+    server = start_server(*QUICK_LEASES)
     with local_worker(server.data) as worker:
         # Its lease runs out: the server hangs up.
         assert worker.link.is_closed_by_the_server
-        wait_until(lambda: maps_of(server.pid) == [], 10, "the memory unmapped")
-        worker.attach()
-        assert worker.exchange()[0].version == 1
+        wait_until(lambda: maps_of(server.pid) == [], 20, "the memory unmapped")
+        with beating([worker]):
+            worker.attach()
+            assert worker.exchange()[0].version == 1
         unknown = LocalWorker(server.data, "unknown")
         unknown.offer = wire.LocalTransport(address=worker.offer.address, ticket=bytes(16))
         with pytest.raises((NotAllowed, UnknownWorker)), unknown:
