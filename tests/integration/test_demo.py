@@ -22,7 +22,8 @@ def test_the_demo_trains_and_draws(start_python: Start, tmp_path: Path) -> None:
 
     assert demo.wait(100) == 0, demo.output()
     output = demo.output()
-    assert re.search(r"Held-out accuracy 0\.9[5-9]\d+ after \d+ updates", output), output
+    assert re.search(r"Held-out accuracy 0\.9[5-9]\d after \d+ updates", output), output
+    assert re.search(r"^ 0\.0 s .*loss \d\.\d{3}  accuracy 0\.\d{3}$", output, re.MULTILINE), "both from the beginning"
     assert re.search(r"worker-3 .* \d+%", output), "the table of what staleness cost"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"Picture: {picture}" in output

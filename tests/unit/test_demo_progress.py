@@ -37,4 +37,4 @@ def test_the_line_of_a_run_fits_a_terminal_of_80_columns() -> None:
 
     progress = Progress(99.9, True, 9999, 9999, 9999, 12.34, 123, 0.5, 2, merge_workers([[worker("a")]], [pb.Status()]))
 
-    assert len(headline_of(progress, updates_per_second=999, accuracy=0.98765)) <= 80
+    assert len(headline_of(progress, updates_per_second=999, loss=2.30259, accuracy=0.98765)) <= 80

@@ -1,6 +1,6 @@
 """`pyps demo`: four workers train on real images through two servers, watched from their start to their end.
 
-`command` is the command itself; `progress` asks the servers how it goes, `held_out` scores the parameters
+`command` is the command itself; `progress` asks the servers how it goes, `scores` rates the parameters
 that they hold, `screen` shows both, `picture` draws them.
 """
 

@@ -7,18 +7,21 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+import numpy.typing as npt
 import typer
 from rich.console import Console
 
 from pyps.cli.control import read_token
-from pyps.cli.demo.held_out import HeldOut
 from pyps.cli.demo.picture import draw
 from pyps.cli.demo.progress import Progress, ProgressReader
-from pyps.cli.demo.screen import Screen, final_table
+from pyps.cli.demo.scores import Scores
+from pyps.cli.demo.screen import Screen, final_table, in_words
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
@@ -27,8 +30,14 @@ from pyps.launcher.output import counted
 from pyps_client.observer import Observer
 
 WANTED_ACCURACY = 0.95
-WATCH_SECONDS = 0.25
-# Workers report their loss with their heartbeats: often enough for a live picture.
+# How often the run is looked at: often at its beginning, when most is learned, then every so many of its seconds.
+LOOK_SECONDS = 0.05
+LOOK_SECONDS_MAX = 0.25
+LOOKS = 40
+# The rate of updates that is shown is that of so many looks.
+RATE_LOOKS = 20
+WAIT_SECONDS = 0.25
+# Workers report the loss of their last minibatch with their heartbeats: often enough for a live table.
 HEARTBEAT_SECONDS = 0.5
 # Lines of a child's output that are shown when it fails.
 KEPT_LINES = 15
@@ -100,10 +109,10 @@ class History:
 
     losses: list[tuple[float, float]] = field(default_factory=list)
     accuracies: list[tuple[float, float]] = field(default_factory=list)
-    updates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=8))
+    updates: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_LOOKS))
 
     def updates_per_second(self) -> float:
-        """Over the last seconds."""
+        """Over the last looks."""
         if len(self.updates) < 2 or self.updates[-1][0] <= self.updates[0][0]:
             return 0.0
         return (self.updates[-1][1] - self.updates[0][1]) / (self.updates[-1][0] - self.updates[0][0])
@@ -120,7 +129,7 @@ class Demo:
         self._screen = Screen(console)
         self._lines: dict[str, deque[str]] = {}
         self._job = Job(settings, on_line=self._keep_line, announce=self._screen.line)
-        self._held_out = HeldOut()
+        self._scores = Scores()
         self._history = History()
         self._observer: Observer | None = None
         # When the servers first had parameters; until then the workers load torch.
@@ -153,7 +162,7 @@ class Demo:
         self._screen.line("The workers load torch and the images.")
         with self._screen:
             while not self._job.done:
-                self._job.wait(WATCH_SECONDS)
+                self._job.wait(self._pause_seconds())
                 progress = self._look(reader)
                 if progress is not None and progress.workers_finished == settings.num_workers:
                     break
@@ -161,7 +170,12 @@ class Demo:
             # A Python that has loaded torch takes seconds to take itself apart.
             self._screen.line("The training is done; the workers' processes end.")
         while not self._job.done:
-            self._job.wait(WATCH_SECONDS)
+            self._job.wait(WAIT_SECONDS)
+
+    def _pause_seconds(self) -> float:
+        """How long until the next look: a share of the time so far, so that a short run has enough points too."""
+        seconds = time.monotonic() - self._began_at if self._began_at else 0.0
+        return min(max(seconds / LOOKS, LOOK_SECONDS), LOOK_SECONDS_MAX)
 
     def _look(self, reader: ProgressReader) -> Progress | None:
         """Asks how it goes, notes it, shows it."""
@@ -172,18 +186,18 @@ class Demo:
         self._began_at = self._began_at or now
         self._seen = progress
         history = self._history
-        accuracy = self._measure_accuracy()
+        parameters = self._snapshot()
+        loss, accuracy = self._scores.loss(parameters), self._scores.accuracy(parameters)
+        history.losses.append((progress.seconds, loss))
         history.accuracies.append((progress.seconds, accuracy))
         history.updates.append((progress.seconds, progress.updates))
-        if progress.loss is not None:
-            history.losses.append((progress.seconds, progress.loss))
-        self._screen.show(progress, updates_per_second=history.updates_per_second(), accuracy=accuracy)
+        self._screen.show(progress, updates_per_second=history.updates_per_second(), loss=loss, accuracy=accuracy)
         return progress
 
-    def _measure_accuracy(self) -> float:
+    def _snapshot(self) -> Mapping[str, npt.NDArray[np.float32]]:
         if self._observer is None:
             self._observer = Observer([server.data for server in self._job.addresses], run_id=self._job.run_id)
-        return self._held_out.accuracy(self._observer.snapshot())
+        return self._observer.snapshot()
 
     def _conclude(self, reader: ProgressReader) -> int:
         job = self._job
@@ -198,10 +212,10 @@ class Demo:
         accuracy = self._history.accuracies[-1][1]
         self._console.print(final_table(progress))
         made = f"{progress.updates} updates by {counted(len(progress.workers), 'worker')}"
-        title = f"{self._mode}: {made}, accuracy {accuracy:.3f}"
+        title = f"{self._mode}: {made}, accuracy {in_words(accuracy)}"
         draw(
             self._picture,
-            losses=self._history.losses or [(progress.seconds, float("nan"))],
+            losses=self._history.losses,
             accuracies=self._history.accuracies,
             wanted_accuracy=WANTED_ACCURACY,
             staleness=reader.staleness(),
@@ -209,7 +223,7 @@ class Demo:
             title=title,
         )
         self._console.print(f"Picture: {self._picture.resolve()}", soft_wrap=True, highlight=False)
-        verdict = f"Held-out accuracy {accuracy:.4f} after {progress.updates} updates"
+        verdict = f"Held-out accuracy {in_words(accuracy)} after {progress.updates} updates"
         verdict += f" in {progress.seconds:.1f} s"
         if accuracy < WANTED_ACCURACY:
             return self._fail(f"{verdict}, below the {WANTED_ACCURACY} that this training should reach.")

@@ -28,14 +28,18 @@ def draw(
     """
     # Figure alone draws without a display, which pyplot might ask for.
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
     figure = Figure(figsize=(11, 4), layout="constrained")
     figure.suptitle(title)
     over_time, histogram = figure.subplots(1, 2, width_ratios=(3, 2))
 
     over_time.plot(*zip(*losses, strict=True), color="tab:orange", label="training loss (left)")
-    over_time.set(xlabel="seconds", ylabel="training loss", ylim=(0, None))
+    # Logarithmic: from the first parameters' loss on, all else would be a flat line.
+    over_time.set(xlabel="seconds", ylabel="training loss (logarithmic)", yscale="log")
+    over_time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    over_time.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    over_time.minorticks_off()
     accuracy_axis = over_time.twinx()
     accuracy_axis.plot(*zip(*accuracies, strict=True), color="tab:blue", label="held-out accuracy (right)")
     accuracy_axis.set(ylabel="held-out accuracy", ylim=(least_shown(accuracies), 1))
@@ -43,7 +47,8 @@ def draw(
         wanted_accuracy, color="tab:blue", linewidth=1.2, linestyle=":", label=f"accuracy {wanted_accuracy:g}"
     )
     lines = [*over_time.get_lines(), *accuracy_axis.get_lines()]
-    accuracy_axis.legend(lines, [str(line.get_label()) for line in lines], loc="center right", bbox_to_anchor=(1, 0.66))
+    # Above the axes, where no curve can be.
+    over_time.legend(lines, [str(line.get_label()) for line in lines], loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     over_time.set_xlim(0, None)
 
     values = shown_values(staleness)
@@ -75,5 +80,5 @@ def shown_values(staleness: Mapping[int, int]) -> list[int]:
 def least_shown(accuracies: Sequence[tuple[float, float]]) -> float:
     """Where the axis of the accuracy begins: at the tenth below the least of it, at a half or lower."""
     least = min((value for _, value in accuracies), default=0.0)
-    # Room below for the legend, however late the run was first seen.
+    # A run that was first seen late must not make a small change look large.
     return min(0.5, math.floor(10 * least) / 10)

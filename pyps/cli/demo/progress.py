@@ -52,12 +52,6 @@ class Progress:
     def workers_finished(self) -> int:
         return sum(worker.state == "finished" for worker in self.workers)
 
-    @property
-    def loss(self) -> float | None:
-        """The mean of the losses that the workers last reported."""
-        losses = [worker.loss for worker in self.workers if worker.loss is not None]
-        return sum(losses) / len(losses) if losses else None
-
 
 class ProgressReader:
     """Asks the control port of each server of a run and puts the answers together."""

@@ -22,8 +22,8 @@ class Screen:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._line_due = 0.0
 
-    def show(self, progress: Progress, *, updates_per_second: float, accuracy: float | None) -> None:
-        headline = headline_of(progress, updates_per_second=updates_per_second, accuracy=accuracy)
+    def show(self, progress: Progress, *, updates_per_second: float, loss: float, accuracy: float) -> None:
+        headline = headline_of(progress, updates_per_second=updates_per_second, loss=loss, accuracy=accuracy)
         if self._live is not None:
             self._live.update(Group(live_table(progress), Text(headline)), refresh=True)
         elif progress.seconds >= self._line_due:
@@ -46,19 +46,22 @@ class Screen:
             self._live.stop()
 
 
-def headline_of(progress: Progress, *, updates_per_second: float, accuracy: float | None) -> str:
+def headline_of(progress: Progress, *, updates_per_second: float, loss: float, accuracy: float) -> str:
     """The run in one line, narrow enough for a terminal of 80 columns."""
     parts = [
         f"{progress.seconds:4.1f} s",
         f"update {progress.updates:4d}",
         f"{updates_per_second:3.0f}/s",
-        f"staleness {progress.staleness_mean:.2f} (max {progress.staleness_max})",
+        f"staleness {progress.staleness_mean:.1f} (max {progress.staleness_max})",
+        f"loss {loss:.3f}",
+        f"accuracy {in_words(accuracy)}",
     ]
-    if progress.loss is not None:
-        parts.append(f"loss {progress.loss:.3f}")
-    if accuracy is not None:
-        parts.append(f"accuracy {accuracy:.3f}")
     return "  ".join(parts)
+
+
+def in_words(accuracy: float) -> str:
+    """An accuracy as it is written everywhere: of 360 images each is worth 0.003."""
+    return f"{accuracy:.3f}"
 
 
 def live_table(progress: Progress) -> Table:
