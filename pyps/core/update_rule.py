@@ -31,6 +31,10 @@ class Hyperparameter:
     below: float = math.inf
 
 
+# The setting of that name, as nearly every rule has it.
+WEIGHT_DECAY = Hyperparameter(default=0.0)
+
+
 class UpdateRule(ABC):
     """Turns gradients into an update.
 

@@ -14,14 +14,12 @@ import numpy as np
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.momentum_rules import HeavyBall, Momentum, Nesterov
 from pyps.core.reply import Reply
-from pyps.core.update_rule import Hyperparameter, Slots, UpdateRule, WeightedGradient
+from pyps.core.update_rule import WEIGHT_DECAY, Hyperparameter, Slots, UpdateRule, WeightedGradient
 from pyps_wire.errors import UnsupportedOptimizer
 
 __all__ = ["RULES", "Slots", "UpdateRule", "WeightedGradient", "find", "validate"]
-
-_WEIGHT_DECAY = Hyperparameter(default=0.0)
-_MOMENTUM = Hyperparameter(default=0.9)
 
 
 class Sgd(UpdateRule):
@@ -30,7 +28,7 @@ class Sgd(UpdateRule):
     name = "sgd"
     settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.001),
-        "weight_decay": _WEIGHT_DECAY,
+        "weight_decay": WEIGHT_DECAY,
     }
 
     def apply(
@@ -50,126 +48,6 @@ class Sgd(UpdateRule):
         )
 
 
-class Momentum(UpdateRule):
-    """v = m * v + (1 - dampening) * g; theta -= alpha * v: heavy-ball momentum in torch's form.
-
-    A shard's first update takes v = g without dampening, as torch does. A new rate moves along the old
-    velocity too.
-    """
-
-    name = "momentum"
-    slot_names = ("velocity",)
-    settings: ClassVar[Mapping[str, Hyperparameter]] = {
-        "learning_rate": Hyperparameter(default=0.001),
-        "momentum": _MOMENTUM,
-        "dampening": Hyperparameter(default=0.0),
-        "weight_decay": _WEIGHT_DECAY,
-    }
-
-    def apply(
-        self,
-        parameters: Floats,
-        slots: Slots,
-        gradients: Sequence[WeightedGradient],
-        *,
-        rate: float,
-        version: int,
-        hyperparameters: Mapping[str, float],
-        reply: Reply | None = None,
-        guarded: bool = False,
-    ) -> int:
-        return _kernels.momentum(
-            parameters,
-            slots["velocity"],
-            gradients,
-            rate=rate,
-            momentum=hyperparameters["momentum"],
-            dampening=hyperparameters["dampening"] if version > 0 else 0.0,
-            weight_decay=hyperparameters["weight_decay"],
-            reply=reply,
-            guarded=guarded,
-        )
-
-
-class HeavyBall(UpdateRule):
-    """v = m * v + alpha * g; theta -= v: heavy-ball momentum with the rate inside the velocity.
-
-    The form for updates whose gradients carry rates of their own, as in Zhang et al. 2016 (staleness-aware
-    ASGD): what a gradient was worth when it came stays so, whatever the rate is later.
-    """
-
-    name = "heavy_ball"
-    slot_names = ("velocity",)
-    settings: ClassVar[Mapping[str, Hyperparameter]] = {
-        "learning_rate": Hyperparameter(default=0.001),
-        "momentum": _MOMENTUM,
-        "weight_decay": _WEIGHT_DECAY,
-    }
-
-    def apply(
-        self,
-        parameters: Floats,
-        slots: Slots,
-        gradients: Sequence[WeightedGradient],
-        *,
-        rate: float,
-        version: int,
-        hyperparameters: Mapping[str, float],
-        reply: Reply | None = None,
-        guarded: bool = False,
-    ) -> int:
-        return _kernels.heavy_ball(
-            parameters,
-            slots["velocity"],
-            gradients,
-            rate=rate,
-            momentum=hyperparameters["momentum"],
-            weight_decay=hyperparameters["weight_decay"],
-            reply=reply,
-            guarded=guarded,
-        )
-
-
-class Nesterov(UpdateRule):
-    """v = m * v + g; theta -= alpha * (g + m * v): Nesterov's momentum in torch's form.
-
-    The parameters held and served are the look-ahead point of Sutskever et al. 2013, at which the next
-    gradient is wanted: with u = -alpha * v and a constant alpha they are phi + m * u, where
-    u' = m * u - alpha * grad(phi + m * u) and phi' = phi + u'.
-    """
-
-    name = "nesterov"
-    slot_names = ("velocity",)
-    settings: ClassVar[Mapping[str, Hyperparameter]] = {
-        "learning_rate": Hyperparameter(default=0.001),
-        "momentum": _MOMENTUM,
-        "weight_decay": _WEIGHT_DECAY,
-    }
-
-    def apply(
-        self,
-        parameters: Floats,
-        slots: Slots,
-        gradients: Sequence[WeightedGradient],
-        *,
-        rate: float,
-        version: int,
-        hyperparameters: Mapping[str, float],
-        reply: Reply | None = None,
-        guarded: bool = False,
-    ) -> int:
-        return _kernels.nesterov(
-            parameters,
-            slots["velocity"],
-            gradients,
-            rate=rate,
-            momentum=hyperparameters["momentum"],
-            weight_decay=hyperparameters["weight_decay"],
-            reply=reply,
-            guarded=guarded,
-        )
-
-
 class Adagrad(UpdateRule):
     """s += g * g; theta -= alpha * g / (sqrt(s) + eps) (Dean et al. 2012, section 4.1).
 
@@ -185,7 +63,7 @@ class Adagrad(UpdateRule):
         "eps": Hyperparameter(default=1e-10),
         "initial_accumulator_value": Hyperparameter(default=0.0),
         "lr_decay": Hyperparameter(default=0.0),
-        "weight_decay": _WEIGHT_DECAY,
+        "weight_decay": WEIGHT_DECAY,
     }
 
     def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
@@ -227,7 +105,7 @@ class Rmsprop(UpdateRule):
         "learning_rate": Hyperparameter(default=0.01),
         "decay": Hyperparameter(default=0.99, below=1.0),
         "eps": Hyperparameter(default=1e-8),
-        "weight_decay": _WEIGHT_DECAY,
+        "weight_decay": WEIGHT_DECAY,
     }
 
     def apply(
@@ -273,7 +151,7 @@ class Adam(UpdateRule):
         "beta1": Hyperparameter(default=0.9, below=1.0),
         "beta2": Hyperparameter(default=0.999, below=1.0),
         "eps": Hyperparameter(default=1e-8),
-        "weight_decay": _WEIGHT_DECAY,
+        "weight_decay": WEIGHT_DECAY,
     }
 
     def apply(
