@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pyps.core.shard import Shard
 from pyps.service.calls import Context, Writer
@@ -17,6 +18,14 @@ AHEAD_BYTES_MAX = 24 * 2**20
 
 # Does a message's work and returns what it is answered with.
 Job: TypeAlias = Callable[[], list[bytes]]
+
+
+class Begun(NamedTuple):
+    """A job that has not been answered yet."""
+
+    shard_id: int
+    answer: asyncio.Future[list[bytes]]
+    held_bytes: int
 
 
 class Replies:
@@ -34,8 +43,11 @@ class Replies:
         self._budget = budget
         self._ahead_max = ahead_max
         self._group = asyncio.TaskGroup()
-        # By shard, in the order in which they began.
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        # In the order in which they began.
+        self._under_way: deque[Begun] = deque()
+        # Sends their messages, as long as there are any: one for all, since a task a message costs as much as its copy.
+        self._delivery: asyncio.Task[None] | None = None
+        self._one_sent = asyncio.Event()
 
     async def __aenter__(self) -> Replies:
         await self._group.__aenter__()
@@ -45,14 +57,18 @@ class Replies:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            # What was done before the error is still answered.
-            await self.none_under_way()
+            # What was done before the error is still answered: the group does not hear of it, and waits.
+            kind = error = trace = None
         try:
             await self._group.__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             self._writer.close()
+            while self._under_way:
+                begun = self._under_way.popleft()
+                begun.answer.cancel()
+                self._budget.release(begun.held_bytes)
 
     async def add(self, shard_id: int, job: Job, *, num_bytes: int, held_bytes: int, shards: Iterable[Shard]) -> None:
         """Begins a job on `num_bytes` under these shards' locks; until it is answered the budget holds `held_bytes`.
@@ -68,22 +84,14 @@ class Replies:
                 self._budget.release(held_bytes)
             return
         try:
-            await self._end_of(shard_id)
+            while any(begun.shard_id == shard_id for begun in self._under_way):
+                await self._end_of_one()
         except BaseException:
             self._budget.release(held_bytes)
             raise
-        before = next(reversed(self._under_way.values()), None)
-        answer = self._work.begin(job)
-        delivery = self._group.create_task(self._deliver(answer, before))
-        self._under_way[shard_id] = delivery
-
-        def ended(_: asyncio.Task[None]) -> None:
-            answer.cancel()
-            self._budget.release(held_bytes)
-            del self._under_way[shard_id]
-
-        # Not in the task, which does not even begin where it is cancelled soon enough.
-        delivery.add_done_callback(ended)
+        self._under_way.append(Begun(shard_id, self._work.begin(job), held_bytes))
+        if self._delivery is None:
+            self._delivery = self._group.create_task(self._deliver())
 
     async def room(self) -> None:
         """Waits until another job may be added.
@@ -92,7 +100,7 @@ class Replies:
         Nobody waits for another stream.
         """
         while self._under_way and not self._may_go_ahead():
-            await self._end_of(next(iter(self._under_way)))
+            await self._end_of_one()
 
     def _may_go_ahead(self) -> bool:
         return len(self._under_way) < self._ahead_max and self._budget.bytes_held < AHEAD_BYTES_MAX
@@ -100,17 +108,21 @@ class Replies:
     async def none_under_way(self) -> None:
         """Waits until all jobs are answered."""
         while self._under_way:
-            await self._end_of(next(reversed(self._under_way)))
+            await self._end_of_one()
 
-    async def _end_of(self, shard_id: int) -> None:
-        if shard_id in self._under_way:
-            await asyncio.wait((self._under_way[shard_id],))
+    async def _end_of_one(self) -> None:
+        """Waits until one more is answered. Where the delivery fails instead, the group cancels who waits."""
+        self._one_sent.clear()
+        await self._one_sent.wait()
 
-    async def _deliver(self, answer: asyncio.Future[list[bytes]], before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait((before,))
-        messages = await answer
-        messages.reverse()
-        while messages:
-            # What was sent is free before the next is.
-            await self._writer.send(messages.pop())
+    async def _deliver(self) -> None:
+        while self._under_way:
+            messages = await self._under_way[0].answer
+            messages.reverse()
+            while messages:
+                # What was sent is free before the next is.
+                await self._writer.send(messages.pop())
+            self._budget.release(self._under_way.popleft().held_bytes)
+            self._one_sent.set()
+        # Noted before anybody else runs: who adds one now begins another. After an error nobody does.
+        self._delivery = None
