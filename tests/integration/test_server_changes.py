@@ -10,7 +10,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import METADATA_KEY
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import QUICK_LEASES, configure, crew, events_of, status_of, wait_for_event
+from wire_crew import configure, crew, events_of, status_of, wait_for_event
 from wire_worker import WireWorker, refusal_of, values_of
 
 
@@ -110,7 +110,7 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(start_server, ch
 
 
 def test_one_worker_owns_the_learning_rate_until_it_goes(start_server):
-    server = start_server(*QUICK_LEASES)
+    server = start_server()
     with crew(server, 2) as [owner, other]:
         [receipt] = owner.push(owner.push_request(1.0, learning_rate=0.25))
         assert receipt.rate == 0.25
