@@ -102,7 +102,7 @@ def test_nobody_waits_for_a_worker_that_has_finished(start_server):
 
 
 def test_a_worker_that_lives_but_stalls_stops_counting_until_its_next_push(start_server):
-    server = start_server(*HARDSYNC, "--stall-seconds", "0.6", "--expected-workers", "2")
+    server = start_server(*HARDSYNC, "--stall-seconds", "2", "--expected-workers", "2")
     with crew(server, 2) as [busy, stalls]:
         at_once([partial(worker.train, 1) for worker in (busy, stalls)])
         busy.train(3, clock=1)
