@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pyps.cli.bench_progress import BenchProgress
 from pyps.cli.control import TOKEN_HELP, Control, DataServers, data_addresses, fail, read_token
 from pyps.cli.rounds import Bench, Rounds, Way
 from pyps.run.measurement import new_name
@@ -26,6 +27,9 @@ from pyps_wire.parameter_server_pb2 import HelloReply
 PARAMETERS = (25_600_000, 10_000)
 # Servers look every fifth of a second whether a measurement is over.
 FORGET_SECONDS = 10.0
+# The exit status after Ctrl-C: 128 and SIGINT's number.
+INTERRUPTED = 130
+NOTHING = "interrupted before anything was measured"
 
 WAYS = (Way("auto", "float32"), Way("grpc", "float32"), Way("grpc", "bfloat16"))
 TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC", "mixed": "shared memory and gRPC"}
@@ -44,7 +48,7 @@ def bench(
 
     In a round one worker pushes a whole gradient and gets all new parameters back; the servers apply Adagrad. Where the
     servers run on this machine, shared memory is measured too. Servers that hold a run, or wait for that of a job, are
-    refused and left alone; those that are measured are empty again afterwards.
+    refused and left alone; those that are measured are empty again afterwards. Ctrl-C ends it with what was measured.
     """
     token = read_token(token_file)
     # That workers join and leave is no news here.
@@ -54,9 +58,24 @@ def bench(
         greetings = [_greet(address, token) for address in addresses]
         for address, greeting in zip(addresses, greetings, strict=True):
             _require_free(address, greeting)
-        results = list(_measure(addresses, token, sizes=parameters, seconds=seconds))
+        results: list[Rounds] = []
+        interrupted = not _measure(results, addresses, token, sizes=parameters, seconds=seconds)
     except PypsError as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        fail(NOTHING, status=INTERRUPTED)
+    if interrupted and not results:
+        fail(NOTHING, status=INTERRUPTED)
+    if interrupted:
+        typer.echo("pyps: interrupted; what follows is what was measured so far", err=True)
+    _show(results, addresses, greetings, as_json=as_json)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show(
+    results: Sequence[Rounds], addresses: Sequence[str], greetings: Sequence[HelloReply], *, as_json: bool
+) -> None:
     if as_json:
         typer.echo(json.dumps([_plain(rounds) for rounds in results], indent=2))
         return
@@ -82,20 +101,28 @@ def _require_free(address: str, greeting: HelloReply) -> None:
     )
 
 
-def _measure(addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float) -> Iterator[Rounds]:
-    for size in sizes:
-        run_id = new_name()
-        bench = Bench(addresses, token=token, run_id=run_id, num_parameters=size)
-        try:
-            with bench.open():
-                for way in WAYS:
-                    if sys.stderr.isatty():
-                        typer.echo(f"{size:,} parameters, {way.transport}, {way.codec} ...", err=True)
-                    rounds = bench.measure(way, seconds=seconds)
-                    if rounds is not None:
-                        yield rounds
-        finally:
-            _wait_until_forgotten(addresses, token, run_id)
+def _measure(
+    results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
+) -> bool:
+    """Measures each way with each size into `results`; False where Ctrl-C ended it, with all rounds that were made."""
+    with BenchProgress(Console(stderr=True), num_stages=len(sizes) * len(WAYS), seconds=seconds) as progress:
+        for size in sizes:
+            run_id = new_name()
+            bench = Bench(addresses, token=token, run_id=run_id, num_parameters=size)
+            try:
+                with bench.open():
+                    for way in WAYS:
+                        progress.begin(way, size)
+                        rounds = bench.measure(way, seconds=seconds, made=progress.made)
+                        if rounds is not None:
+                            results.append(rounds)
+            except KeyboardInterrupt:
+                if bench.interrupted is not None:
+                    results.append(bench.interrupted)
+                return False
+            finally:
+                _wait_until_forgotten(addresses, token, run_id)
+    return True
 
 
 def _wait_until_forgotten(addresses: tuple[str, ...], token: str, run_id: str) -> None:

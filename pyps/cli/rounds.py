@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,8 @@ class Bench:
         self._run_id = run_id
         self._model = Model((Tensor("bench", (num_parameters,)),))
         self._num_sessions = 0
+        # The rounds of a measurement that was interrupted.
+        self.interrupted: Rounds | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -85,10 +87,13 @@ class Bench:
         with self._session(Way("grpc", "float32")):
             yield
 
-    def measure(self, way: Way, *, seconds: float) -> Rounds | None:
+    def measure(
+        self, way: Way, *, seconds: float, made: Callable[[float], object] = lambda seconds: None
+    ) -> Rounds | None:
         """Makes rounds for so long, and a few at least; None where "auto" comes down to gRPC.
 
-        A refused gradient ends it.
+        `made` is called between timed rounds, with the seconds of the last. A refused gradient ends it, and so does
+        Ctrl-C, which leaves the rounds that were made in `interrupted`.
         """
         with self._session(way) as session:
             lent = session.lend()
@@ -103,9 +108,16 @@ class Bench:
                 _make_round(session, gradient, parameters)
             timed: list[float] = []
             end = time.perf_counter() + seconds
-            while len(timed) < TIMED_ROUNDS_MIN or time.perf_counter() < end:
-                timed.append(_make_round(session, gradient, parameters))
-            return Rounds(session.transport, way.codec, self._model.num_parameters, tuple(timed))
+            transport = session.transport
+            try:
+                while len(timed) < TIMED_ROUNDS_MIN or time.perf_counter() < end:
+                    timed.append(_make_round(session, gradient, parameters))
+                    made(timed[-1])
+            except KeyboardInterrupt:
+                if timed:
+                    self.interrupted = Rounds(transport, way.codec, self._model.num_parameters, tuple(timed))
+                raise
+            return Rounds(transport, way.codec, self._model.num_parameters, tuple(timed))
 
     def _session(self, way: Way) -> Session:
         self._num_sessions += 1

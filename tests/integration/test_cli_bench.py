@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
 from pyps_wire import common_pb2 as common
-from support import PythonProcess, ServerProcess, wait_until
+from support import PythonProcess, ServerProcess, child_environment, wait_until
 
 Start = Callable[..., ServerProcess]
 StartPython = Callable[..., PythonProcess]
@@ -27,6 +35,12 @@ def run_bench(start_python: StartPython, servers: str, *flags: str, status: int 
     return process.output()
 
 
+def json_of(output: str) -> list[dict[str, Any]]:
+    """What stands behind the lines of progress."""
+    measured: list[dict[str, Any]] = json.loads(output[output.index("[\n") :])
+    return measured
+
+
 def state_of(server: ServerProcess) -> tuple[int, str]:
     status = inspect(server.control, "GetStatus")
     return status.state, status.run_id
@@ -38,7 +52,7 @@ def test_bench_measures_each_way_and_leaves_the_servers_empty(
     flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--exit-when-done", "--checkpoint-seconds", "0.2")
     servers = [start_server(*flags[:1], f"{flags[1]}-{index}", *flags[2:]) for index in range(2)]
 
-    measured = json.loads(run_bench(start_python, addresses(servers), "--json"))
+    measured = json_of(run_bench(start_python, addresses(servers), "--json"))
 
     ways = {(line["transport"], line["codec"]) for line in measured}
     assert ways == {("shm", "float32"), ("grpc", "float32"), ("grpc", "bfloat16")}
@@ -83,6 +97,63 @@ def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_p
     wait_until(lambda: inspect(server.control, "GetStatus").updates > 0, what="the first round")
     endless.kill()
     wait_until(lambda: state_of(server) == (common.RUN_STATE_EMPTY, ""), what="an empty server")
+
+
+def test_each_stage_is_a_line_where_nobody_watches(start_server: Start, start_python: StartPython) -> None:
+    output = run_bench(start_python, start_server().data)
+    stages = [line for line in output.splitlines() if line.endswith(" ...")]
+    assert stages == [
+        "1 of 3: 70,000 parameters, auto, float32 ...",
+        "2 of 3: 70,000 parameters, grpc, float32 ...",
+        "3 of 3: 70,000 parameters, grpc, bfloat16 ...",
+    ]
+
+
+def test_a_terminal_shows_how_far_it_is(start_server: Start) -> None:
+    server = start_server()
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000"]
+    environment = child_environment({"TERM": "xterm", "COLUMNS": "120"})
+    with subprocess.Popen([*command, "--seconds", "1.5"], stdout=PIPE, stderr=end, env=environment) as process:
+        os.close(end)
+        shown = b"".join(iter(lambda: read_of(terminal), b"")).decode()
+        assert process.stdout is not None
+        table = process.stdout.read().decode()
+    os.close(terminal)
+    assert process.returncode == 0, shown
+    assert "1 of 3: 1,000 parameters, auto, float32" in shown
+    assert re.search(r"[\d,]+ rounds, p50 [\d.,]+ ms", shown)
+    assert "bfloat16" in table and "p50 ms" in table and "of 3" not in table
+
+
+def read_of(terminal: int) -> bytes:
+    """What comes next; nothing once the last process has closed the terminal."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_ctrl_c_ends_with_what_was_measured(
+    start_server: Start, start_python: StartPython, flags: tuple[str, ...]
+) -> None:
+    server = start_server()
+    endless = start_python(
+        *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600", *flags)
+    )
+    wait_until(lambda: inspect(server.control, "GetStatus").updates > 10, what="some rounds")
+    endless.signal(signal.SIGINT)
+    assert endless.wait() == 130
+    output = endless.output()
+    assert "pyps: interrupted; what follows is what was measured so far" in output
+    assert "Traceback" not in output and "Aborted" not in output
+    if flags:
+        [line] = json_of(output)
+        assert line["rounds"] > 5 and line["transport"] == "shm" and line["p50_seconds"] > 0
+    else:
+        assert "shared memory" in output and "p50 ms" in output
+    assert state_of(server) == (common.RUN_STATE_EMPTY, "")
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"])
