@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import signal
@@ -147,7 +146,8 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Sta
     launcher.wait_for_output("Interrupted")
     launcher.signal(signal.SIGINT)
 
-    assert launcher.wait(8) == 128 + signal.SIGINT
+    assert launcher.wait() == 128 + signal.SIGINT
+    assert "did not end within" not in launcher.output()
     assert_gone(everybody)
 
 
@@ -285,26 +285,15 @@ def test_three_workers_finish_after_the_fourth_was_killed(start_python: Start) -
         env={"PYPS_LEASE_SECONDS": "1", "PYPS_HEARTBEAT_SECONDS": "0.3"},
     )
     launcher.wait_for_output("worker-2 | epoch  10", 60)
-    address = re.search(r"pyps status --servers ([^,\s]+)", launcher.output())
-    assert address is not None
 
     workers_of(launcher)["worker-2"].kill()
 
     launcher.wait_for_output("worker-2 was killed by SIGKILL")
-    wait_until(lambda: state_of("worker-2", address[1], start_python) == "expired", 20, "the lease's end")
     assert launcher.wait() == 1
     output = launcher.output()
+    assert re.search(r"^server-0 \| .*lease ran out.*worker-2", output, re.M), output
     for name in ("worker-0", "worker-1", "worker-3"):
         assert re.search(rf"^{name} \| held-out accuracy 0\.9[5-9]", output, re.M), output
-
-
-def state_of(worker_id: str, control: str, start_python: Start) -> str:
-    """A worker's state as `pyps status` shows it."""
-    status = start_python("-m", "pyps", "status", "--servers", control, "--json")
-    assert status.wait() == 0, status.output()
-    text = json.dumps(json.loads(status.output()))
-    found = re.search(rf'"workerId": "{worker_id}", "state": "(\w+)"', text)
-    return found[1] if found else ""
 
 
 @pytest.mark.parametrize(
