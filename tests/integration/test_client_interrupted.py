@@ -14,7 +14,7 @@ import pytest
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
-from support import ServerProcess, wait_until
+from support import PythonProcess, ServerProcess, wait_until
 
 Start = Callable[..., ServerProcess]
 
@@ -66,3 +66,42 @@ def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(
         for name, tensor in client.snapshot().items():
             np.testing.assert_array_equal(pulled[name], tensor, err_msg=name)
         assert client.session.transport == transport
+
+
+INTERRUPTED = """
+import sys
+import numpy as np
+from pyps_client import Client, open_stream
+
+if sys.argv[3] == "queued":
+    open_stream.cygrpc = None
+tensors = {"w": np.zeros(200_000, np.float32)}
+client = Client(tensors, ("sgd", {"learning_rate": 1.0}), servers=sys.argv[1], worker_id="w", transport=sys.argv[2])
+client.exchange({"w": np.ones(200_000, np.float32)})
+print("training", flush=True)
+while True:
+    client.exchange({"w": np.ones(200_000, np.float32)})
+"""
+
+
+@pytest.mark.parametrize(("way", "stream"), [("shm", ""), ("grpc", "direct"), ("grpc", "queued")])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
+    start_server: Start, start_python: Callable[..., PythonProcess], way: str, stream: str, stopped: bool
+) -> None:
+    """Whether it waits for a server that does not answer, or is amid busy rounds."""
+    server = start_server()
+    process = start_python("-c", INTERRUPTED, server.data, way, stream)
+    process.wait_for_output("training")
+    if stopped:
+        server.signal(signal.SIGSTOP)
+        wait_until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T", 20, "the server's stop")
+    process.signal(signal.SIGINT)
+    wait_until(lambda: "KeyboardInterrupt" in process.output(), 20, "the traceback")
+    if stopped:
+        server.signal(signal.SIGCONT)
+
+    assert process.wait() == -signal.SIGINT
+    assert "KeyError" not in process.output()
+    (worker,) = inspect(server.control, "ListWorkers").workers
+    assert (worker.state, worker.message) == ("failed", "KeyboardInterrupt: ")

@@ -3,87 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyps.core.pacing import ClockBound, Pacer, Release, StagedPacer, TurnTaking
+from pacing_world import MAKERS, WORKERS, World, arrive_all, happenings
+from pyps.core.pacing import ClockBound, Pacer, TurnTaking
 from pyps_wire.errors import BadRequest
-
-WORKERS = "abcde"
-MAKERS: dict[str, Callable[[], Pacer]] = {
-    "turns": TurnTaking,
-    "bound 0": lambda: ClockBound(0),
-    "bound 3": lambda: ClockBound(3),
-    "release": lambda: Release(4, 3),
-    "serial, then free": lambda: StagedPacer(TurnTaking(), None, updates=5),
-    "serial, one by one, then free": lambda: StagedPacer(TurnTaking(), None, updates=5, release_every=2),
-    "in step, one by one, then bound": lambda: StagedPacer(None, ClockBound(1), updates=5, release_every=2),
-    "serial, one by one, then turns": lambda: StagedPacer(TurnTaking(), TurnTaking(), updates=5, release_every=2),
-}
-
-# What befalls which worker: it asks for its next step, it departs, or it comes anew with a count of its own.
-happenings = st.lists(
-    st.tuples(st.sampled_from(WORKERS), st.sampled_from(["ask", "ask", "ask", "ask", "depart", "anew"])), max_size=120
-)
-
-
-class World:
-    """Workers around a pacer, as a server keeps them: each push is an update."""
-
-    def __init__(self, pacer: Pacer) -> None:
-        self.pacer = pacer
-        self.version = 0
-        self.counts = dict.fromkeys(WORKERS, 0)
-        self.computing: set[str] = set()
-        self.waiting: set[str] = set()
-        self.turns: list[str] = []
-
-    def play(self, happenings: Iterable[tuple[str, str]]) -> None:
-        for worker_id, what in happenings:
-            if what == "ask":
-                self.ask(worker_id)
-            elif what == "depart":
-                self.depart(worker_id)
-            else:
-                self.depart(worker_id)
-                self.counts[worker_id] = 0
-                self.ask(worker_id)
-
-    def ask(self, worker_id: str) -> None:
-        """Pushes where the worker computes, then asks for its next step; asks once more where it waits."""
-        if worker_id in self.computing:
-            self.computing.remove(worker_id)
-            self.counts[worker_id] += 1
-            self.version += 1
-            self.let_go(self.pacer.advanced(self.version))
-        self.waiting.add(worker_id)
-        if self.pacer.asks(self.version):
-            self.let_go(self.pacer.arrive(worker_id, self.counts[worker_id]))
-        else:
-            self.let_go(list(self.waiting))
-
-    def depart(self, worker_id: str) -> None:
-        self.computing.discard(worker_id)
-        self.waiting.discard(worker_id)
-        self.let_go(self.pacer.depart(worker_id))
-
-    def let_go(self, worker_ids: list[str]) -> None:
-        """Only those may be named that wait, each once."""
-        assert len(set(worker_ids)) == len(worker_ids)
-        assert set(worker_ids) <= self.waiting
-        self.waiting -= set(worker_ids)
-        self.computing |= set(worker_ids)
-        self.turns += worker_ids
-
-
-def arrive_all(pacer: Pacer, workers: str, clock: int = 0) -> list[str]:
-    """Returns all that were let go while these workers asked in this order."""
-    return [let_go for worker_id in workers for let_go in pacer.arrive(worker_id, clock)]
-
 
 # Turns.
 
@@ -292,118 +221,6 @@ def test_nobody_is_ever_more_than_s_clocks_ahead(happenings: list[tuple[str, str
         slowest = min(clocks.values(), default=0)
         assert all(clocks[computing] - slowest <= s for computing in world.computing)
         assert all(clocks[waiting] - slowest == s + 1 for waiting in world.waiting)
-
-
-# Release, quorum, stages.
-
-
-def test_workers_are_released_one_after_the_other_in_order_of_joining() -> None:
-    """replicas(t) = min(L, 1 + floor((t - t_w) / dt)) of the algorithm notes, 2.3."""
-    pacer = Release(10, 4)
-    released = arrive_all(pacer, "bca")
-    counts = []
-    for version in range(10, 20):
-        released += pacer.advanced(version)
-        counts.append(len(released))
-    assert counts == [min(3, 1 + (version - 10) // 4) for version in range(10, 20)]
-    assert released == list("bca")
-
-
-def test_one_not_yet_released_moves_up_when_one_before_it_departs() -> None:
-    pacer = Release(10, 4)
-    arrive_all(pacer, "abc")
-    assert pacer.depart("a") == ["b"]
-    assert pacer.waiting_for("c") == ("b",)
-
-
-def test_nobody_needs_to_ask_once_all_are_released_and_one_more_would_be() -> None:
-    pacer = Release(10, 4)
-    arrive_all(pacer, "abc")
-    assert [pacer.asks(version) for version in (9, 18, 21, 22)] == [True, True, True, False]
-
-
-@pytest.mark.parametrize("make", [lambda: TurnTaking(quorum=3), lambda: ClockBound(2, quorum=3)])
-def test_nobody_proceeds_before_the_quorum_has_asked(make: Callable[[], Pacer]) -> None:
-    pacer = make()
-    assert arrive_all(pacer, "aab") == []
-    assert (pacer.missing, pacer.waiting, pacer.waiting_for("a")) == (1, ("a", "b"), ())
-    assert pacer.arrive("c", 0)[0] == "a"
-
-
-def test_one_that_has_asked_counts_for_the_quorum_after_it_departed() -> None:
-    pacer = ClockBound(0, quorum=2)
-    pacer.arrive("a", 0)
-    pacer.depart("a")
-    assert pacer.arrive("b", 0) == ["b"]
-
-
-def test_those_excused_count_for_the_quorum_once() -> None:
-    pacer = TurnTaking(quorum=3)
-    assert pacer.arrive("a", 0) == []
-    assert pacer.excuse(["a", "b"]) == []
-    assert pacer.excuse(["c"]) == ["a"]
-
-
-def test_those_that_wait_go_on_when_the_quorum_is_lowered_and_anything_happens() -> None:
-    pacer = ClockBound(0, quorum=5)
-    arrive_all(pacer, "ab")
-    pacer.quorum = 0
-    assert pacer.advanced(1) == ["a", "b"]
-
-
-def test_a_warm_up_goes_from_turns_over_release_to_freedom() -> None:
-    world = World(StagedPacer(TurnTaking(), None, updates=4, release_every=2))
-    for worker_id in "abc":
-        world.ask(worker_id)
-    story = []
-    for _ in range(12):
-        story.append("".join(sorted(world.computing)))
-        # All that compute push, in order of name, and ask again.
-        for worker_id in sorted(world.computing):
-            world.ask(worker_id)
-    # One at a time for four updates; then the first alone for two, then two for two, then all.
-    assert story[:8] == ["a", "b", "c", "a", "a", "a", "ab", "abc"]
-    assert not world.pacer.asks(world.version)
-
-
-def test_clocks_are_counted_from_the_end_of_the_warm_up() -> None:
-    pacer = StagedPacer(None, ClockBound(0), updates=10)
-    arrive_all(pacer, "ab")
-    arrive_all(pacer, "a", clock=7)
-    pacer.advanced(10)
-    assert pacer.arrive("a", 8) == []
-    assert pacer.waiting_for("a") == ("b",)
-    assert pacer.arrive("b", 1) == ["a", "b"]
-
-
-def test_a_free_warm_up_asks_where_a_later_stage_must_know_who_is_there() -> None:
-    assert StagedPacer(None, ClockBound(0), updates=10).asks(0)
-    assert StagedPacer(None, None, updates=10, release_every=5).asks(0)
-    assert not StagedPacer(None, None, updates=10).asks(0)
-
-
-def test_a_run_that_is_past_its_warm_up_is_in_its_main_stage_at_once() -> None:
-    pacer = StagedPacer(TurnTaking(), ClockBound(1), updates=10)
-    pacer.advanced(10)
-    assert arrive_all(pacer, "ab") == ["a", "b"]
-
-
-def test_another_pacer_takes_over_who_waits_and_who_computes() -> None:
-    turns, bound = TurnTaking(), ClockBound(0)
-    arrive_all(turns, "abc")
-    turns.arrive("a", 40)
-    assert turns.waiting == ("a", "c")
-    assert bound.take_over(turns) == ["a", "c"]
-    assert bound.arrive("a", 41) == []
-    assert bound.waiting_for("a") == ("b", "c")
-
-
-def test_turns_begin_when_those_that_compute_together_have_asked_again() -> None:
-    bound, turns = ClockBound(5), TurnTaking()
-    arrive_all(bound, "ab")
-    assert turns.take_over(bound) == []
-    assert turns.arrive("a", 1) == []
-    assert turns.arrive("b", 1) == ["a"]
 
 
 # Nobody waits for ever.
