@@ -15,6 +15,7 @@ from pyps_client.initialization import Initialization, Lease, Values
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost, RetryPolicy
+from pyps_client.shareable import check_shareable
 from pyps_client.version import SOFTWARE
 from pyps_wire.codecs import CODECS, item_size
 from pyps_wire.common_pb2 import (
@@ -31,6 +32,7 @@ from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import (
     LimitExceeded,
     PypsError,
+    RunFinished,
     RunMismatch,
     ServerUnavailable,
     StateLost,
@@ -75,6 +77,8 @@ class Handshake:
         stop: threading.Event,
     ) -> list[HelloReply]:
         """Joins all servers, server 0 first, waiting for what is not there yet; initialises where elected."""
+        if self.launch.transport == "shm" and self._partition is not None:
+            self._check_shareable(connections, self._partition, stop)
         first = self._await_parameters(connections, initial, stop)
         self.sender.run_id = first.run_id
         return [first] + [self._hello_of_rest(connection, stop) for connection in connections[1:]]
@@ -113,6 +117,21 @@ class Handshake:
             "reset` on every "
             "server, then start the workers again."
         )
+
+    def _check_shareable(self, connections: Sequence[Connection], plan: Partition, stop: threading.Event) -> None:
+        """Ends a worker that could share no memory before any server has heard of it: ServerUnavailable."""
+        for connection in connections:
+            if not plan.of_server(connection.index):
+                continue
+            try:
+                reply = self._hello_patiently(connection, stop, asks_only=True)
+            except (ServerUnavailable, RunFinished):
+                raise
+            except PypsError as error:
+                # The worker's own Hello has the verdict.
+                logger.debug("before joining: %s", error)
+                continue
+            check_shareable(connection.name, reply)
 
     def _await_parameters(
         self,

@@ -10,9 +10,10 @@ from pyps_client.lent import Layout, Lending, segment_bytes
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
 from pyps_client.segment import Segment
+from pyps_client.shareable import NO_OFFER, cannot_share
 from pyps_client.vectors import Vectors
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, PypsError, ServerUnavailable
+from pyps_wire.errors import BadRequest, PypsError
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 from pyps_wire.partition import Partition
 
@@ -88,7 +89,7 @@ class Sharing:
             return None
         offered = [connection for connection in self._connections if connection.index in self._offers]
         if not offered:
-            self._refuse(self._connections[0], "it offers no shared memory")
+            self._refuse(self._connections[0], NO_OFFER)
             return None
         try:
             return Lending(layout, Segment(segment_bytes(layout)))
@@ -102,7 +103,7 @@ class Sharing:
             return True
         offer = self._offers.get(connection.index)
         if offer is None:
-            self._refuse(connection, "it offers no shared memory")
+            self._refuse(connection, NO_OFFER)
             return False
         try:
             connection.attach(offer, lending, self._sender)
@@ -116,10 +117,6 @@ class Sharing:
     def _refuse(self, connection: Connection, reason: str) -> None:
         """Says why a server's vectors go by gRPC from now on; raises where the launch forbids it."""
         if self._launch.transport == "shm":
-            raise ServerUnavailable(
-                f"transport is 'shm', but no memory can be shared with {connection.name}: {reason}. Run worker and "
-                "server on one machine, as one user, with the server's --local-socket where both see it; or set "
-                "transport (PYPS_TRANSPORT) to 'auto'."
-            )
+            raise cannot_share(connection.name, reason)
         connection.detach()
         logger.info("gradients and parameters go to and from %s by gRPC: %s", connection.name, reason)

@@ -38,6 +38,10 @@ class LocalOffers(Protocol):
         """Where the worker may attach its memory and with which ticket; None where it may not."""
         ...
 
+    def notice(self) -> wire.LocalTransport | None:
+        """Where workers may attach their memory, without a ticket; None where none may."""
+        ...
+
     async def quiet(self, worker_id: str) -> None:
         """Returns once nothing that was begun for a former connection touches the worker's memory."""
         ...
@@ -82,7 +86,9 @@ class ParameterServer:
         greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
         welcome = self._run.hello(greeting)
         local = None
-        if self._local is not None and not greeting.observer:
+        if self._local is not None and greeting.observer:
+            local = self._local.notice()
+        elif self._local is not None:
             await self._local.quiet(greeting.worker_id)
             local = self._local.offer(greeting.worker_id, greeting.incarnation)
         reply = convert.hello_reply(self._run, welcome, control_address=self._control_address, local=local)

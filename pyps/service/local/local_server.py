@@ -32,7 +32,7 @@ log = logs.get("pyps.service")
 class LocalServer:
     """Serves workers that share their memory with this process.
 
-    For the event loop, `offer`, `attached` and `last_shared` apart.
+    For the event loop, `offer`, `notice`, `attached` and `last_shared` apart.
     """
 
     def __init__(self, run: Run, *, work: Workbench, budget: ByteBudget, threads: int):
@@ -65,6 +65,10 @@ class LocalServer:
             # Whoever lost its memory says Hello before it goes on: by gRPC, unless it attaches again.
             self._sharers.pop(worker_id, None)
         return wire.LocalTransport(address=self.address, ticket=self._tickets.of(worker_id, incarnation))
+
+    def notice(self) -> wire.LocalTransport | None:
+        """What Hello tells one who only asks whether memory could be shared: where, and no ticket."""
+        return wire.LocalTransport(address=self.address) if self._listener is not None else None
 
     def last_shared(self, worker_id: str, incarnation: int) -> bool:
         """Whether that worker's gradients and parameters went through shared memory last."""
