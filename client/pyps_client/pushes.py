@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,9 @@ from pyps_wire.common_pb2 import CODEC_FLOAT32, PAYLOAD_KIND_GRADIENT, Codec, Re
 from pyps_wire.parameter_server_pb2 import PushRequest
 
 
-class Contribution(NamedTuple):
-    """What a worker pushes: see Session.push."""
+class Description(TypedDict, total=False):
+    """What is said of pushed vectors, in arguments: see Session.push."""
 
-    vectors: Sequence[npt.NDArray[Any]]
     present: Sequence[bool] | None
     example_count: int
     minibatch_count: int
@@ -34,8 +33,22 @@ class Contribution(NamedTuple):
     newest_base_versions: Mapping[int, int] | None
     kinds: Sequence[int] | None
     learning_rates: Mapping[int, float] | None
+
+
+class Contribution(NamedTuple):
+    """What a worker pushes."""
+
+    vectors: Sequence[npt.NDArray[Any]]
     # The worker's own count of steps.
     clock: int
+    # As in Description.
+    present: Sequence[bool] | None = None
+    example_count: int = 0
+    minibatch_count: int = 1
+    base_versions: Mapping[int, int] | None = None
+    newest_base_versions: Mapping[int, int] | None = None
+    kinds: Sequence[int] | None = None
+    learning_rates: Mapping[int, float] | None = None
 
 
 class Pushes:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import Unpack
 
 from pyps_client import departure, uncaught
 from pyps_client.channel import Channel
@@ -22,7 +23,7 @@ from pyps_client.lent import Layout, Lent
 from pyps_client.log import logger
 from pyps_client.parking import Parking
 from pyps_client.proceeding import Proceeding
-from pyps_client.pushes import Contribution, Pushes
+from pyps_client.pushes import Contribution, Description, Pushes
 from pyps_client.servers import Servers
 from pyps_client.sharing import Sharing
 from pyps_client.standing import Standing
@@ -129,18 +130,7 @@ class Session:
         self._lent_intakes = self._intakes(lent.parameters)
         return lent
 
-    def push(
-        self,
-        vectors: Vectors,
-        *,
-        present: Sequence[bool] | None = None,
-        example_count: int = 0,
-        minibatch_count: int = 1,
-        base_versions: Mapping[int, int] | None = None,
-        newest_base_versions: Mapping[int, int] | None = None,
-        kinds: Sequence[int] | None = None,
-        learning_rates: Mapping[int, float] | None = None,
-    ) -> list[Receipt]:
+    def push(self, vectors: Vectors, **described: Unpack[Description]) -> list[Receipt]:
         """Pushes a gradient to all servers at once and returns the receipts, one for each shard pushed, by shard id.
 
         `vectors`: one a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says; or float32.
@@ -151,29 +141,15 @@ class Session:
         `learning_rates`: new ones by group, from the worker that owns the schedule.
         A shard may be REJECTED: see the receipt's reason, and `pull_needed`. Raises RunFinished after the run's end.
         """
-        numbers = (vectors, present, example_count, minibatch_count, base_versions, newest_base_versions)
-        return self._send(Contribution(*numbers, kinds, learning_rates, self.clock))
+        return self._send(Contribution(vectors, self.clock, **described))
 
-    def exchange(
-        self,
-        vectors: Vectors,
-        parameters: Vectors,
-        *,
-        present: Sequence[bool] | None = None,
-        example_count: int = 0,
-        minibatch_count: int = 1,
-        base_versions: Mapping[int, int] | None = None,
-        newest_base_versions: Mapping[int, int] | None = None,
-        kinds: Sequence[int] | None = None,
-        learning_rates: Mapping[int, float] | None = None,
-    ) -> list[Receipt]:
+    def exchange(self, vectors: Vectors, parameters: Vectors, **described: Unpack[Description]) -> list[Receipt]:
         """Pushes as `push` does and brings what is newer into `parameters`, all in one: one a group, as for `pull`.
 
         A shard whose round waits for other workers brings nothing: `pull_needed` then, and `pull` waits. No other
         thread may pull meanwhile.
         """
-        numbers = (vectors, present, example_count, minibatch_count, base_versions, newest_base_versions)
-        return self._send(Contribution(*numbers, kinds, learning_rates, self.clock), parameters)
+        return self._send(Contribution(vectors, self.clock, **described), parameters)
 
     def pull(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypedDict, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,10 @@ import numpy.typing as npt
 from pyps_client.conversion import Converter
 from pyps_client.fork import ForkGuard
 from pyps_client.lent import Lent
+from pyps_client.pushes import Description
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.parameter_buffer import ParameterBuffer
+from pyps_client.vectors import Vectors
 from pyps_wire.common_pb2 import Receipt
 
 T = TypeVar("T")
@@ -31,32 +33,9 @@ class SessionLike(Protocol):
 
     def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent: ...
 
-    def push(
-        self,
-        vectors: Sequence[npt.NDArray[Any]],
-        *,
-        present: Sequence[bool] | None = None,
-        example_count: int = 0,
-        minibatch_count: int = 1,
-        base_versions: Mapping[int, int] | None = None,
-        newest_base_versions: Mapping[int, int] | None = None,
-        learning_rates: Mapping[int, float] | None = None,
-        kinds: Sequence[int] | None = None,
-    ) -> list[Receipt]: ...
+    def push(self, vectors: Vectors, **described: Unpack[Description]) -> list[Receipt]: ...
 
-    def exchange(
-        self,
-        vectors: Sequence[npt.NDArray[Any]],
-        parameters: Sequence[npt.NDArray[Any]],
-        *,
-        present: Sequence[bool] | None = None,
-        example_count: int = 0,
-        minibatch_count: int = 1,
-        base_versions: Mapping[int, int] | None = None,
-        newest_base_versions: Mapping[int, int] | None = None,
-        learning_rates: Mapping[int, float] | None = None,
-        kinds: Sequence[int] | None = None,
-    ) -> list[Receipt]: ...
+    def exchange(self, vectors: Vectors, parameters: Vectors, **described: Unpack[Description]) -> list[Receipt]: ...
 
     def proceed(self) -> None: ...
 
@@ -87,18 +66,6 @@ class SessionLike(Protocol):
 
     @property
     def finished(self) -> bool: ...
-
-
-class Description(TypedDict):
-    """What a session wants to know of gradients beside the numbers."""
-
-    present: Sequence[bool]
-    example_count: int
-    minibatch_count: int
-    base_versions: Versions
-    newest_base_versions: Versions
-    learning_rates: Mapping[int, float]
-    kinds: Sequence[int] | None
 
 
 class Link(Protocol):

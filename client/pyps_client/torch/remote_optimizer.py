@@ -48,9 +48,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         optimizer = RemoteOptimizer(model, torch.optim.Adam(model.parameters(), lr=0.001), servers="host:7610")
 
     The constructor joins the run and brings its parameters into the model; from then on parameters change
-    inside `step` only. The learning rate may be moved, by torch's schedulers or by hand, on the worker that
-    owns the schedule; nothing else of the settings may. Not trained, and each worker's own: parameters that
-    are not the optimizer's.
+    inside `step` only. Change none yourself: what is written through `.data`, which torch does not notice, stays
+    where a shard gets no newer version. The learning rate may be moved, by torch's schedulers or by hand, on the
+    worker that owns the schedule; nothing else of the settings may. Not trained, and each worker's own:
+    parameters that are not the optimizer's.
     """
 
     # Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it.
