@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 60.0
 
 
-def wait_until(predicate: Callable[[], T], deadline_seconds: float = 20.0, what: str = "the condition") -> T:
+def wait_until(predicate: Callable[[], T], deadline_seconds: float = 60.0, what: str = "the condition") -> T:
     """Calls `predicate` until it returns something true and returns that; fails after the deadline."""
     deadline = time.monotonic() + deadline_seconds
     while True:
@@ -91,7 +91,7 @@ class PythonProcess:
         """Everything written so far, stdout and stderr in order."""
         return self._output_path.read_text(errors="replace")
 
-    def wait(self, deadline_seconds: float = 60.0) -> int:
+    def wait(self, deadline_seconds: float = 120.0) -> int:
         """Waits for the end and returns the exit status; fails after the deadline, showing the output."""
         try:
             return self._process.wait(deadline_seconds)
@@ -99,7 +99,7 @@ class PythonProcess:
             message = f"{self.arguments} still runs after {deadline_seconds:g} s; its output:\n{self.output()}"
             raise AssertionError(message) from None
 
-    def wait_for_output(self, text: str, deadline_seconds: float = 30.0) -> str:
+    def wait_for_output(self, text: str, deadline_seconds: float = 60.0) -> str:
         """Waits until `text` stands in the output and returns the output."""
 
         def seen() -> bool:
@@ -113,7 +113,7 @@ class PythonProcess:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def terminate(self, deadline_seconds: float = 40.0) -> int:
+    def terminate(self, deadline_seconds: float = 60.0) -> int:
         """Sends SIGTERM, waits for the end, returns the exit status."""
         if self.running:
             self.signal(signal.SIGTERM)

@@ -22,7 +22,7 @@ from pyps_wire.partition import Model, Partition, Tensor, partition
 Floats = npt.NDArray[np.float32]
 
 SMALL = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (7,))))
-CALL_SECONDS = 20.0
+CALL_SECONDS = 60.0
 _INCARNATIONS = itertools.count(time.time_ns())
 
 CHANNEL_OPTIONS = [

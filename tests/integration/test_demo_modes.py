@@ -25,7 +25,7 @@ def test_the_demo_learns_under_other_protocols(
 
     demo = start_python("-m", "pyps", "demo", *flags, "--picture", str(tmp_path / "demo.png"))
 
-    assert demo.wait(100) == 0, demo.output()
+    assert demo.wait(250) == 0, demo.output()
     output = demo.output()
     assert f": {protocol}, staleness divide, {optimizer}." in output
     assert re.search(r"Held-out accuracy (0\.9[5-9]|1\.0)\d* after \d+ updates", output), output

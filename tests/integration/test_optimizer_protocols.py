@@ -151,7 +151,7 @@ def digits_runs() -> Iterator[dict[str, tuple[ServerProcess, list[float]]]]:
             for index in range(NUM_WORKERS)
         ]
         for process in processes:
-            assert process.wait(180) == 0, process.output()
+            assert process.wait(250) == 0, process.output()
         seen = [[float(number) for number in re.findall(r"accuracy ([0-9.]+)", p.output())] for p in processes]
         yield {
             protocol: (server, list(accuracies))
