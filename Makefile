@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCKER_ENGINE ?=
 PYTEST_FLAGS ?=
+# Most tests wait for processes that start, so two at a time fill two cores. Files in their order: those with long tests come first.
+TESTS_AT_ONCE ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format proto bench experiments wheel test-compose clean
@@ -32,7 +34,7 @@ demo: $(STAMP) ## Watch four workers train on real data; PROTOCOL=softsync:n=2 S
 		$(if $(OPTIMIZER),--optimizer '$(OPTIMIZER)') $(if $(WARMUP),--warmup '$(WARMUP)')
 
 test: $(STAMP) ## Run the tests, all but those that need a Docker engine
-	$(BIN)/python -m pytest --ignore=tests/compose $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder --ignore=tests/compose $(PYTEST_FLAGS)
 
 check: $(STAMP) ## Run linters, type checks, import rules, sanitizers; see that generated code is fresh
 	$(BIN)/ruff check --no-cache .
