@@ -20,7 +20,7 @@ def test_the_demo_trains_and_draws(start_python: Start, tmp_path: Path) -> None:
     picture = tmp_path / "pictures" / "demo.png"
     demo = start_python("-m", "pyps", "demo", "--epochs", "30", "--picture", str(picture))
 
-    assert demo.wait(100) == 0, demo.output()
+    assert demo.wait(250) == 0, demo.output()
     output = demo.output()
     assert re.search(r"Held-out accuracy 0\.9[5-9]\d after \d+ updates", output), output
     assert re.search(r"^ 0\.0 s .*loss \d\.\d{3}  accuracy 0\.\d{3}$", output, re.MULTILINE), "both from the beginning"
@@ -33,7 +33,7 @@ def test_a_training_that_learns_too_little_fails_in_a_sentence(start_python: Sta
     flags = ("--epochs", "1", "--workers", "1", "--servers", "1", "--picture", str(tmp_path / "demo.png"))
     demo = start_python("-m", "pyps", "demo", *flags)
 
-    assert demo.wait(100) == 1
+    assert demo.wait(250) == 1
     assert "below the 0.95 that this training should reach" in demo.output()
     assert "Traceback" not in demo.output()
 
