@@ -97,7 +97,6 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
         assert float(parameter.detach()[0, 0]) == -3 - count
         assert session.held == session.version
     assert [pushed.base_version for pushed in session.pushes[-2:]] == [session.version - 2, session.version - 1]
-    assert [message for message in caplog.messages if "hardsync takes gradients of the present version only" in message]
     session.current_version_only = False
     session.gate.clear()
     worker.step(gradient(1.0))
@@ -106,5 +105,6 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
     worker.flush()
     worker.close()
     assert pushes == len(session.pushes) - 1
-    assert len(caplog.messages) == 1
+    # Once; what threads of earlier tests may still log is not counted.
+    assert sum("hardsync takes gradients of the present version only" in text for text in caplog.messages) == 1
     assert sum(payloads(session)) == 6
