@@ -93,7 +93,9 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
     for count in range(3):
         worker.step(gradient(1.0))
         # Nothing is under way between steps, and the model holds all that was pushed.
-        assert session.events[-2:] == ["push", "pull"]  # on threads of its own, an overlapped worker never exchanges
+        # On threads of its own: an overlapped worker never exchanges. A pull begun before may end beside the push.
+        assert session.events[-1] == "pull"
+        assert "exchange" not in session.events
         assert float(parameter.detach()[0, 0]) == -3 - count
         assert session.held == session.version
     assert [pushed.base_version for pushed in session.pushes[-2:]] == [session.version - 2, session.version - 1]
