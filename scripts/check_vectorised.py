@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +49,10 @@ def main() -> int:
         print(f"marked loops {sorted(loops)}; expected {sorted(INSTANTIATIONS)}")
         return 1
     missing = 0
-    for isa, command in compile_commands().items():
-        widths = vectorised_lines(command)
+    commands = compile_commands()
+    with ThreadPoolExecutor() as pool:
+        reports = list(pool.map(vectorised_lines, commands.values()))
+    for isa, widths in zip(commands, reports, strict=True):
         for name, (file, line) in loops.items():
             expected = INSTANTIATIONS[name] - UNROLLED.get((isa, name), 0)
             found = widths[file, line, VECTOR_BYTES[isa]]
