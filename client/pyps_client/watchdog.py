@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import math
 import threading
 import time
@@ -30,11 +31,11 @@ class Watchdog:
         """Starts the time of a round."""
         self._deadline = time.monotonic() + seconds
         if not self._started:
-            self._started = True
             first = min(seconds, NAP_SECONDS)
-            watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._ended, first), daemon=True)
-            watch.name = "pyps-watchdog"
-            watch.start()
+            # A signal's handler that raises amid the start of a threading.Thread breaks both: the new thread, and what
+            # it raised. After this call the watch runs, whatever is raised; a second one would do no harm.
+            _thread.start_new_thread(_watch, (weakref.ref(self), self._ended, first))
+            self._started = True
 
     def rest(self) -> None:
         """Ends a round: it was in time."""
