@@ -12,7 +12,7 @@ from pyps.service import convert
 from pyps.service.calls import Context, receive
 from pyps.service.frames import PushAnswer
 from pyps.service.limits import ByteBudget, check_message_bytes
-from pyps.service.replies import Replies
+from pyps.service.replies import ALL_SHARDS, Replies
 from pyps.service.workbench import Workbench
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest
@@ -23,8 +23,6 @@ READ_AHEAD_MAX = 3
 
 # What a request is to be answered with.
 Answering: TypeAlias = Callable[[wire.PushRequest, Run], PushAnswer]
-# Stands for all shards at once; no shard has this number.
-_WHOLE = -1
 
 
 class Part(NamedTuple):
@@ -122,6 +120,9 @@ class PushStream:
         _require_possible([*self._staged, part], num_shards=len(self._run.shards))
         self._budget.hold(part.held_bytes)
         self._staged.append(part)
+        if self._run.whole is None:
+            # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
+            self._singly = part.worker_id, part.sequence
         if self._run.whole is None or len(self._staged) == part.num_shards:
             await self._push_staged()
 
@@ -131,7 +132,7 @@ class PushStream:
         await self._replies.none_under_way()
         self._release_staged()
         await self._replies.add(
-            _WHOLE,
+            ALL_SHARDS,
             partial(_push_whole, self._run, parts),
             num_bytes=sum(len(part.gradient.payload) for part in parts),
             held_bytes=sum(part.held_bytes for part in parts),

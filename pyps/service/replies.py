@@ -16,6 +16,9 @@ from pyps.service.workbench import Workbench
 # What streams may hold together before each has one job at a time: three of large messages and their replies.
 AHEAD_BYTES_MAX = 24 * 2**20
 
+# Stands for all shards at once; no shard has this number.
+ALL_SHARDS = -1
+
 # Does a message's work and returns what it is answered with.
 Job: TypeAlias = Callable[[], list[bytes]]
 
@@ -84,7 +87,7 @@ class Replies:
                 self._budget.release(held_bytes)
             return
         try:
-            while any(begun.shard_id == shard_id for begun in self._under_way):
+            while any(begun.shard_id in (shard_id, ALL_SHARDS) for begun in self._under_way):
                 await self._end_of_one()
         except BaseException:
             self._budget.release(held_bytes)

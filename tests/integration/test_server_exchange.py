@@ -259,6 +259,22 @@ def test_a_push_that_began_part_by_part_ends_so_when_one_mutex_comes_into_force(
         assert [last.receipt.version_after, next(exchange.replies).receipt.version_after] == [2, 2]
 
 
+def test_a_push_during_which_one_mutex_goes_and_comes_back_goes_on_part_by_part(start_server):
+    model = Model((Tensor("x", (48,)),), shard_size=16)
+    server = start_server("--staleness", "none", "--protocol", "asgd:mutex=whole")
+    with WireWorker(server.data, model=model) as worker:
+        worker.join()
+        exchange = Exchange(worker)
+        parts = [worker.push_request(1.0, i, sequence=1, num_shards=3) for i in range(3)]
+        exchange.send(parts[0])
+        wait_until(lambda: memory_in_flight(server) > 0, 20, "the first part's arrival")
+        inspect(server.control, "Configure", ConfigureRequest(protocol="asgd:mutex=shard"))
+        exchange.send(parts[1])
+        assert [next(exchange.replies).receipt.version_after for _ in range(2)] == [1, 1]
+        inspect(server.control, "Configure", ConfigureRequest(protocol="asgd:mutex=whole"))
+        assert exchange.ask(parts[2]).receipt.version_after == 1
+
+
 def test_parameters_that_come_along_are_counted_as_a_pull(start_server):
     server = start_server()
     with WireWorker(server.data) as worker:

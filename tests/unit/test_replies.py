@@ -109,6 +109,31 @@ def test_a_shards_jobs_run_one_after_the_other() -> None:
     played(scene)
 
 
+def test_a_job_on_all_shards_goes_before_a_later_one_on_any() -> None:
+    async def scene(work: Workbench, budget: ByteBudget) -> None:
+        caller, done = Caller(), []
+
+        def slow() -> list[bytes]:
+            running.set()
+            # Another thread is free for the second job.
+            assert not overtaken.wait(0.1)
+            done.append("all")
+            return [b"all"]
+
+        def second() -> list[bytes]:
+            overtaken.set()
+            done.append("one")
+            return [b"one"]
+
+        running, overtaken = threading.Event(), threading.Event()
+        async with Replies(caller, work, budget, ahead_max=3) as replies:  # type: ignore[arg-type]
+            await add(replies, module.ALL_SHARDS, slow)
+            await add(replies, 3, second)
+        assert (done, caller.taken) == (["all", "one"], [b"all", b"one"])
+
+    played(scene)
+
+
 @pytest.mark.parametrize(("held_elsewhere", "ahead"), [(0, 3), (module.AHEAD_BYTES_MAX, 1)])
 def test_no_more_runs_ahead_than_there_is_room_for(held_elsewhere: int, ahead: int) -> None:
     async def scene(work: Workbench, budget: ByteBudget) -> None:
