@@ -83,10 +83,17 @@ class GradientBuffer:
     def add(
         self, gradients: Sequence[torch.Tensor | None], *, versions: Mapping[int, int], example_count: int = 0
     ) -> None:
-        """Adds one minibatch's gradients, which were computed on parameters of these versions."""
-        for block, places in zip(self._layout.blocks, self._places, strict=True):
-            for batch in block.batches:
-                self._add_batch(batch, places, gradients)
+        """Adds one minibatch's gradients, which were computed on parameters of these versions.
+
+        Amid it an exception, as Ctrl-C raises, leaves nothing gathered: what is half added cannot be told apart.
+        """
+        try:
+            for block, places in zip(self._layout.blocks, self._places, strict=True):
+                for batch in block.batches:
+                    self._add_batch(batch, places, gradients)
+        except BaseException:
+            self.clear()
+            raise
         self._seen_fit = False
         if self.minibatch_count == 0:
             self.base_versions = versions

@@ -43,6 +43,25 @@ def test_minibatches_add_up_and_are_counted() -> None:
     assert (buffer.base_versions, buffer.newest_base_versions) == ({0: 3}, {0: 5})
 
 
+class Interrupted(list[torch.Tensor]):
+    """Gradients amid whose adding Ctrl-C comes."""
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if index == 1:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def test_what_was_half_added_does_not_come_back_with_the_next_minibatch() -> None:
+    buffer = gradient_buffer(linear())
+    with pytest.raises(KeyboardInterrupt):
+        buffer.add(Interrupted([torch.ones(2, 3), torch.ones(2)]), versions={0: 3})
+    buffer.add([torch.ones(2, 3), torch.ones(2)], versions={0: 4})
+    assert buffer.seal()
+    assert buffer.vectors[0].tolist() == [1] * 8
+    assert (buffer.minibatch_count, buffer.base_versions) == (1, {0: 4})
+
+
 def test_a_tensor_without_a_gradient_is_absent() -> None:
     buffer = gradient_buffer(linear())
     buffer.add([None, torch.ones(2)], versions=VERSIONS)
