@@ -262,14 +262,16 @@ def test_a_request_may_come_byte_by_byte(start_server):
         assert worker.link.receive().exchanged.replies[0].version == 1
 
 
-def test_workers_are_offered_it_and_observers_never(start_server):
+def test_workers_are_offered_it_and_observers_hear_where_but_get_no_ticket(start_server):
     with WireWorker(start_server().data) as worker:
         offer = worker.hello().local
         assert offer.address.startswith("@pyps-")
         assert len(offer.ticket) == 16
-        assert not worker.hello(role=common.ROLE_OBSERVER).HasField("local")
+        noticed = worker.hello(role=common.ROLE_OBSERVER).local
+        assert (noticed.address, noticed.ticket) == (offer.address, b"")
     with WireWorker(start_server("--local-socket", "off").data) as worker:
         assert not worker.hello().HasField("local")
+        assert not worker.hello(role=common.ROLE_OBSERVER).HasField("local")
 
 
 def test_two_servers_work_in_one_segment(start_server):

@@ -205,7 +205,8 @@ import random, signal, sys
 from pyps_client import open_stream
 from pyps_client.channel import Channel
 
-class Alarm(Exception):
+# As KeyboardInterrupt is: threading takes an Exception amid a start for a thread that did not begin.
+class Alarm(BaseException):
     pass
 
 def ring(*_):
