@@ -13,11 +13,10 @@ from pyps_client.segment import Segment
 from pyps_client.shareable import NO_OFFER, cannot_share
 from pyps_client.vectors import Vectors
 from pyps_wire.common_pb2 import Sender
+from pyps_wire.contract import GRADIENT_BUFFERS_MAX
 from pyps_wire.errors import BadRequest, PypsError
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 from pyps_wire.partition import Partition
-
-GRADIENT_BUFFERS_MAX = 4
 
 
 class Sharing:

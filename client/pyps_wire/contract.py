@@ -13,6 +13,9 @@ FEATURES: tuple[str, ...] = (
     "extents",  # pushes of a part of a shard
 )
 
+# Vectors of gradients that a worker may attach: one that is filled, one that is read, and spare ones of either.
+GRADIENT_BUFFERS_MAX = 4
+
 DATA_PORT = 7610
 CONTROL_PORT = 7611
 METRICS_PORT = 7612

@@ -13,8 +13,3 @@ class RunState(IntEnum):
     READY = 3
     FINISHED = 4
     DRAINING = 5
-
-    @property
-    def holds_parameters(self) -> bool:
-        """True once there is something to pull."""
-        return self in (RunState.READY, RunState.FINISHED)

@@ -63,10 +63,6 @@ class Layout:
         return (PAYLOAD_KIND_GRADIENT,) * (self.model.num_groups - 1) + (PAYLOAD_KIND_DELTA,)
 
     @property
-    def uses_cuda(self) -> bool:
-        return any(block.on_cuda for block in self.blocks)
-
-    @property
     def devices(self) -> str:
         """The devices in words, for people: "cuda:0", "cpu, cuda:1"."""
         return ", ".join(dict.fromkeys(str(block.device) for block in self.blocks))

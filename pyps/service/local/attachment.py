@@ -14,12 +14,11 @@ from pyps.service import convert
 from pyps.service.local.segment import Segment
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
+from pyps_wire.contract import GRADIENT_BUFFERS_MAX
 from pyps_wire.errors import BadRequest, NotInitialized
 from pyps_wire.partition import Partition
 
 ALIGNMENT_BYTES = 64
-# One that is filled, one that is read, and as many again for whoever knows why.
-GRADIENTS_MAX = 4
 
 
 class Vectors(NamedTuple):
@@ -94,8 +93,9 @@ class Attachment:
 
 def check_layout(request: local.LocalAttach, content: Content) -> None:
     """Refuses vectors that lie beside the segment or in each other, and a segment larger than they need."""
-    if not 1 <= len(request.gradients) <= GRADIENTS_MAX:
-        raise BadRequest(f"Attach names {len(request.gradients)} sets of gradients; expected 1 to {GRADIENTS_MAX}")
+    if not 1 <= len(request.gradients) <= GRADIENT_BUFFERS_MAX:
+        count = len(request.gradients)
+        raise BadRequest(f"Attach names {count} sets of gradients; expected 1 to {GRADIENT_BUFFERS_MAX}")
     spans = sorted(_spans(request, content))
     end = ALIGNMENT_BYTES
     for start, num_bytes in spans:
