@@ -39,7 +39,7 @@ def main() -> int:
     options = arguments()
     options.into.mkdir(parents=True, exist_ok=True)
     failed = []
-    for name in options.only.split(",") if options.only else BENCHMARKS:
+    for name in options.only or BENCHMARKS:
         if options.quick and not BENCHMARKS[name][1]:
             print(f"\n=== {name}: left out of the short form", flush=True)
             continue
@@ -62,12 +62,17 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a first impression, in minutes")
     parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="folder of the peers' scripts")
-    parser.add_argument("--only", default="", help=f"some of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--only", type=_names, help=f"some of {', '.join(BENCHMARKS)}")
     parser.add_argument("--into", type=Path, default=Path("out/bench"), help="folder for the results")
-    options = parser.parse_args()
-    if unknown := set(filter(None, options.only.split(","))) - BENCHMARKS.keys():
-        parser.error(f"there is no benchmark {sorted(unknown)[0]!r}; there are {', '.join(BENCHMARKS)}")
-    return options
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    names = text.replace(",", " ").split()
+    if unknown := set(names) - BENCHMARKS.keys():
+        known = ", ".join(BENCHMARKS)
+        raise argparse.ArgumentTypeError(f"there is no benchmark {sorted(unknown)[0]!r}; there are {known}")
+    return names
 
 
 def run(name: str, options: argparse.Namespace) -> bool:

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -67,11 +68,26 @@ def machine(results: Results) -> str:
     if versions := results.get("rounds", {}).get("peer_versions"):
         told = "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items())
         lines.append(f"* Peers: {told}")
+    if runs := _runs(results):
+        lines.append(f"* Runs of a cell: {runs}")
     if dates:
         short = [name for name, result in results.items() if result.get("quick")]
         note = f"; the short form of {', '.join(short)}, a first impression only" if short else ""
         lines.append(f"* Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}{note}")
     return "\n".join(lines)
+
+
+def _runs(results: Results) -> str:
+    """How many runs a cell is the median of, by benchmark."""
+    counts = {}
+    for name in ("rounds", "link", "sweep", "memory"):
+        cells = Counter(
+            (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "kind", "message_bytes")))
+            for row in figures.rows(results, name)
+        )
+        if cells:
+            counts[name] = sorted(set(cells.values()))
+    return ", ".join(f"{name} {' to '.join(map(str, (of[0], of[-1])[: len(of)]))}" for name, of in counts.items())
 
 
 def goal_table(results: Results) -> str:

@@ -117,14 +117,17 @@ def _server_cpu(results: Results) -> Goal:
 
 
 def _bandwidth(results: Results) -> Goal:
-    what, wanted = "Every update rule, one thread: the bandwidth of a plain loop over the same arrays", "≥ 0.9 each"
-    shares = {row["subject"]: row["shares"]["alone"] for row in figures.rows(results, "kernel")}
+    what, wanted = "Every update rule by itself, one thread: a plain loop over the same arrays", "≥ 0.9 each"
+    found = figures.rows(results, "kernel")
+    shares = {row["subject"]: row["shares"]["alone"] for row in found}
     if not shares:
         return Goal(what, wanted, None, None)
     below = {rule: share for rule, share in shares.items() if share < 0.9}
     least = min(shares, key=shares.__getitem__)
     told = ", ".join(f"{rule} {share:.2f}" for rule, share in (below or {least: shares[least]}).items())
-    return Goal(what, wanted, f"below it: {told}" if below else f"the least: {told}", not below)
+    ways = {way: min(row["shares"][way] for row in found) for way in ("+ both", "+ shared")}
+    measured = f"{'below it' if below else 'the least'}: {told}; with guard and reply {ways['+ both']:.2f}, in memory"
+    return Goal(what, wanted, f"{measured} that a worker may write to {ways['+ shared']:.2f}", not below)
 
 
 def _fused(results: Results, rule: str) -> Goal:

@@ -42,6 +42,7 @@ from pyps.core.arrays import aligned_copy, aligned_zeros
 from pyps.core.gradient import Codec, item_bytes
 from pyps.core.reply import Reply
 from pyps.core.update_rules import RULES, UpdateRule, WeightedGradient, validate
+from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 NUM_PARAMETERS = 25_600_000
 QUICK_ROUNDS = 5
@@ -93,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
-    parser.add_argument("--shard-size", type=int, default=1_047_552, help="parameters of a shard")
+    parser.add_argument("--shard-size", type=int, default=DEFAULT_SHARD_SIZE, help="parameters of a shard")
     parser.add_argument("--isa", choices=_kernels.available(), default=_kernels.isa())
     parser.add_argument("--time", choices=CLOCKS, default="wall", help="what is counted")
     parser.add_argument("--json", type=Path, help="also write every rule's figures here")
