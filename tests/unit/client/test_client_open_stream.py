@@ -205,8 +205,7 @@ import random, signal, sys
 from pyps_client import open_stream
 from pyps_client.channel import Channel
 
-# As KeyboardInterrupt is: threading takes an Exception amid a start for a thread that did not begin.
-class Alarm(BaseException):
+class Alarm(Exception):
     pass
 
 def ring(*_):
