@@ -183,6 +183,20 @@ def test_a_later_process_of_a_workers_name_takes_its_place(start_server):
         assert len(maps_of(server.pid)) == 1
 
 
+def test_a_vanished_waiter_is_heard_of_behind_a_further_request(start_server):
+    server = start_server()
+    before = len(descriptors_of(server.pid))
+    with local_worker(server.data) as worker:
+        worker.link.send(worker.pull_request({0: 5}, wait_seconds=600))
+        wait_until(lambda: list(status_of(server).waiting_for), 20, "the parked pull")
+        # Not read before the pull is answered, so that the end behind it is not read either.
+        worker.link.send(worker.exchange_request())
+    wait_until(lambda: not list(status_of(server).waiting_for), 30, "the end of the wait")
+    wait_until(lambda: not maps_of(server.pid), 30, "the end of the memory")
+    wait_until(lambda: len(descriptors_of(server.pid)) <= before, 30, "the end of the socket")
+    assert "bug" not in server.output()
+
+
 def test_nothing_answers_at_a_dead_servers_address(start_server):
     server = start_server()
     with local_worker(server.data) as worker:

@@ -177,13 +177,17 @@ class LocalServer:
         self.shared_bytes = sum(attachment.segment.num_bytes for attachment in attachments)
 
     async def _look_after(self) -> None:
-        """Closes the connections of callers that are silent for too long."""
+        """Closes the connections of callers that are silent for too long, or gone."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             self._forget_sharers()
             for connection in list(self._connections):
-                if connection.is_overdue(loop.time()) or (connection.idle and self._is_forgotten(connection)):
+                if (
+                    connection.is_overdue(loop.time())
+                    or connection.is_abandoned
+                    or (connection.idle and self._is_forgotten(connection))
+                ):
                     connection.close()
             if self._paused:
                 self._paused = False
