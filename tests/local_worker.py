@@ -263,3 +263,15 @@ def descriptors_of(pid: int) -> list[str]:
         if "memfd:" in target or target.startswith("socket:"):
             found.append(target)
     return found
+
+
+def segments_of(pid: int) -> set[int]:
+    """The memfds that a process maps or has open, by inode: no two at a time share one."""
+    found = {int(line.split()[4]) for line in maps_of(pid)}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:" in os.fspath(descriptor.readlink()):
+                found.add(descriptor.stat().st_ino)
+        except FileNotFoundError:
+            continue
+    return found

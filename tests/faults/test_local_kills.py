@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from local_worker import descriptors_of, local_worker, maps_of
+from local_worker import descriptors_of, local_worker, maps_of, segments_of
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
 from wire_crew import QUICK_LEASES, beating, status_of, wait_for_event
@@ -73,12 +73,12 @@ def test_a_worker_killed_in_its_round_leaves_nothing_and_the_other_goes_on(start
             assert values.min() == values.max() == -float(shard.version)
         assert "bug" not in server.output()
         assert "still in use" not in server.output()
+    wait_until(lambda: not segments_of(server.pid), 20, "no worker's memory left with the server")
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(start_server, tmp_path, model):
+def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(start_server, tmp_path, model, segments_of_others):
     server = start_server("--local-socket", str(tmp_path))
-    shared_before = shared_memory_files()
     with local_worker(server.data, model=model) as worker:
         worker.gradients[0][0][:] = 1.0
         rounds = [0]
@@ -100,14 +100,8 @@ def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(start_server
         # Each number is of one update or another, and all of it can be used on.
         assert np.isfinite(worker.parameters[0]).all()
         worker.parameters[0][:] = 0.0
-        assert shared_memory_files() == shared_before
+        assert len(segments_of(os.getpid()) - segments_of_others) == 1
         # Its socket is gone as soon as the next server starts there.
         following = start_server("--local-socket", str(tmp_path))
         assert len(list(tmp_path.iterdir())) == 1
         assert status_of(following).version_max == 0
-
-
-def shared_memory_files() -> set[str]:
-    """What lies in the system's folder of shared memory, by name."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir() if "pyps" in path.name} if folder.is_dir() else set()
