@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +31,6 @@ PARAMETERS = (25_600_000, 10_000)
 FORGET_SECONDS = 10.0
 # The exit status after Ctrl-C: 128 and SIGINT's number.
 INTERRUPTED = 130
-NOTHING = "interrupted before anything was measured"
 
 WAYS = (Way("auto", "float32"), Way("grpc", "float32"), Way("grpc", "bfloat16"))
 TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC", "mixed": "shared memory and gRPC"}
@@ -48,29 +49,39 @@ def bench(
 
     In a round one worker pushes a whole gradient and gets all new parameters back; the servers apply Adagrad. Where the
     servers run on this machine, shared memory is measured too. Servers that hold a run, or wait for that of a job, are
-    refused and left alone; those that are measured are empty again afterwards. Ctrl-C ends it with what was measured.
+    refused and left alone; those that are measured are empty again afterwards. Ctrl-C, or an
+    error, ends it with what was measured.
     """
     token = read_token(token_file)
     # That workers join and leave is no news here.
     logging.getLogger("pyps.client").setLevel(logging.WARNING)
+    addresses: tuple[str, ...] = ()
+    greetings: list[HelloReply] = []
+    measured: list[Rounds] = []
+    end: PypsError | KeyboardInterrupt | None = None
     try:
-        addresses = data_addresses(servers, token)
-        greetings = [_greet(address, token) for address in addresses]
-        for address, greeting in zip(addresses, greetings, strict=True):
-            _require_free(address, greeting)
-        results: list[Rounds] = []
-        interrupted = not _measure(results, addresses, token, sizes=parameters, seconds=seconds)
-    except PypsError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        fail(NOTHING, status=INTERRUPTED)
-    if interrupted and not results:
-        fail(NOTHING, status=INTERRUPTED)
-    if interrupted:
+        try:
+            addresses = data_addresses(servers, token)
+            greetings += [_greet(address, token) for address in addresses]
+            for address, greeting in zip(addresses, greetings, strict=True):
+                _require_free(address, greeting)
+            _measure(measured, addresses, token, sizes=parameters, seconds=seconds)
+        finally:
+            # What was measured is shown now: no further Ctrl-C comes between.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except (PypsError, KeyboardInterrupt) as error:
+        end = error
+    results = [rounds for rounds in measured if rounds.seconds]
+    if isinstance(end, KeyboardInterrupt):
+        if not results:
+            fail("interrupted before anything was measured", status=INTERRUPTED)
         typer.echo("pyps: interrupted; what follows is what was measured so far", err=True)
-    _show(results, addresses, greetings, as_json=as_json)
-    if interrupted:
+    if results:
+        _show(results, addresses, greetings, as_json=as_json)
+    if isinstance(end, KeyboardInterrupt):
         raise typer.Exit(INTERRUPTED)
+    if end is not None:
+        fail(str(end))
 
 
 def _show(
@@ -103,8 +114,8 @@ def _require_free(address: str, greeting: HelloReply) -> None:
 
 def _measure(
     results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
-) -> bool:
-    """Measures each way with each size into `results`; False where Ctrl-C ended it, with all rounds that were made."""
+) -> None:
+    """Measures each way with each size into `results`, which has all rounds that were made whatever ends it."""
     with BenchProgress(Console(stderr=True), num_stages=len(sizes) * len(WAYS), seconds=seconds) as progress:
         for size in sizes:
             run_id = new_name()
@@ -113,16 +124,13 @@ def _measure(
                 with bench.open():
                     for way in WAYS:
                         progress.begin(way, size)
-                        rounds = bench.measure(way, seconds=seconds, made=progress.made)
-                        if rounds is not None:
-                            results.append(rounds)
-            except KeyboardInterrupt:
-                if bench.interrupted is not None:
-                    results.append(bench.interrupted)
-                return False
-            finally:
-                _wait_until_forgotten(addresses, token, run_id)
-    return True
+                        bench.measure(way, results, seconds=seconds, made=progress.made)
+            except BaseException:
+                # What ended it is said, not that a server that is gone cannot be asked either.
+                with suppress(PypsError):
+                    _wait_until_forgotten(addresses, token, run_id)
+                raise
+            _wait_until_forgotten(addresses, token, run_id)
 
 
 def _wait_until_forgotten(addresses: tuple[str, ...], token: str, run_id: str) -> None:

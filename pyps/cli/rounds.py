@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ TIMED_ROUNDS_MIN = 3
 WAIT_SECONDS = 10.0
 
 # The rule hardly matters for time, the rate keeps the numbers finite for ever.
-_OPTIMIZER = OptimizerSettings(
+OPTIMIZER = OptimizerSettings(
     rule="adagrad", groups=[GroupSettings(hyperparameters={"learning_rate": 1e-6, "initial_accumulator_value": 0.1})]
 )
 
@@ -50,8 +50,8 @@ class Rounds:
     transport: str
     codec: str
     num_parameters: int
-    # Of each round, in the order made.
-    seconds: tuple[float, ...]
+    # Of each round, in the order made; grows while they are made.
+    seconds: list[float] = field(default_factory=list)
 
     @property
     def rounds_per_second(self) -> float:
@@ -78,8 +78,6 @@ class Bench:
         self._run_id = run_id
         self._model = Model((Tensor("bench", (num_parameters,)),))
         self._num_sessions = 0
-        # The rounds of a measurement that was interrupted.
-        self.interrupted: Rounds | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -88,17 +86,22 @@ class Bench:
             yield
 
     def measure(
-        self, way: Way, *, seconds: float, made: Callable[[float], object] = lambda seconds: None
-    ) -> Rounds | None:
-        """Makes rounds for so long, and a few at least; None where "auto" comes down to gRPC.
+        self,
+        way: Way,
+        results: list[Rounds],
+        *,
+        seconds: float,
+        made: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        """Makes rounds for so long, and a few at least, into `results`; adds none where "auto" comes down to gRPC.
 
-        `made` is called between timed rounds, with the seconds of the last. A refused gradient ends it, and so does
-        Ctrl-C, which leaves the rounds that were made in `interrupted`.
+        `made` is called between timed rounds, with the seconds of the last. A refused gradient ends it, as any error
+        does, and Ctrl-C; the rounds made until then are in `results`, which may be none.
         """
         with self._session(way) as session:
             lent = session.lend()
             if way.transport == "auto" and session.transport == "grpc":
-                return None
+                return
             gradient, parameters = lent.gradients[0], lent.parameters
             payload = encode(np.full(self._model.num_parameters, 1e-3, np.float32), codec_of(way.codec))
             gradient[0][:] = np.frombuffer(payload, gradient[0].dtype)
@@ -106,18 +109,13 @@ class Bench:
 
             for _ in range(WARM_UP_ROUNDS):
                 _make_round(session, gradient, parameters)
-            timed: list[float] = []
+            # There before the first round: whatever ends the rounds, and however often, takes none of them away.
+            rounds = Rounds(session.transport, way.codec, self._model.num_parameters)
+            results.append(rounds)
             end = time.perf_counter() + seconds
-            transport = session.transport
-            try:
-                while len(timed) < TIMED_ROUNDS_MIN or time.perf_counter() < end:
-                    timed.append(_make_round(session, gradient, parameters))
-                    made(timed[-1])
-            except KeyboardInterrupt:
-                if timed:
-                    self.interrupted = Rounds(transport, way.codec, self._model.num_parameters, tuple(timed))
-                raise
-            return Rounds(transport, way.codec, self._model.num_parameters, tuple(timed))
+            while len(rounds.seconds) < TIMED_ROUNDS_MIN or time.perf_counter() < end:
+                rounds.seconds.append(_make_round(session, gradient, parameters))
+                made(rounds.seconds[-1])
 
     def _session(self, way: Way) -> Session:
         self._num_sessions += 1
@@ -135,7 +133,7 @@ class Bench:
         )
         size = self._model.num_parameters
         return Session(
-            self._model, _OPTIMIZER, launch=launch, initial=lambda: [np.zeros(size, np.float32)], device="cpu"
+            self._model, OPTIMIZER, launch=launch, initial=lambda: [np.zeros(size, np.float32)], device="cpu"
         )
 
 

@@ -9,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -18,8 +19,11 @@ import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
+from pyps.cli.rounds import OPTIMIZER
 from pyps_wire import common_pb2 as common
+from pyps_wire.partition import Model, Tensor
 from support import PythonProcess, ServerProcess, child_environment, wait_until
+from wire_worker import WireWorker
 
 Start = Callable[..., ServerProcess]
 StartPython = Callable[..., PythonProcess]
@@ -36,8 +40,9 @@ def run_bench(start_python: StartPython, servers: str, *flags: str, status: int 
 
 
 def json_of(output: str) -> list[dict[str, Any]]:
-    """What stands behind the lines of progress."""
-    measured: list[dict[str, Any]] = json.loads(output[output.index("[\n") :])
+    """What stands between the lines of progress and what is said last."""
+    measured: list[dict[str, Any]]
+    measured, _ = json.JSONDecoder().raw_decode(output[output.index("[\n") :])
     return measured
 
 
@@ -154,6 +159,79 @@ def test_ctrl_c_ends_with_what_was_measured(
     else:
         assert "shared memory" in output and "p50 ms" in output
     assert state_of(server) == (common.RUN_STATE_EMPTY, "")
+
+
+@contextmanager
+def holding(server: ServerProcess) -> Iterator[None]:
+    """Keeps the server from forgetting the run of a measurement, by a worker of its own in it."""
+    status = inspect(server.control, "GetStatus")
+    model = Model((Tensor("bench", (1000,)),))
+    with WireWorker(server.data, run_id=status.run_id, model=model, optimizer=OPTIMIZER) as worker:
+        worker.hello()
+        yield
+
+
+def wait_for_updates(server: ServerProcess) -> None:
+    wait_until(lambda: inspect(server.control, "GetStatus").updates > 10, what="some rounds")
+
+
+def wait_for_the_benchs_end(server: ServerProcess) -> None:
+    """Waits until none but the one who holds the run is left in it."""
+    wait_until(lambda: inspect(server.control, "GetStatus").workers_alive == 1, what="the bench's end")
+
+
+def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "100")
+    process = start_python(
+        *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "1", "--json")
+    )
+    wait_for_updates(server)
+    with holding(server):
+        process.wait_for_output("3 of 3")
+        wait_for_the_benchs_end(server)
+        process.signal(signal.SIGINT)
+        assert process.wait() == 130
+    output = process.output()
+    assert "pyps: interrupted; what follows is what was measured so far" in output
+    assert "Traceback" not in output and "Aborted" not in output
+    assert [line["codec"] for line in json_of(output)] == ["float32", "float32", "bfloat16"]
+
+
+def test_a_second_ctrl_c_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "100")
+    process = start_python("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600")
+    wait_for_updates(server)
+    with holding(server):
+        process.signal(signal.SIGINT)
+        wait_for_the_benchs_end(server)
+        process.signal(signal.SIGINT)
+        assert process.wait() == 130
+    output = process.output()
+    assert "pyps: interrupted; what follows is what was measured so far" in output
+    assert "Traceback" not in output and "Aborted" not in output
+    assert "shared memory" in output and "p50 ms" in output
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_an_error_leaves_what_was_measured(
+    start_server: Start, start_python: StartPython, flags: tuple[str, ...]
+) -> None:
+    server = start_server()
+    process = start_python(
+        *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "3", *flags)
+    )
+    process.wait_for_output("3 of 3")
+    server.kill()
+    assert process.wait() == 1
+    output = process.output()
+    assert "Traceback" not in output and "interrupted" not in output
+    if flags:
+        ways = [(line["transport"], line["codec"]) for line in json_of(output)]
+        assert ways[:2] == [("shm", "float32"), ("grpc", "float32")]
+    else:
+        assert "shared memory" in output and "gRPC" in output
+    error = output.splitlines()[-1]
+    assert error.startswith("pyps: Waited 10 s") and server.data in error
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"])
