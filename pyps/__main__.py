@@ -1,6 +1,16 @@
-"""`python -m pyps` is `pyps`."""
+"""The `pyps` command from its first import on; `python -m pyps` is the same."""
 
-from pyps.cli.main import app
+import sys
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C amid its imports ends it with nothing but the status."""
+    try:
+        from pyps.cli.main import app
+    except KeyboardInterrupt:
+        sys.exit(130)
+    app(prog_name="pyps")
+
 
 if __name__ == "__main__":
-    app(prog_name="pyps")
+    main()

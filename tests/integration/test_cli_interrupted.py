@@ -1,0 +1,32 @@
+"""Ctrl-C before a command has begun: amid its imports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from support import PythonProcess
+
+# Runs `pyps`, and has Ctrl-C come when the module named first is imported.
+INTERRUPTED = """
+import runpy, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            signal.raise_signal(signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupter())
+runpy.run_module("pyps", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "pyps_wire.errors", "pyps.cli.serve"])
+def test_ctrl_c_amid_imports_ends_with_its_status_alone(
+    start_python: Callable[..., PythonProcess], module: str
+) -> None:
+    process = start_python("-c", INTERRUPTED, module, "serve", "--port", "0", "--control-port", "0")
+    assert process.wait() == 130
+    assert process.output().strip() == ""
