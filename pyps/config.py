@@ -108,6 +108,9 @@ class ServerConfig:
     max_pending_bytes: int = setting(
         4 * 2**30, "Bytes of gradients that may wait for an update.", minimum=2**10, maximum=10**15
     )
+    max_vector_bytes: int = setting(
+        4 * 2**30, "Bytes of a coordinator's vectors and of staged gradients.", minimum=2**10, maximum=10**15
+    )
     heartbeat_seconds: float = setting(5.0, "How often workers give a sign of life.", minimum=0.05)
     lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")

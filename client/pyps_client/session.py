@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from pyps_client import departure, uncaught
 from pyps_client.channel import Channel
@@ -24,17 +24,19 @@ from pyps_client.log import logger
 from pyps_client.parking import Parking
 from pyps_client.proceeding import Proceeding
 from pyps_client.pushes import Contribution, Description, Pushes
-from pyps_client.servers import Servers
+from pyps_client.servers import Operation, Servers
 from pyps_client.sharing import Sharing
 from pyps_client.standing import Standing
 from pyps_client.terms import warn_of_differences
 from pyps_client.vectors import Vector, Vectors
 from pyps_client.versions import Versions
 from pyps_wire.codecs import codec_of
-from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt
+from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
 from pyps_wire.partition import Model, partition
+
+T = TypeVar("T")
 
 # How long a Hello from the heartbeat's thread may take.
 HELLO_SECONDS = 10.0
@@ -203,6 +205,21 @@ class Session:
         question = Proceeding(self._handshake.sender, clock=self.clock, parking=Parking(self.launch.wait_seconds))
         reply = self._servers.on_first(question)
         self._standing.terms.ask_to_proceed = reply.ask_to_proceed
+
+    def ask_first(self, operation: Operation[T]) -> T:
+        """Runs an operation of another service on server 0, again after each loss of its connection."""
+        self._check_open()
+        return self._servers.on_first(operation)
+
+    def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
+        """Runs one operation a server, in the servers' order, all at once; raises the first failure."""
+        self._check_open()
+        return self._servers.on_all(operations)
+
+    @property
+    def sender(self) -> Sender:
+        """This worker as its messages name it; with the run's name after `connect`."""
+        return self._handshake.sender
 
     @property
     def held_versions(self) -> Versions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyps_wire import inspector_pb2, parameter_server_pb2
+from pyps_wire import inspector_pb2, parameter_server_pb2, vector_machine_pb2, work_pb2
 
 # Grows when an old client and a new server can no longer understand each other.
 PROTOCOL_VERSION = 1
@@ -11,6 +11,8 @@ PROTOCOL_VERSION = 1
 FEATURES: tuple[str, ...] = (
     "exchange",  # push and pull in one bidirectional stream
     "extents",  # pushes of a part of a shard
+    "work",  # portions of a data set, handed out by server 0
+    "vectors",  # instructions on vectors that lie on the servers
 )
 
 # Vectors of gradients that a worker may attach: one that is filled, one that is read, and spare ones of either.
@@ -22,6 +24,8 @@ METRICS_PORT = 7612
 
 PARAMETER_SERVER = "pyps.v1.ParameterServer"
 INSPECTOR = "pyps.v1.Inspector"
+WORK_QUEUE = "pyps.v1.WorkQueue"
+VECTOR_MACHINE = "pyps.v1.VectorMachine"
 
 # Full gRPC path of every method, by its name: METHODS["Push"] is "/pyps.v1.ParameterServer/Push".
 METHODS: dict[str, str] = {
@@ -29,6 +33,8 @@ METHODS: dict[str, str] = {
     for service in (
         parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
         inspector_pb2.DESCRIPTOR.services_by_name["Inspector"],
+        work_pb2.DESCRIPTOR.services_by_name["WorkQueue"],
+        vector_machine_pb2.DESCRIPTOR.services_by_name["VectorMachine"],
     )
     for method in service.methods
 }

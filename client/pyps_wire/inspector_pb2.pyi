@@ -1,4 +1,5 @@
 from pyps_wire import common_pb2 as _common_pb2
+from pyps_wire import work_pb2 as _work_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

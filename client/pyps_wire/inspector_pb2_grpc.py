@@ -3,6 +3,7 @@
 import grpc
 
 from pyps_wire import inspector_pb2 as pyps__wire_dot_inspector__pb2
+from pyps_wire import work_pb2 as pyps__wire_dot_work__pb2
 
 
 class InspectorStub(object):
@@ -49,6 +50,11 @@ class InspectorStub(object):
                 '/pyps.v1.Inspector/ListEvents',
                 request_serializer=pyps__wire_dot_inspector__pb2.ListEventsRequest.SerializeToString,
                 response_deserializer=pyps__wire_dot_inspector__pb2.ListEventsReply.FromString,
+                )
+        self.GetWork = channel.unary_unary(
+                '/pyps.v1.Inspector/GetWork',
+                request_serializer=pyps__wire_dot_work__pb2.GetWorkRequest.SerializeToString,
+                response_deserializer=pyps__wire_dot_work__pb2.WorkProgress.FromString,
                 )
         self.GetMemory = channel.unary_unary(
                 '/pyps.v1.Inspector/GetMemory',
@@ -130,6 +136,13 @@ class InspectorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWork(self, request, context):
+        """How far the workers are with the data set, where server 0 hands it out in portions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMemory(self, request, context):
         """Where the server's memory goes.
         """
@@ -202,6 +215,11 @@ def add_InspectorServicer_to_server(servicer, server):
                     servicer.ListEvents,
                     request_deserializer=pyps__wire_dot_inspector__pb2.ListEventsRequest.FromString,
                     response_serializer=pyps__wire_dot_inspector__pb2.ListEventsReply.SerializeToString,
+            ),
+            'GetWork': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWork,
+                    request_deserializer=pyps__wire_dot_work__pb2.GetWorkRequest.FromString,
+                    response_serializer=pyps__wire_dot_work__pb2.WorkProgress.SerializeToString,
             ),
             'GetMemory': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMemory,
@@ -355,6 +373,23 @@ class Inspector(object):
         return grpc.experimental.unary_unary(request, target, '/pyps.v1.Inspector/ListEvents',
             pyps__wire_dot_inspector__pb2.ListEventsRequest.SerializeToString,
             pyps__wire_dot_inspector__pb2.ListEventsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetWork(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/pyps.v1.Inspector/GetWork',
+            pyps__wire_dot_work__pb2.GetWorkRequest.SerializeToString,
+            pyps__wire_dot_work__pb2.WorkProgress.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

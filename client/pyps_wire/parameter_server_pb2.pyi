@@ -1,4 +1,5 @@
 from pyps_wire import common_pb2 as _common_pb2
+from pyps_wire import work_pb2 as _work_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -180,7 +181,7 @@ class PushRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., sequence: _Optional[int] = ..., shard_id: _Optional[int] = ..., base_version: _Optional[int] = ..., newest_base_version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., kind: _Optional[_Union[_common_pb2.PayloadKind, str]] = ..., extents: _Optional[_Iterable[_Union[_common_pb2.Extent, _Mapping]]] = ..., example_count: _Optional[int] = ..., minibatch_count: _Optional[int] = ..., clock: _Optional[int] = ..., learning_rate: _Optional[float] = ..., gradient_norm: _Optional[float] = ..., num_shards: _Optional[int] = ..., reply_codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., held_version: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("sender", "role", "epoch", "codec", "wants", "wait_milliseconds")
+    __slots__ = ("sender", "role", "epoch", "codec", "wants", "wait_milliseconds", "portion")
     class Want(_message.Message):
         __slots__ = ("shard_id", "held_version", "min_version")
         SHARD_ID_FIELD_NUMBER: _ClassVar[int]
@@ -196,27 +197,31 @@ class PullRequest(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    PORTION_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     role: _common_pb2.Role
     epoch: int
     codec: _common_pb2.Codec
     wants: _containers.RepeatedCompositeFieldContainer[PullRequest.Want]
     wait_milliseconds: int
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., wants: _Optional[_Iterable[_Union[PullRequest.Want, _Mapping]]] = ..., wait_milliseconds: _Optional[int] = ...) -> None: ...
+    portion: _work_pb2.LeaseRequest
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., wants: _Optional[_Iterable[_Union[PullRequest.Want, _Mapping]]] = ..., wait_milliseconds: _Optional[int] = ..., portion: _Optional[_Union[_work_pb2.LeaseRequest, _Mapping]] = ...) -> None: ...
 
 class Parameters(_message.Message):
-    __slots__ = ("shard_id", "version", "epoch", "codec", "payload")
+    __slots__ = ("shard_id", "version", "epoch", "codec", "lease", "payload")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     version: int
     epoch: int
     codec: _common_pb2.Codec
+    lease: _work_pb2.LeaseReply
     payload: bytes
-    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, shard_id: _Optional[int] = ..., version: _Optional[int] = ..., epoch: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., lease: _Optional[_Union[_work_pb2.LeaseReply, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeReply(_message.Message):
     __slots__ = ("receipt", "version", "epoch", "codec", "payload")

@@ -11,6 +11,7 @@ from pyps.core import spec
 from pyps.core.protocols.asynchronous import Asgd, Async
 from pyps.core.protocols.barrier import Backup, Hardsync, StrictBsp
 from pyps.core.protocols.base import Aggregation, mean
+from pyps.core.protocols.coordinated import Sandblaster
 from pyps.core.protocols.decision import (
     Acknowledge,
     Apply,
@@ -42,6 +43,7 @@ __all__ = [
     "Park",
     "Part",
     "Refuse",
+    "Sandblaster",
     "Serial",
     "Softsync",
     "Ssp",
@@ -51,7 +53,7 @@ __all__ = [
 ]
 
 PROTOCOLS: dict[str, type[Aggregation]] = {
-    kind.name: kind for kind in (Async, Softsync, Hardsync, Backup, Ssp, Serial, Asgd)
+    kind.name: kind for kind in (Async, Softsync, Hardsync, Backup, Ssp, Serial, Asgd, Sandblaster)
 }
 
 # Other people's words. The STT chapter calls serial training "synchronous" and hardsync "hybrid".

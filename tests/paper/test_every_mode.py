@@ -123,7 +123,7 @@ def serial_training(rule_name: str) -> tuple[bytes, ...]:
 
 
 def test_the_matrix_holds_every_protocol_policy_and_rule() -> None:
-    assert {text.partition(":")[0] for text in PROTOCOL_TEXTS} == set(PROTOCOLS)
+    assert {text.partition(":")[0] for text in PROTOCOL_TEXTS} == {*PROTOCOLS} - {"sandblaster"}  # takes no push
     assert {text.partition(":")[0] for text in POLICY_TEXTS} == {kind.name for kind in POLICIES.values()}
 
 
