@@ -47,7 +47,7 @@ def test_other_peoples_words_are_understood(text: str, protocol: object) -> None
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("gossip", "protocol 'gossip' is unknown; expected one of asgd, async, backup, hardsync, serial"),
+        ("gossip", "protocol 'gossip' is unknown; expected one of asgd, async, backup, hardsync, sandblaster, serial"),
         ("softsync", "softsync's n is 0; expected at least 1, as in softsync:n=4"),
         ("softsync:n=0", "softsync's n is 0; expected at least 1"),
         ("softsync:n=x", "protocol 'softsync': n is 'x'; expected a whole number"),
