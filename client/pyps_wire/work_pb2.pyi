@@ -53,13 +53,15 @@ class Portion(_message.Message):
     def __init__(self, portion_id: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("sender", "wait_milliseconds")
+    __slots__ = ("sender", "wait_milliseconds", "held")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     wait_milliseconds: int
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., wait_milliseconds: _Optional[int] = ..., **kwargs) -> None: ...
+    held: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., wait_milliseconds: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., **kwargs) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("outcome", "portion", "next", "batch_size", "portions_per_stage", "message")
