@@ -76,7 +76,9 @@ class Instruction:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Instruction:
         """The reverse of `to_plain`."""
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
+        }
         given["operation"] = Operation[given["operation"]]
         if "precision" in given:
             given["precision"] = Precision[given["precision"]]
