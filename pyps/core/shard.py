@@ -13,7 +13,7 @@ from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Dec
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
-from pyps.core.gradient import Gradient, require_possible_version, require_rate
+from pyps.core.gradient import Gradient, require_rate
 from pyps.core.ledger import FORGOTTEN, Ledger
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
@@ -164,6 +164,17 @@ class Shard:
                 self._recorder.pulled(self.shard_id, worker_id, self._version)
             return result
 
+    def rewrite(self, writer: Callable[[Floats], object]) -> None:
+        """Lets `writer` write the parameters, all of them, as one update that no gradient brought about.
+
+        It is called under the lock. No recorder is told: an update log cannot hold what it does.
+        """
+        with self._lock:
+            writer(self._parameters)
+            self._version += 1
+            reached = self._waiters.take_reached(self._version)
+        call_all(reached)
+
     @property
     def version(self) -> int:
         """The number of updates applied so far."""
@@ -274,15 +285,8 @@ class Shard:
 
     def _refused(self, gradient: Gradient, roster: Roster, finding: Finding) -> Receipt | None:
         """Returns the receipt of a push that cannot be used and leaves no trace, not even in the ledger."""
-        refusal = None
-        if self._finished:
-            refusal = verdict.over(shard_id=self.shard_id, version=self._version)
-        elif gradient.epoch != self.epoch:
-            refusal = verdict.other_epoch(gradient, shard_id=self.shard_id, epoch=self.epoch)
-        else:
-            require_possible_version(gradient, shard_id=self.shard_id, version=self._version)
-            if not finding.finite:
-                refusal = verdict.not_finite(finding, gradient, shard_id=self.shard_id)
+        of = {"shard_id": self.shard_id, "epoch": self.epoch, "version": self._version}
+        refusal = verdict.unusable(gradient, finding, finished=self._finished, **of)
         return None if refusal is None else self._rejected(refusal, gradient, roster)
 
     def _decide(self, gradient: Gradient, roster: Roster, norm: float | None, answer: Answer | None) -> Receipt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyps.core.aggregation import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.finding import Finding
-from pyps.core.gradient import Gradient
+from pyps.core.gradient import Gradient, require_possible_version
 from pyps.core.receipt import WAITING_FOR_MAX, Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps.core.update import rate_of
@@ -79,6 +79,21 @@ def rejection(
         epoch=epoch,
         min_version=decision.min_version,
     )
+
+
+def unusable(
+    gradient: Gradient, finding: Finding, *, finished: bool, shard_id: int, epoch: int, version: int
+) -> Refuse | None:
+    """Refuses a push that no protocol need be asked about; None for one that may be decided on.
+
+    Raises BadRequest for a gradient of a version that the shard never had.
+    """
+    if finished:
+        return over(shard_id=shard_id, version=version)
+    if gradient.epoch != epoch:
+        return other_epoch(gradient, shard_id=shard_id, epoch=epoch)
+    require_possible_version(gradient, shard_id=shard_id, version=version)
+    return None if finding.finite else not_finite(finding, gradient, shard_id=shard_id)
 
 
 def forgotten(gradient: Gradient, *, shard_id: int) -> Refuse:
