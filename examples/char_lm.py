@@ -1,0 +1,204 @@
+"""A worker that trains a small network to guess the next character of Python's standard library.
+
+The text is the source of the Python that runs it, so nothing is downloaded: files in the order of their paths, their
+ASCII characters, the first 2 MB to train on and the next 200 kB held out. The network reads stretches of 64 characters
+with 64 gated recurrent units, and is judged by the bits that each held-out character would take:
+
+    pyps run --servers 2 --workers 4 -- python examples/char_lm.py --picture char_lm.png
+
+Worker 0 scores the model now and then. `evaluate` is what `pyps eval examples/char_lm.py` calls with a running
+model's parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyps_client import RemoteOptimizer
+from pyps_client.data import count_examples, worker_sampler
+from pyps_wire.errors import PypsError
+
+TRAINING_BYTES = 2_000_000
+HELD_OUT_BYTES = 200_000
+# Characters in an example: each but the first is to be guessed from those before it.
+LENGTH = 65
+CHARACTERS = 128
+# Between two looks at the held-out text, each at one of so many of its examples.
+LOOK_SECONDS = 2.0
+LOOK_EVERY = 10
+# Examples that are scored in one go: the scores of all would take 100 MB.
+SCORED_AT_ONCE = 500
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    # Each worker uses the cores that OMP_NUM_THREADS leaves it; the launcher sets that.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training, held_out = standard_library()
+    model = Network().to(device)
+    # What is done once for all workers is done by the first.
+    is_first = os.environ.get("PYPS_WORKER_INDEX", "0") == "0"
+    if is_first:
+        print(f"held-out text, untrained: {bits_per_character(model, held_out):.3f} bits/char", flush=True)
+    optimizer = RemoteOptimizer(
+        model,
+        torch.optim.Adagrad(model.parameters(), lr=arguments.learning_rate),
+        servers=arguments.servers,
+        push_every=arguments.push_every,
+        overlap=arguments.overlap,
+    )
+    loader = DataLoader(training, batch_size=arguments.batch_size, sampler=worker_sampler(training, seed=1))
+    scores = Scores(model, held_out) if is_first else None
+    for epoch in range(arguments.epochs):
+        for (text,) in count_examples(loader, optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, text.to(device))
+            loss.backward()
+            optimizer.step()
+            if scores is not None:
+                scores.look()
+        optimizer.report(loss=loss.item())
+        print(f"epoch {epoch}  update {optimizer.global_step:5d}  loss {loss.item():.4f}", flush=True)
+    optimizer.close()
+    if scores is not None:
+        score = bits_per_character(model, held_out)
+        print(f"held-out text, after {scores.seconds:.0f} s: {score:.3f} bits/char", flush=True)
+        if arguments.picture is not None:
+            draw(arguments.picture, scores.seen)
+
+
+class Network(nn.Module):
+    """Scores of the next character after each of some characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CHARACTERS, 32)
+        self.units = nn.GRU(32, 64, batch_first=True)
+        self.output = nn.Linear(64, CHARACTERS)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """(examples, characters) to (examples, characters, CHARACTERS)."""
+        states, _ = self.units(self.embedding(text))
+        return self.output(states)
+
+
+def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
+    """The mean cross-entropy of the characters that follow, in nats."""
+    return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def bits_per_character(model: nn.Module, text: TensorDataset, *, every: int = 1) -> float:
+    """The mean over the text, or over every so manyth example of it."""
+    examples = text.tensors[0][::every]
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        nats = sum(len(some) * loss_of(model, some.to(device)).item() for some in examples.split(SCORED_AT_ONCE))
+    return nats / len(examples) / math.log(2)
+
+
+class Scores:
+    """What a model in training scores on held-out text, now and then."""
+
+    def __init__(self, model: nn.Module, held_out: TensorDataset) -> None:
+        self._model, self._held_out = model, held_out
+        self._began = time.monotonic()
+        # (seconds, bits/char) pairs.
+        self.seen = [(0.0, self._score())]
+
+    @property
+    def seconds(self) -> float:
+        """Since the first score."""
+        return time.monotonic() - self._began
+
+    def look(self) -> None:
+        """Scores the model if it is time to."""
+        if self.seconds >= self.seen[-1][0] + LOOK_SECONDS:
+            self.seen.append((self.seconds, self._score()))
+
+    def _score(self) -> float:
+        return bits_per_character(self._model, self._held_out, every=LOOK_EVERY)
+
+
+def standard_library() -> tuple[TensorDataset, TensorDataset]:
+    """The text for training, and that held out: rows of LENGTH characters, a row's last the next one's first."""
+    wanted = TRAINING_BYTES + HELD_OUT_BYTES
+    text = b""
+    for path in sources(Path(sysconfig.get_path("stdlib"))):
+        text += path.read_bytes().decode("ascii", errors="ignore").encode()
+        if len(text) >= wanted:
+            break
+    else:
+        sys.exit(f"char_lm.py: the standard library has {len(text):,} bytes of source; {wanted:,} are needed.")
+    characters = torch.tensor(np.frombuffer(text[:wanted], np.uint8), dtype=torch.int64)
+    training, held_out = characters.split((TRAINING_BYTES, HELD_OUT_BYTES))
+    return (
+        TensorDataset(training.unfold(0, LENGTH, LENGTH - 1)),
+        TensorDataset(held_out.unfold(0, LENGTH, LENGTH - 1)),
+    )
+
+
+def sources(folder: Path) -> Iterator[Path]:
+    """The files of the library itself, not of what was installed beside it."""
+    installed = {"site-packages", "dist-packages"}
+    return (path for path in sorted(folder.rglob("*.py")) if not installed.intersection(path.parts))
+
+
+def draw(path: Path, scores: Sequence[tuple[float, float]]) -> None:
+    """Draws (seconds, bits/char) pairs."""
+    # Figure alone draws without a display, which pyplot might ask for.
+    from matplotlib.figure import Figure
+
+    workers = os.environ.get("PYPS_WORKER_COUNT", "1")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(*zip(*scores, strict=True), marker=".", color="tab:blue")
+    axis.set(xlabel="seconds", ylabel="bits per held-out character", ylim=(2, None), xlim=(0, None))
+    axis.set_title(f"The standard library's source, GRU of 64 units, workers: {workers}")
+    axis.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    print(f"picture: {path}", flush=True)
+
+
+def evaluate(parameters: dict[str, np.ndarray]) -> dict[str, float]:
+    """Bits per character of these parameters on the held-out text."""
+    model = Network()
+    model.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
+    return {"bits_per_character": bits_per_character(model, standard_library()[1])}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a character model on Python's own source through pyps.")
+    parser.add_argument("--servers", help="host:port[,host:port]; PYPS_SERVERS by default")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the text, of all workers together")
+    parser.add_argument("--batch-size", type=int, default=32, help="stretches of 64 characters in a minibatch")
+    parser.add_argument("--learning-rate", type=float, default=0.05, help="Adagrad's")
+    parser.add_argument("--push-every", type=int, help="minibatches summed in a push; 1, or what the servers ask for")
+    parser.add_argument("--overlap", choices=["off", "step"], default="off")
+    parser.add_argument("--picture", type=Path, help="where worker 0 draws bits per character over time")
+    arguments = parser.parse_args()
+    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--picture needs matplotlib: pip install 'pyps[demo]'")
+    return arguments
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PypsError as error:
+        # What the servers refuse is said in a sentence; nobody needs to see where.
+        sys.exit(f"char_lm.py: {error}")
