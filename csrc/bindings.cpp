@@ -195,6 +195,7 @@ PYBIND11_MODULE(_kernels, module) {
              "Switches the instruction set for every caller. For tests.");
 
   pyps::bind_rules(module);
+  pyps::bind_vectors(module);
   module.def("first_non_finite", &pyps::first_non_finite, arg("gradient"), arg("codec"),
              "Returns the index of the first NaN or infinity, -1 when there is none.");
   module.def("norm", &pyps::norm, arg("gradient"), arg("codec"),

@@ -8,4 +8,7 @@ namespace pyps {
 // Adds the update rules.
 void bind_rules(pybind11::module_& module);
 
+// Adds the arithmetic on vectors.
+void bind_vectors(pybind11::module_& module);
+
 }  // namespace pyps

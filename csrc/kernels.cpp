@@ -17,6 +17,7 @@
 #include "kernel_memory.h"
 #include "kernel_reply.h"
 #include "kernel_update.h"
+#include "kernel_vectors.h"
 
 namespace pyps {
 namespace {
@@ -65,8 +66,6 @@ void encode(void* encoded, const float* values, Codec codec, std::size_t count) 
   }
   writer.finish();
 }
-
-constexpr std::size_t num_lanes = 16;
 
 // Element i always belongs to lane i modulo 16, whatever the width of a vector: the sum has one
 // order of additions, hence one value, on every instruction set.
@@ -170,6 +169,21 @@ const Kernels PYPS_KERNELS = {
     .encode = encode,
     .summary = summary,
     .bandwidth = bandwidth,
+    .vectors =
+        {
+            .fill = fill_vector,
+            .copy = copy_vector,
+            .scale = scale_vector,
+            .add = add_vectors,
+            .subtract = subtract_vectors,
+            .multiply = multiply_vectors,
+            .move = move_vector,
+            .dot = dot,
+            .norm1 = norm1,
+            .norm_inf = norm_inf,
+            .combine = combine,
+            .gram = gram,
+        },
 };
 
 }  // namespace pyps

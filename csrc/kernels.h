@@ -11,6 +11,8 @@
 
 #include <cstddef>
 
+#include "vectors.h"
+
 namespace pyps {
 
 // How one number is encoded on the wire, little-endian. The values are those of the wire contract.
@@ -188,6 +190,8 @@ struct Kernels {
   // against.
   void (*bandwidth)(float* const* arrays, std::size_t num_arrays, const void* gradient,
                     std::size_t count);
+
+  VectorKernels vectors;
 };
 
 }  // namespace pyps

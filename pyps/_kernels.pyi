@@ -3,7 +3,8 @@
 A gradient is any C-contiguous buffer: raw bytes at any offset, or an array of the codec's own type
 (float32 for FLOAT32, float16 for FLOAT16, uint16 for BFLOAT16). Arrays are one-dimensional, C-contiguous
 float32; those written to must be writable and share no memory with the others. Nothing is converted or
-copied: TypeError and ValueError name what does not fit, before anything is written.
+copied: TypeError and ValueError name what does not fit, before anything is written. The functions on vectors
+take float64 as well, in any mixture.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 FLOAT32: int
 FLOAT16: int
@@ -202,3 +204,52 @@ def new_frame(header: bytes, field_number: int, count: int, codec: int) -> tuple
 
 def encode_into(values: Floats, reply: Reply) -> None:
     """Writes the encoded values to where a reply is wanted."""
+
+# Arithmetic on vectors: in float64 in the order written, rounded once to what `z` is made of. `z` may be the same
+# array as others are; else it shares no memory with them. Sums over elements are float64, in one order on every
+# instruction set.
+
+def vector_fill(z: Numbers, a: float) -> None:
+    """z = a, in every element"""
+
+def vector_copy(z: Numbers, x: Numbers) -> None:
+    """z = x"""
+
+def vector_scale(z: Numbers, a: float) -> None:
+    """z = a * z"""
+
+def vector_add(z: Numbers, x: Numbers, y: Numbers) -> None:
+    """z = x + y"""
+
+def vector_subtract(z: Numbers, x: Numbers, y: Numbers) -> None:
+    """z = x - y"""
+
+def vector_multiply(z: Numbers, x: Numbers, y: Numbers) -> None:
+    """z = x * y, element by element"""
+
+def vector_axpy(z: Numbers, a: float, x: Numbers) -> None:
+    """z = z + a * x"""
+
+def vector_move(z: Numbers, x: Numbers, a: float, y: Numbers | None) -> None:
+    """z = x + a * y, or z = x where y is None"""
+
+def vector_dot(x: Numbers, y: Numbers) -> float:
+    """Returns the sum of x * y."""
+
+def vector_norm1(x: Numbers) -> float:
+    """Returns the sum of |x|."""
+
+def vector_norm_inf(x: Numbers) -> float:
+    """Returns the largest |x|: 0.0 of no elements, NaN where one is NaN."""
+
+def vector_combine(z: Numbers, scalars: Sequence[float], vectors: Sequence[Numbers]) -> None:
+    """z = 0 + scalars[0] * vectors[0] + scalars[1] * vectors[1] + ..., in one pass over memory"""
+
+def vector_fold(z: Numbers, stages: Sequence[Floats], divisor: float) -> None:
+    """z = (0 + stages[0] + stages[1] + ...) / divisor, in one pass over memory
+
+    ValueError unless the divisor is above 0 and finite.
+    """
+
+def vector_gram(names: Sequence[Numbers], others: Sequence[Numbers]) -> npt.NDArray[np.float64]:
+    """Returns vector_dot of each of `names` with each of `others`, one row a name, in one pass over memory."""

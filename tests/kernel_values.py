@@ -54,3 +54,12 @@ def payload_of(length, codec, seed):
 
 def at_offset(payload, offset):
     return memoryview(bytes(offset) + payload)[offset:]
+
+
+def read_only(array):
+    array.flags.writeable = False
+    return array
+
+
+def misaligned(length):
+    return np.frombuffer(bytearray(4 * length + 1), np.float32, offset=1)

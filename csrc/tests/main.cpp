@@ -5,11 +5,13 @@
 
 void test_kernels();
 void test_rules();
+void test_vectors();
 void test_framing();
 
 int main() {
   test_kernels();
   test_rules();
+  test_vectors();
   test_framing();
   std::puts("native tests passed");
 }

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from kernel_values import misaligned, read_only
 from pyps import _kernels
 
 
@@ -22,15 +23,6 @@ def alone(gradient, codec=1):
 def adam(p, m, v, gradients, **settings):
     settings = {"rate": 0.1, "beta1": 0.9, "beta2": 0.999, "root_scale": 1.0, "eps": 0.0} | settings
     _kernels.adam(p, m, v, gradients, **settings)
-
-
-def read_only(array):
-    array.flags.writeable = False
-    return array
-
-
-def misaligned(length):
-    return np.frombuffer(bytearray(4 * length + 1), np.float32, offset=1)
 
 
 REFUSED_ARRAYS = {
