@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyps.core.instructions import PARAMETERS, Instruction, Operation, Precision
+from pyps.core.instructions import Instruction, Operation, Precision
 
-# The point last accepted, its gradient, a trial point's gradient, and the newest differences of points and of gradients.
+# The point last accepted, its gradient, a trial point's gradient, and the changes of both between the two.
 POINT, GRADIENT, TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE = "x", "g", "t", "s", "y"
 VECTORS_FLOAT32 = (POINT, GRADIENT, TRIAL_GRADIENT, POINT_CHANGE, GRADIENT_CHANGE)
 # The search direction, which the recursion makes in place: errors of rounding would add up over 2m terms in float32.
@@ -68,4 +68,4 @@ def drop_oldest() -> Instruction:
 
 
 def move(left: str, scalar: float = 0.0, right: str = "") -> Instruction:
-    return Instruction(Operation.MOVE, target=PARAMETERS, left=left, scalar=scalar, right=right)
+    return Instruction(Operation.MOVE, left=left, scalar=scalar, right=right)

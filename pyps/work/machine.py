@@ -30,8 +30,8 @@ class Machine(Protocol):
         """
         ...
 
-    def execute_on(self, server: int, *instructions: Instruction) -> None:
-        """Executes a program on one server: servers need not all have the same vectors when a coordinator comes back."""
+    def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
+        """Executes a program on one server; when a coordinator comes back, they need not all have the same vectors."""
         ...
 
 
