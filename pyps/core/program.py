@@ -1,0 +1,292 @@
+"""A program of instructions, and whether it can be executed: found out as a whole, before any of it is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pyps.core.instructions import PARAMETERS, Instruction, Operation, Precision
+from pyps_wire.errors import BadRequest
+
+# A name fits into messages and files: letters, digits and _, 16 characters at most.
+_NAME = re.compile(r"[A-Za-z0-9_]{1,16}")
+_PAIR_NAME = re.compile(r"[sy]\d+")
+STATE_BYTES_MAX = 64 * 1024
+# The accepted point and its gradient: what a coordinator that comes back goes on from, with the history.
+POINT, GRADIENT = "x", "g"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions to be executed in one go, all of them or none."""
+
+    coordinator_epoch: int
+    op_seq: int
+    instructions: tuple[Instruction, ...]
+    # The iteration that they complete, 0 for none.
+    commits_iteration: int = 0
+    # With a commit: what a coordinator that comes back needs to know.
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Which fields of an instruction name vectors."""
+
+    # One each, and a list each, that are read.
+    reads: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    # Whether `target` is a vector that is there and is written.
+    writes: bool = False
+    # Whether the instruction answers with numbers.
+    answers: bool = False
+
+
+OPERANDS: Mapping[Operation, Operands] = {
+    Operation.ALLOC: Operands(),
+    Operation.FREE: Operands(),
+    Operation.FILL: Operands(writes=True),
+    Operation.COPY: Operands(("left",), writes=True),
+    Operation.SCALE: Operands(writes=True),
+    Operation.ADD: Operands(("left", "right"), writes=True),
+    Operation.SUB: Operands(("left", "right"), writes=True),
+    Operation.MUL: Operands(("left", "right"), writes=True),
+    Operation.AXPY: Operands(("left",), writes=True),
+    Operation.DOT: Operands(("left", "right"), answers=True),
+    Operation.NORM1: Operands(("left",), answers=True),
+    Operation.NORM_INF: Operands(("left",), answers=True),
+    Operation.COMBINE: Operands(writes=True, lists=("names",)),
+    Operation.GRAM: Operands(answers=True, lists=("names", "others")),
+    Operation.FOLD: Operands(writes=True),
+    Operation.PUSH_HISTORY: Operands(("left", "right")),
+    Operation.DROP_OLDEST: Operands(),
+    Operation.MOVE: Operands(("left",)),
+    Operation.BEGIN_PASS: Operands(),
+}
+
+
+def names_read(instruction: Instruction) -> list[str]:
+    """Returns the vectors that an instruction reads besides its target, in the order of its fields."""
+    operands = OPERANDS[instruction.operation]
+    names = [getattr(instruction, name) for name in operands.reads]
+    if instruction.operation == Operation.MOVE and instruction.right:
+        names.append(instruction.right)
+    return [*names, *(name for part in operands.lists for name in getattr(instruction, part))]
+
+
+def num_answers(instruction: Instruction) -> int:
+    """Returns how many numbers an instruction answers with."""
+    if instruction.operation == Operation.GRAM:
+        return len(instruction.names) * len(instruction.others)
+    return 1 if OPERANDS[instruction.operation].answers else 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Which vectors there are on every shard of a server, and how each is kept."""
+
+    vectors: Mapping[str, Precision] = field(default_factory=dict)
+    # The history's pairs are s<k>, y<k> for oldest <= k <= newest; newest = oldest - 1 where there is none.
+    oldest: int = 1
+    newest: int = 0
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """What all vectors take."""
+        return sum(4 if precision == Precision.FLOAT32 else 8 for precision in self.vectors.values())
+
+    @property
+    def history(self) -> list[str]:
+        """The names of the pairs, from the oldest to the newest."""
+        return [f"{letter}{k}" for k in range(self.oldest, self.newest + 1) for letter in "sy"]
+
+    @property
+    def kept(self) -> dict[str, Precision]:
+        """The vectors that a checkpoint keeps, with the point where the shards' parameters cannot stand for it."""
+        names = [GRADIENT, *self.history]
+        if self.vectors.get(POINT) == Precision.FLOAT64:
+            names.append(POINT)
+        return {name: self.vectors[name] for name in names if name in self.vectors}
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a program comes to, should it be executed."""
+
+    standing: Standing
+    # Whether it changes what a checkpoint keeps of the coordinator's.
+    durable: bool
+    moves: bool
+
+
+def foresee(
+    program: Program,
+    standing: Standing,
+    *,
+    take_stages: Callable[[Iterable[int]], None],
+    require_room: Callable[[int], None],
+) -> Outlook:
+    """Returns what the program comes to. Raises BadRequest, naming the instruction, where it cannot be executed.
+
+    `take_stages` is told the stages of each FOLD and raises where one is not complete here; `require_room` raises where
+    vectors of so many bytes a parameter are too large.
+    """
+    _require_state(program)
+    draft = _Draft(standing, take_stages, require_room, durable=program.commits_iteration > 0)
+    for number, instruction in enumerate(program.instructions, start=1):
+        draft.where = f"instruction {number} ({instruction.operation.name})"
+        draft.add(instruction)
+    moves = any(instruction.operation == Operation.MOVE for instruction in program.instructions)
+    return Outlook(draft.standing, draft.durable, moves)
+
+
+class _Draft:
+    """The standing as it will be after each instruction."""
+
+    def __init__(
+        self,
+        standing: Standing,
+        take_stages: Callable[[Iterable[int]], None],
+        require_room: Callable[[int], None],
+        *,
+        durable: bool,
+    ) -> None:
+        self.vectors = dict(standing.vectors)
+        self.oldest, self.newest = standing.oldest, standing.newest
+        self.durable = durable
+        self.where = ""
+        self._take_stages = take_stages
+        self._require_room = require_room
+        self._stages_gone = False
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(self.vectors, self.oldest, self.newest)
+
+    def add(self, instruction: Instruction) -> None:
+        for value in (instruction.scalar, *instruction.scalars):
+            self._require(math.isfinite(value), f"has the scalar {value}; expected a finite number")
+        for name in names_read(instruction):
+            if name != PARAMETERS:
+                self._require_there(name)
+        if OPERANDS[instruction.operation].writes:
+            self._require_writable(instruction.target)
+        check = _CHECKS.get(instruction.operation)
+        if check is not None:
+            check(self, instruction)
+
+    def alloc(self, instruction: Instruction) -> None:
+        name = instruction.target
+        fits = bool(_NAME.fullmatch(name))
+        self._require(fits, f"makes the vector {name!r}; expected letters, digits and _, 16 of them at most")
+        reserved = name == PARAMETERS or bool(_PAIR_NAME.fullmatch(name))
+        self._require(
+            not reserved,
+            f"makes the vector {name!r}; that name stands for the shards' parameters or a pair of the history: "
+            "choose another",
+        )
+        self._require(name not in self.vectors, f"makes the vector {name!r}, which is there already: FREE it first")
+        self.vectors[name] = instruction.precision
+        self._touch(name)
+        self._require_room(self.standing.bytes_per_parameter)
+
+    def free(self, instruction: Instruction) -> None:
+        name = instruction.target
+        self._require_there(name)
+        self._require_loose(name, "forgets")
+        self._touch(name)
+        del self.vectors[name]
+
+    def combine(self, instruction: Instruction) -> None:
+        names, scalars = len(instruction.names), len(instruction.scalars)
+        self._require(
+            names == scalars > 0,
+            f"has {names} names and {scalars} scalars; expected one scalar for each name, and one name at least",
+        )
+
+    def gram(self, instruction: Instruction) -> None:
+        self._require(
+            bool(instruction.names and instruction.others),
+            f"has {len(instruction.names)} names and {len(instruction.others)} others; expected one of each at least",
+        )
+
+    def fold(self, instruction: Instruction) -> None:
+        stage_ids = instruction.stage_ids
+        self._require(instruction.count > 0, "divides by a count of 0; expected the examples behind the stages")
+        self._require(bool(stage_ids), "names no stage; expected those that AwaitPass told")
+        self._require(len(set(stage_ids)) == len(stage_ids), "names a stage twice; expected each once")
+        self._require(not self._stages_gone, "comes after a BEGIN_PASS of its own program, which forgets all stages")
+        try:
+            self._take_stages(stage_ids)
+        except BadRequest as error:
+            raise BadRequest(f"{self.where} {error}") from None
+
+    def push_history(self, instruction: Instruction) -> None:
+        left, right = instruction.left, instruction.right
+        for name in (left, right):
+            self._require(name != PARAMETERS, f"moves {PARAMETERS!r} into the history; expected a vector")
+            self._require_loose(name, "moves")
+        self._require(left != right, f"moves {left!r} as both halves of a pair; expected two vectors")
+        self.newest += 1
+        self.vectors[f"s{self.newest}"] = self.vectors.pop(left)
+        self.vectors[f"y{self.newest}"] = self.vectors.pop(right)
+        self.durable = True
+
+    def drop_oldest(self, _: Instruction) -> None:
+        self._require(self.oldest <= self.newest, "finds no pair in the history; expected one at least")
+        del self.vectors[f"s{self.oldest}"], self.vectors[f"y{self.oldest}"]
+        self.oldest += 1
+        self.durable = True
+
+    def move(self, _: Instruction) -> None:
+        # Without an accepted point a checkpoint keeps the parameters themselves.
+        self.durable = self.durable or POINT not in self.vectors
+
+    def begin_pass(self, _: Instruction) -> None:
+        self._stages_gone = True
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise BadRequest(f"{self.where} {what}; nothing of the program was executed")
+
+    def _require_there(self, name: str) -> None:
+        there = ", ".join(sorted(self.vectors)) or "none"
+        self._require(name in self.vectors, f"names the vector {name!r}, which is not there; there are {there}")
+
+    def _require_writable(self, name: str) -> None:
+        self._require(name != PARAMETERS, f"writes {PARAMETERS!r}; MOVE alone does that")
+        self._require_there(name)
+        self._touch(name)
+
+    def _require_loose(self, name: str, verb: str) -> None:
+        in_history = bool(_PAIR_NAME.fullmatch(name))
+        self._require(not in_history, f"{verb} {name!r}, which is of the history; DROP_OLDEST alone takes it away")
+
+    def _touch(self, name: str) -> None:
+        if name in (POINT, GRADIENT) or _PAIR_NAME.fullmatch(name):
+            self.durable = True
+
+
+_CHECKS: Mapping[Operation, Callable[[_Draft, Instruction], None]] = {
+    Operation.ALLOC: _Draft.alloc,
+    Operation.FREE: _Draft.free,
+    Operation.COMBINE: _Draft.combine,
+    Operation.GRAM: _Draft.gram,
+    Operation.FOLD: _Draft.fold,
+    Operation.PUSH_HISTORY: _Draft.push_history,
+    Operation.DROP_OLDEST: _Draft.drop_oldest,
+    Operation.MOVE: _Draft.move,
+    Operation.BEGIN_PASS: _Draft.begin_pass,
+}
+
+
+def _require_state(program: Program) -> None:
+    if not program.instructions:
+        raise BadRequest("the program has no instruction; expected one at least")
+    num_bytes = len(program.state.encode())
+    if num_bytes > STATE_BYTES_MAX:
+        raise BadRequest(f"the coordinator's state has {num_bytes} bytes; expected {STATE_BYTES_MAX} at most")
+    if program.state and not program.commits_iteration:
+        raise BadRequest("the program brings a state but commits no iteration; send the state with a commit")

@@ -1,0 +1,192 @@
+"""Stages: sums of gradients that workers lay aside, until a coordinator folds those that count into a vector."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pyps import _kernels
+from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.gradient import Codec, item_bytes
+from pyps_wire.errors import BadRequest, LimitExceeded, NotFinite, WrongSize
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """One shard of the sum of the gradients of some portions."""
+
+    pass_: int
+    # The first portion in the sum, and the lease under which it was computed, which names the stage.
+    portion_id: int
+    stage_id: int
+    shard_id: int
+    # How many shards the stage has on this server.
+    num_shards: int
+    codec: int
+    payload: bytes | memoryview
+
+
+@dataclass(eq=False)
+class _Stage:
+    stage_id: int
+    portion_id: int
+    # By shard; None where the numbers are being decoded. An array is never written again.
+    parts: dict[int, Floats | None] = field(default_factory=dict)
+
+    @property
+    def present(self) -> dict[int, Floats]:
+        """The parts that are decoded."""
+        return {shard_id: values for shard_id, values in self.parts.items() if values is not None}
+
+
+class Stages:
+    """The stages of the present pass. Every method may be called from any thread.
+
+    Of two stages of one portion the later lease counts: the worker of the earlier one has lost it.
+    """
+
+    def __init__(self, lengths: Mapping[int, int], *, room: Callable[[], int]) -> None:
+        """`lengths` are the shards' numbers of parameters; `room` tells how many bytes all stages may take."""
+        self._lengths = lengths
+        self._room = room
+        self._lock = threading.Lock()
+        # Guarded by _lock; what is replaced as a whole is read without it.
+        self.pass_ = 0
+        self.bytes = 0
+        self._by_portion: dict[int, _Stage] = {}
+        self._by_id: dict[int, _Stage] = {}
+
+    @property
+    def num_stages(self) -> int:
+        """How many there are, complete or not."""
+        return len(self._by_id)
+
+    def add(self, part: StagePart) -> bool:
+        """Takes one shard of a stage; True where the stage is complete here, or is not needed any more.
+
+        Raises BadRequest for a part of another pass or shard, WrongSize, NotFinite, or LimitExceeded beyond the room.
+        A part that came before is not taken again.
+        """
+        self._require_fitting(part)
+        with self._lock:
+            stage = self._stage_of(part)
+            if stage is None or part.shard_id in stage.parts:
+                return stage is None or self._is_complete(stage)
+            num_bytes = 4 * self._lengths[part.shard_id]
+            self._require_room(part, num_bytes)
+            self.bytes += num_bytes
+            stage.parts[part.shard_id] = None
+        values = None
+        try:
+            values = self._decoded(part)
+        finally:
+            with self._lock:
+                # A stage that was replaced or forgotten meanwhile has given its bytes back.
+                wanted = self._by_id.get(part.stage_id) is stage
+                if wanted and values is not None:
+                    stage.parts[part.shard_id] = values
+                elif wanted:
+                    del stage.parts[part.shard_id]
+                    self.bytes -= num_bytes
+                complete = not wanted or self._is_complete(stage)
+        return complete
+
+    def begin(self, pass_: int) -> None:
+        """Forgets all stages, and takes from now on those of that pass."""
+        with self._lock:
+            self.pass_ = pass_
+            self.bytes = 0
+            self._by_portion, self._by_id = {}, {}
+
+    def complete(self, stage_ids: Iterable[int]) -> list[dict[int, Floats]]:
+        """Returns these stages, the parts of each by shard; BadRequest unless all are complete here."""
+        with self._lock:
+            return [self._complete(stage_id) for stage_id in stage_ids]
+
+    def _require_fitting(self, part: StagePart) -> None:
+        length = self._lengths.get(part.shard_id)
+        if length is None:
+            known = ", ".join(map(str, sorted(self._lengths))) or "none"
+            raise BadRequest(f"stage {part.stage_id} has shard {part.shard_id}, this server holds {known}")
+        if part.num_shards != len(self._lengths):
+            raise BadRequest(
+                f"stage {part.stage_id} has num_shards {part.num_shards}, this server holds {len(self._lengths)} "
+                "shards: send each of them, zeros where a portion has no gradient"
+            )
+        if part.stage_id == 0:
+            raise BadRequest("a stage came with stage_id 0; expected the lease of its first portion")
+        if part.codec not in tuple(Codec):
+            raise BadRequest(f"codec is {part.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
+        size, expected = memoryview(part.payload).nbytes, length * item_bytes(part.codec)
+        if size != expected:
+            raise WrongSize(
+                f"stage {part.stage_id}, shard {part.shard_id}: the payload is {size} bytes long; {length} parameters "
+                f"as {Codec(part.codec).name.lower()} are {expected} bytes"
+            )
+
+    # What follows is called under the lock.
+
+    def _stage_of(self, part: StagePart) -> _Stage | None:
+        """The stage that the part is of, made where it is new; None where a later one has its place."""
+        if part.pass_ != self.pass_:
+            raise BadRequest(
+                f"stage {part.stage_id} is of pass {part.pass_}, and pass {self.pass_} is under way here: throw it "
+                "away and ask for another portion"
+            )
+        stage = self._by_id.get(part.stage_id)
+        if stage is not None:
+            if stage.portion_id != part.portion_id:
+                raise BadRequest(
+                    f"stage {part.stage_id} came for portion {part.portion_id}, and before for portion "
+                    f"{stage.portion_id}: a stage begins with one portion"
+                )
+            return stage
+        former = self._by_portion.get(part.portion_id)
+        if former is not None:
+            if former.stage_id > part.stage_id:
+                return None
+            self._drop(former)
+        stage = self._by_portion[part.portion_id] = self._by_id[part.stage_id] = _Stage(part.stage_id, part.portion_id)
+        return stage
+
+    def _drop(self, stage: _Stage) -> None:
+        del self._by_portion[stage.portion_id], self._by_id[stage.stage_id]
+        self.bytes -= sum(4 * self._lengths[shard_id] for shard_id in stage.parts)
+
+    def _require_room(self, part: StagePart, num_bytes: int) -> None:
+        room = self._room()
+        if self.bytes + num_bytes > room:
+            stage = self._by_id[part.stage_id]
+            if not stage.parts:
+                self._drop(stage)
+            raise LimitExceeded(
+                f"stage {part.stage_id} of portion {part.portion_id} would make {self.bytes + num_bytes} bytes of "
+                f"staged gradients, and vectors leave room for {room}: raise --max-vector-bytes, or let the "
+                "coordinator ask for fewer stages (--portions, --fold group:k=N)"
+            )
+
+    def _complete(self, stage_id: int) -> dict[int, Floats]:
+        stage = self._by_id.get(stage_id)
+        parts = stage.present if stage is not None else {}
+        if len(parts) < len(self._lengths):
+            raise BadRequest(
+                f"names the stage {stage_id}, of which {len(parts)} of {len(self._lengths)} shards are here in pass "
+                f"{self.pass_}; fold stages whose delivery was accepted"
+            )
+        return parts
+
+    def _is_complete(self, stage: _Stage) -> bool:
+        return len(stage.present) == len(self._lengths)
+
+    def _decoded(self, part: StagePart) -> Floats:
+        """Not under the lock: it takes as long as a small update."""
+        index = _kernels.first_non_finite(part.payload, part.codec)
+        if index >= 0:
+            raise NotFinite(
+                f"stage {part.stage_id} holds NaN or infinity for parameter {index} of shard {part.shard_id}: deliver "
+                "a loss that is not finite, and stage nothing"
+            )
+        values = aligned_zeros(self._lengths[part.shard_id])
+        _kernels.decode(part.payload, part.codec, values)
+        return values

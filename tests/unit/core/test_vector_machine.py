@@ -1,0 +1,347 @@
+"""The instruction set on a server's shards, against numpy (Dean et al. 2012, section 4.2)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from machines import LENGTHS, Driver, make_machine
+from pyps.core.instructions import Instruction, Operation, Precision
+from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished
+from shards import pull
+
+F32, F64 = Precision.FLOAT32, Precision.FLOAT64
+SIZE = sum(LENGTHS)
+PRECISIONS = list(itertools.product((F32, F64), repeat=3))
+DTYPES = {F32: np.float32, F64: np.float64}
+
+
+def numbers(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SIZE).astype(np.float32)
+
+
+def thirds(driver: Driver, name: str, precision: Precision, seed: int) -> np.ndarray:
+    """Makes a vector whose numbers need float64 where it is kept so; returns them in its precision."""
+    values = numbers(seed)
+    driver.make(name, values, precision)
+    driver.execute(Instruction(Operation.SCALE, target=name, scalar=1 / 3))
+    return (values.astype(np.float64) * (1 / 3)).astype(DTYPES[precision])
+
+
+WRITERS = {
+    Operation.COPY: lambda z, x, y: x,
+    Operation.FILL: lambda z, x, y: np.full(SIZE, 1.7),
+    Operation.SCALE: lambda z, x, y: 1.7 * z,
+    Operation.ADD: lambda z, x, y: x + y,
+    Operation.SUB: lambda z, x, y: x - y,
+    Operation.MUL: lambda z, x, y: x * y,
+    Operation.AXPY: lambda z, x, y: z + 1.7 * x,
+}
+
+
+@pytest.mark.parametrize("precisions", PRECISIONS, ids=lambda p: "-".join(str(DTYPES[q].__name__) for q in p))
+@pytest.mark.parametrize("operation", WRITERS)
+def test_each_operation_writes_what_numpy_computes_in_float64_rounded_once(operation, precisions):
+    driver = make_machine()
+    z, x, y = (thirds(driver, name, p, seed) for seed, (name, p) in enumerate(zip("zxy", precisions, strict=True)))
+
+    driver.execute(Instruction(operation, target="z", left="x", right="y", scalar=1.7))
+
+    expected = WRITERS[operation](*(values.astype(np.float64) for values in (z, x, y)))
+    assert driver.held("z").dtype == DTYPES[precisions[0]]
+    assert np.array_equal(driver.held("z"), expected.astype(DTYPES[precisions[0]]))
+
+
+@pytest.mark.parametrize("precisions", PRECISIONS[::2])
+def test_sums_are_of_all_shards_and_norm_inf_is_the_largest(precisions):
+    driver = make_machine()
+    x, y = (thirds(driver, name, p, seed) for seed, (name, p) in enumerate(zip("xy", precisions, strict=False)))
+    x, y = x.astype(np.float64), y.astype(np.float64)
+
+    dot, norm1, norm_inf = driver.execute(
+        Instruction(Operation.DOT, left="x", right="y"),
+        Instruction(Operation.NORM1, left="x"),
+        Instruction(Operation.NORM_INF, left="x"),
+    )
+
+    assert dot == pytest.approx(x @ y, rel=1e-13)
+    assert norm1 == pytest.approx(np.abs(x).sum(), rel=1e-13)
+    assert norm_inf == np.abs(x).max()
+
+
+def test_gram_answers_row_by_row_and_agrees_with_dot():
+    driver = make_machine()
+    for seed, name in enumerate("abc"):
+        thirds(driver, name, F64 if name == "b" else F32, seed)
+
+    gram = driver.execute(Instruction(Operation.GRAM, names=("a", "b"), others=("a", "b", "c")))
+    dots = driver.execute(*(Instruction(Operation.DOT, left=left, right=right) for left in "ab" for right in "abc"))
+
+    assert gram == dots
+
+
+def test_combine_sums_scalars_times_vectors_into_a_target_that_may_be_among_them():
+    driver = make_machine()
+    a, b = (thirds(driver, name, F64, seed) for seed, name in enumerate("ab"))
+
+    driver.execute(Instruction(Operation.COMBINE, target="a", names=("a", "b", "b"), scalars=(0.5, -2.0, 3.0)))
+
+    assert np.array_equal(driver.held("a"), 0.5 * a + -2.0 * b + 3.0 * b)
+
+
+def test_a_norm_of_nan_is_nan_whichever_shard_has_it():
+    driver = make_machine()
+    driver.make("x", np.zeros(SIZE))
+    for vectors in driver.machine._vectors.values():
+        vectors.arrays["x"][0] = math.nan
+        assert math.isnan(driver.execute(Instruction(Operation.NORM_INF, left="x"))[0])
+        vectors.arrays["x"][0] = 0.0
+
+
+def test_parameters_can_be_read_by_any_operation():
+    parameters = numbers(7)
+    driver = make_machine(parameters)
+    driver.make("x", np.ones(SIZE))
+
+    [dot] = driver.execute(
+        Instruction(Operation.SUB, target="x", left="parameters", right="x"),
+        Instruction(Operation.DOT, left="parameters", right="parameters"),
+    )
+
+    assert np.array_equal(driver.held("x"), parameters - np.float32(1))
+    assert dot == pytest.approx(float(parameters.astype(np.float64) @ parameters), rel=1e-13)
+
+
+@pytest.mark.parametrize("along", ["d", ""])
+def test_move_writes_the_parameters_as_one_update_of_every_shard(along):
+    driver = make_machine(numbers(1))
+    x, d = thirds(driver, "x", F32, 2), thirds(driver, "d", F64, 3)
+
+    driver.execute(Instruction(Operation.MOVE, left="x", right=along, scalar=0.25))
+
+    expected = (x.astype(np.float64) + 0.25 * d).astype(np.float32) if along else x
+    assert np.array_equal(driver.parameters(), expected)
+    assert [shard.version for shard in driver.shards.values()] == [1, 1, 1]
+
+
+def test_move_may_go_on_from_the_parameters_themselves():
+    parameters = numbers(1)
+    driver = make_machine(parameters)
+    driver.make("d", np.ones(SIZE))
+
+    driver.execute(Instruction(Operation.MOVE, left="parameters", right="d", scalar=2.0))
+
+    assert np.array_equal(driver.parameters(), parameters + np.float32(2))
+
+
+def test_move_wakes_who_waits_for_a_version():
+    driver = make_machine()
+    driver.make("x", np.ones(SIZE))
+    woken = []
+    driver.shards[2].when_version(1, lambda: woken.append(pull(driver.shards[2])[0]))
+
+    driver.execute(Instruction(Operation.MOVE, left="x"))
+
+    assert woken == [1]
+
+
+def test_a_finished_run_moves_no_more():
+    driver = make_machine()
+    driver.make("x", np.ones(SIZE))
+    driver.shards[4].finish()
+
+    with pytest.raises(RunFinished, match="the run is finished"):
+        driver.execute(Instruction(Operation.MOVE, left="x"))
+
+    assert not driver.parameters().any()
+
+
+def test_the_history_is_pushed_as_the_newest_pair_and_dropped_as_the_oldest():
+    driver = make_machine()
+    for k in (1, 2, 3):
+        driver.make("s", np.full(SIZE, k))
+        driver.make("y", np.full(SIZE, -k))
+        driver.execute(Instruction(Operation.PUSH_HISTORY, left="s", right="y"))
+
+    driver.execute(Instruction(Operation.DROP_OLDEST))
+
+    assert driver.machine.names == ("s2", "s3", "y2", "y3")
+    assert driver.held("s2")[0] == 2 and driver.held("y3")[0] == -3
+    driver.execute(Instruction(Operation.DROP_OLDEST), Instruction(Operation.DROP_OLDEST))
+    # Numbers go on growing where the history was emptied: a pair's name is never used twice.
+    driver.make("a", np.zeros(SIZE))
+    driver.make("b", np.zeros(SIZE))
+    driver.execute(Instruction(Operation.PUSH_HISTORY, left="a", right="b"))
+    assert driver.machine.names == ("s4", "y4")
+
+
+def test_free_gives_the_bytes_back():
+    driver = make_machine()
+    driver.make("a", np.zeros(SIZE))
+    before = driver.machine.bytes
+    driver.make("b", np.zeros(SIZE), F64)
+    driver.execute(Instruction(Operation.BEGIN_PASS, count=99))
+    assert driver.machine.bytes == 4 * SIZE + 8 * SIZE
+
+    driver.execute(Instruction(Operation.FREE, target="b"))
+
+    assert before == 4 * SIZE + 4 * SIZE  # with the stage that its values came by
+    assert driver.machine.bytes == 4 * SIZE
+    assert driver.machine.names == ("a",)
+
+
+I = Instruction  # noqa: E741
+O = Operation  # noqa: E741
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (
+            I(O.DOT, left="q", right="x"),
+            r"3 \(DOT\) names the vector 'q', which is not there; there are x, z",
+        ),
+        (I(O.COPY, target="q", left="x"), "names the vector 'q'"),
+        (I(O.COPY, target="parameters", left="x"), r"\(COPY\) writes 'parameters'; MOVE alone does that"),
+        (I(O.ALLOC, target="x"), "which is there already: FREE it first"),
+        (I(O.ALLOC, target="parameters"), "choose another"),
+        (I(O.ALLOC, target="s7"), "a pair of the history: choose another"),
+        (I(O.ALLOC, target="a" * 17), "16 of them at most"),
+        (I(O.ALLOC, target=""), "expected letters, digits and _"),
+        (I(O.FREE, target="q"), "names the vector 'q'"),
+        (I(O.SCALE, target="x", scalar=math.nan), "has the scalar nan; expected a finite number"),
+        (I(O.COMBINE, target="x", names=("x", "x"), scalars=(1.0,)), "has 2 names and 1 scalars"),
+        (I(O.COMBINE, target="x"), "has 0 names and 0 scalars"),
+        (I(O.GRAM, names=("x",)), "has 1 names and 0 others"),
+        (I(O.DROP_OLDEST), "finds no pair in the history"),
+        (I(O.PUSH_HISTORY, left="x", right="x"), "as both halves of a pair"),
+        (I(O.PUSH_HISTORY, left="x", right="parameters"), "moves 'parameters' into the history"),
+        (I(O.MOVE, left="x", right="q"), "names the vector 'q'"),
+        (I(O.FOLD, target="x", stage_ids=(5,), count=1), "names the stage 5, of which 0 of 3 shards are here"),
+        (I(O.FOLD, target="x", stage_ids=(5, 5), count=1), "names a stage twice"),
+        (I(O.FOLD, target="x", count=1), "names no stage"),
+        (I(O.FOLD, target="x", stage_ids=(1,)), "divides by a count of 0"),
+    ],
+    ids=lambda value: value.operation.name if isinstance(value, Instruction) else None,
+)
+def test_a_program_with_one_impossible_instruction_changes_nothing(bad, words):
+    driver = make_machine()
+    driver.make("x", np.ones(SIZE))
+    before = driver.machine.bytes
+
+    with pytest.raises(BadRequest, match=words):
+        driver.execute(I(O.ALLOC, target="z"), I(O.FILL, target="x", scalar=9.0), bad)
+
+    assert driver.machine.names == ("x",)
+    assert (driver.held("x") == 1).all()
+    assert driver.machine.bytes == before
+    # The number of the refused program is free for the next.
+    assert driver.execute(I(O.NORM1, left="x")) == [SIZE]
+
+
+def test_a_program_sees_the_vectors_that_it_made_and_not_those_that_it_freed():
+    driver = make_machine()
+
+    assert driver.execute(
+        I(O.ALLOC, target="q", precision=F64), I(O.FILL, target="q", scalar=2.0), I(O.NORM1, left="q")
+    ) == [2.0 * SIZE]
+    with pytest.raises(BadRequest, match=r"instruction 2 \(NORM1\) names the vector 'q'"):
+        driver.execute(I(O.FREE, target="q"), I(O.NORM1, left="q"))
+
+
+def test_a_pair_of_the_history_is_not_freed_by_name():
+    driver = make_machine()
+    for name in "sy":
+        driver.make(name, np.ones(SIZE))
+    driver.execute(I(O.PUSH_HISTORY, left="s", right="y"))
+
+    with pytest.raises(BadRequest, match="forgets 's1', which is of the history"):
+        driver.execute(I(O.FREE, target="s1"))
+
+
+def test_an_empty_program_and_a_state_without_a_commit_are_refused():
+    driver = make_machine()
+
+    with pytest.raises(BadRequest, match="has no instruction"):
+        driver.execute()
+    with pytest.raises(BadRequest, match="commits no iteration"):
+        driver.execute(I(O.ALLOC, target="a"), state="{}")
+    with pytest.raises(BadRequest, match="the coordinator's state has 65537 bytes; expected 65536 at most"):
+        driver.execute(I(O.ALLOC, target="a"), commits=1, state="x" * 65537)
+
+
+@pytest.mark.parametrize("operation", set(Operation) - {Operation.BEGIN_PASS})
+def test_an_operation_without_what_it_needs_is_refused(operation):
+    driver = make_machine()
+
+    with pytest.raises(BadRequest, match=rf"instruction 1 \({operation.name}\) .+; nothing|are none"):
+        driver.execute(I(operation))
+
+
+def test_a_vector_beyond_the_budget_is_refused_with_the_flag_to_raise():
+    driver = make_machine(bytes_max=4 * SIZE * 20)
+    driver.make("a", np.zeros(SIZE))
+
+    with pytest.raises(LimitExceeded, match="--max-vector-bytes"):
+        driver.execute(*(I(O.ALLOC, target=f"v{k}") for k in range(20)))
+
+    assert driver.machine.names == ("a",)
+
+
+def test_a_server_without_shards_answers_each_instruction_with_nothing_to_add():
+    driver = make_machine([], lengths=())
+
+    scalars = driver.execute(
+        I(O.ALLOC, target="x"),
+        I(O.DOT, left="x", right="x"),
+        I(O.GRAM, names=("x", "x"), others=("x",)),
+        I(O.NORM_INF, left="x"),
+        I(O.MOVE, left="x"),
+    )
+
+    assert scalars == [0.0] * 4
+
+
+def all_numbers(lengths: tuple[int, ...], threads: int) -> tuple[list[float], np.ndarray]:
+    """What a few instructions of every kind come to on shards of these lengths."""
+    driver = make_machine(numbers(1), lengths)
+
+    def run_all(jobs):
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(lambda job: job(), jobs))
+
+    driver.make("g", numbers(2))
+    driver.make("d", numbers(3), F64)
+    scalars = driver.execute(
+        I(O.AXPY, target="d", scalar=-1 / 3, left="g"),
+        I(O.MOVE, left="parameters", right="d", scalar=0.1),
+        I(O.DOT, left="parameters", right="d"),
+        I(O.NORM1, left="d"),
+        I(O.NORM_INF, left="d"),
+        I(O.GRAM, names=("g", "d"), others=("parameters", "d")),
+        run_all=run_all,
+    )
+    return scalars, driver.parameters()
+
+
+def test_the_number_of_shards_changes_vectors_not_at_all_and_sums_by_rounding_alone():
+    """B6: the result does not depend on how the model is cut."""
+    scalars, parameters = all_numbers((SIZE,), threads=1)
+
+    for lengths in ((1, SIZE - 1), LENGTHS, (1,) * SIZE):
+        others, moved = all_numbers(lengths, threads=1)
+        assert np.array_equal(moved, parameters)
+        assert others == pytest.approx(scalars, rel=1e-12)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    scalars, parameters = all_numbers(LENGTHS, threads=1)
+
+    others, moved = all_numbers(LENGTHS, threads=3)
+
+    assert others == scalars
+    assert np.array_equal(moved, parameters)
