@@ -1,0 +1,132 @@
+"""What a work queue answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pyps.work.data_spec import DataSpec
+from pyps.work.portions import Portion
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A portion is the asker's until it delivers it or is gone."""
+
+    # The pass that the portion is of: an earlier one than was asked for where that one is not done.
+    pass_: int
+    portion: Portion
+    # What the asker is likely to get next; not held.
+    next: Portion | None
+    # Examples in a minibatch; 0 leaves it to the worker.
+    batch_size: int
+    # Claimed portions whose gradients are summed in one stage; 0 where gradients are pushed.
+    portions_per_stage: int
+
+    @property
+    def lease_id(self) -> int:
+        """Names this giving-out of the portion."""
+        return self.portion.lease_id
+
+
+@dataclass(frozen=True, slots=True)
+class NothingNow:
+    """Others have what there is, or no pass has begun: ask again later."""
+
+    pass_: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassDone:
+    """Every portion of the pass asked for is delivered."""
+
+    pass_: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The coordinator has ended the work."""
+
+    pass_: int
+    message: str
+
+
+LeaseAnswer = Leased | NothingNow | PassDone | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Whether a result counts, and why not."""
+
+    granted: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Whether a delivery counts, all of it or none, and why not."""
+
+    accepted: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutcome:
+    """What a pass came to; all but `complete` only where that is true."""
+
+    complete: bool
+    # Added in float64 in the order of portions, whenever they came.
+    loss_sum: float = 0.0
+    example_count: int = 0
+    # In the order of their first portions; none for what was not finite.
+    stage_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Who delivered a portion."""
+
+    pass_: int
+    # With the lease under which it was delivered.
+    portion: Portion
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerProgress:
+    """One worker's part in the present pass."""
+
+    worker_id: str
+    # Portions delivered, and held now.
+    done: int
+    running: int
+    # As measured over its last portions; 0 while unknown.
+    examples_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the work stands."""
+
+    # None before a worker named a data set.
+    spec: DataSpec | None
+    pass_: int
+    passes_done: int
+    # Portions of the present pass: all, delivered, with workers (backup copies counted once), with nobody.
+    num_portions: int
+    done: int
+    running: int
+    pending: int
+    # Since the run began: see Counts.
+    copies: int
+    stolen: int
+    lost: int
+    wasted: int
+    # Until the present pass is done; -1 while unknown.
+    seconds_left: float
+    ended: bool
+    workers: tuple[WorkerProgress, ...]
+    # The coordinator's own figures.
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    deliveries: tuple[Delivered, ...] = ()

@@ -1,0 +1,92 @@
+"""Who works on the portions, where each is, and how fast."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from pyps_wire.errors import Superseded
+
+# A speed is that over so many of a worker's last portions: one that has become slow is soon known to be.
+PORTIONS_MEASURED = 4
+
+
+@dataclass(slots=True)
+class Hand:
+    """A worker as the queue sees it. Times are in seconds of the run's clock."""
+
+    worker_id: str
+    incarnation: int
+    # Whether it left, or is taken to be dead.
+    gone: bool = False
+    # The portion after the one that it was given last in this pass; None before its first.
+    next_portion: int | None = None
+    # The first example that it was given in this pass and in the pass before, to begin with the same data again.
+    began: int | None = None
+    began_before: int | None = None
+    # Portions delivered in this pass.
+    done: int = 0
+    # When it last claimed or delivered anything.
+    gave_at: float | None = None
+    # Examples, and the seconds that they took, of its last portions.
+    measured: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PORTIONS_MEASURED))
+
+    @property
+    def speed(self) -> float:
+        """Examples per second over its last portions; 0 while unknown."""
+        seconds = sum(seconds for _, seconds in self.measured)
+        return sum(examples for examples, _ in self.measured) / seconds if seconds > 0 else 0.0
+
+    def computed(self, num_examples: int, *, leased_at: float, now: float) -> None:
+        """Notes that it is done with portions, which it may have been given while it was still at others."""
+        began = leased_at if self.gave_at is None else max(leased_at, self.gave_at)
+        if now > began:
+            self.measured.append((num_examples, now - began))
+
+
+class Crew:
+    """The workers of a queue, the gone ones of the present pass too. Guarded by its queue's lock."""
+
+    def __init__(self) -> None:
+        self._hands: dict[str, Hand] = {}
+
+    def __iter__(self) -> Iterator[Hand]:
+        return iter(self._hands.values())
+
+    def get(self, worker_id: str) -> Hand | None:
+        """A worker, None where it never came."""
+        return self._hands.get(worker_id)
+
+    def enter(self, worker_id: str, incarnation: int) -> tuple[Hand, bool]:
+        """The worker that calls, and whether it is a later life than the one that was there.
+
+        Raises Superseded for an earlier life.
+        """
+        hand = self._hands.get(worker_id)
+        if hand is None:
+            hand = self._hands[worker_id] = Hand(worker_id, incarnation)
+        if incarnation < hand.incarnation:
+            raise Superseded(
+                f"a newer process goes by the name of worker {worker_id!r}: stop this one, or give it another name"
+            )
+        renewed = incarnation > hand.incarnation
+        if renewed:
+            # The new process knows nothing of where the old one was, but its machine may still have the data.
+            hand.measured.clear()
+            hand.gave_at = None
+        hand.incarnation, hand.gone = incarnation, False
+        return hand, renewed
+
+    def begin_pass(self) -> None:
+        """Sends everybody to where it began the pass before; forgets those that are gone."""
+        self._hands = {hand.worker_id: hand for hand in self if not hand.gone}
+        for hand in self:
+            hand.began_before, hand.began = hand.began if hand.began is not None else hand.began_before, None
+            hand.next_portion, hand.done = None, 0
+
+    def median_speed(self) -> float:
+        """The speed of an ordinary worker; 0 while unknown."""
+        speeds = [hand.speed for hand in self if hand.speed and not hand.gone]
+        return median(speeds) if speeds else 0.0

@@ -1,0 +1,291 @@
+"""All that a work queue knows, and what becomes of a portion when somebody comes, gives or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyps.work.answers import Delivered, Ended, LeaseAnswer, Leased, NothingNow, PassDone, Progress, WorkerProgress
+from pyps.work.crew import Crew, Hand
+from pyps.work.data_spec import DataSpec
+from pyps.work.delivery_log import DeliveryLog
+from pyps.work.estimate import Occupation, seconds_left
+from pyps.work.portions import Cut
+from pyps.work.waiting import Waiting
+from pyps.work.work_pass import Lease, WorkPass
+from pyps_wire.errors import BadRequest
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since the run began."""
+
+    # Backup copies given out; portions that a backup copy finished first.
+    copies: int = 0
+    stolen: int = 0
+    # Leases that ended because their workers died or gave nothing for too long.
+    lost: int = 0
+    # Results that were thrown away.
+    wasted: int = 0
+    passes_done: int = 0
+
+
+class WorkState:
+    """The state of a work queue. Guarded by its queue's lock; what is to be called after that is left in `due`."""
+
+    def __init__(self, *, batch_size_of: Callable[[int], int], accumulate: Callable[[], int], first_lease: int) -> None:
+        self._batch_size_of = batch_size_of
+        self._accumulate = accumulate
+        self.spec: DataSpec | None = None
+        # None before the first, and after a restore amid a coordinator's.
+        self.work_pass: WorkPass | None = None
+        # Of the present pass, or of the last one where none goes on.
+        self.number = 0
+        self.crew = Crew()
+        self.counts = Counts()
+        self.log = DeliveryLog()
+        self.next_lease = first_lease
+        self.waiting = Waiting()
+        self.coordinator_epoch = 0
+        self.scalars: dict[str, float] = {}
+        # Why the coordinator ended the work.
+        self.end: str | None = None
+        self.due: list[Callable[[], object]] = []
+
+    # Passes.
+
+    def begin_plain(self, spec: DataSpec, number: int) -> WorkPass:
+        """Begins an epoch, cut as the server's settings are now; BadRequest where portions have no size."""
+        batch_size = self._batch_size_of(number) or spec.batch_size
+        portion_examples = spec.portion_examples or batch_size * max(1, self._accumulate())
+        if not portion_examples:
+            raise BadRequest(
+                f"how large portions of the data set {spec.name!r} are is not known: name portion_examples or"
+                " batch_size, or start the servers with --batch-growth"
+            )
+        work_pass = WorkPass(number, Cut.by_size(spec.num_examples, portion_examples), batch_size=batch_size)
+        self.begin(work_pass)
+        return work_pass
+
+    def begin(self, work_pass: WorkPass) -> None:
+        """Puts a pass in place of the present one, whose leases end."""
+        self.crew.begin_pass()
+        self.log.begin_pass(work_pass.number)
+        self.work_pass, self.number = work_pass, work_pass.number
+
+    # Who gets what.
+
+    def answer(self, hand: Hand, number: int | None, *, now: float) -> LeaseAnswer:
+        """What a free worker that asks for that pass (None: the present one, or the next) is to do."""
+        spec, work_pass = self.spec, self.work_pass
+        assert spec is not None
+        if self.end is not None:
+            return Ended(self.number, self.end)
+        if work_pass is None or (spec.coordinated and work_pass.done):
+            return NothingNow(self.number)
+        if not spec.coordinated:
+            if number is not None and (number < work_pass.number or (work_pass.done and number == work_pass.number)):
+                return PassDone(number)
+            if work_pass.done:
+                work_pass = self.begin_plain(spec, work_pass.number + 1)
+        # Who asks for a later pass gets what is left of this one, too: nobody else may come for it.
+        portion_id = work_pass.choose(hand, others_next=self._others_next(hand))
+        if portion_id is None and work_pass.copies_max > 1:
+            portion_id = work_pass.choose_copy(hand.worker_id)
+            self.counts.copies += portion_id is not None
+        if portion_id is None:
+            return NothingNow(work_pass.number)
+        return self._give(work_pass, portion_id, hand, now=now)
+
+    def _give(self, work_pass: WorkPass, portion_id: int, hand: Hand, *, now: float) -> Leased:
+        lease = work_pass.give(portion_id, hand, lease_id=self.next_lease, now=now)
+        self.next_lease += 1
+        portion = work_pass.portion(lease)
+        hand.next_portion = portion_id + 1
+        if hand.began is None:
+            hand.began = portion.start
+        following = work_pass.choose(hand, others_next=self._others_next(hand))
+        return Leased(
+            work_pass.number,
+            portion,
+            next=None if following is None else work_pass.cut.portion(following),
+            batch_size=work_pass.batch_size,
+            portions_per_stage=work_pass.portions_per_stage,
+        )
+
+    def _others_next(self, hand: Hand) -> set[int]:
+        """The portions that other workers walk towards."""
+        return {
+            other.next_portion
+            for other in self.crew
+            if other.next_portion is not None and other is not hand and not other.gone
+        }
+
+    # Who gives what.
+
+    def lease_of(self, hand: Hand, lease_id: int) -> tuple[Lease | None, str]:
+        """A worker's lease or, where it has none by that number, why. BadRequest for one that never was."""
+        if not 0 < lease_id < self.next_lease:
+            raise BadRequest(f"lease {lease_id} was never given out: send the lease_id of the portion that was leased")
+        lease = self.work_pass.lease(lease_id) if self.work_pass is not None else None
+        if lease is not None and lease.worker_id == hand.worker_id:
+            return lease, ""
+        if lease is not None:
+            return None, f"lease {lease_id} is worker {lease.worker_id!r}'s, not {hand.worker_id!r}'s"
+        delivered = self.log.get(lease_id)
+        if delivered is not None:
+            return None, f"lease {lease_id} was delivered by worker {delivered.worker_id!r} before"
+        why = self.work_pass.end_of(lease_id) if self.work_pass is not None else ""
+        return None, why or f"lease {lease_id} ended with its pass, or the server was restored since"
+
+    def delivered_before(self, hand: Hand, lease_id: int, *, stage_id: int) -> bool:
+        """Whether this very worker delivered the lease, in the same stage as far as that is remembered."""
+        done = self.log.get(lease_id)
+        if done is None or (done.worker_id, done.incarnation) != (hand.worker_id, hand.incarnation):
+            return False
+        return self.work_pass is None or self.work_pass.stage_of(done, default=stage_id) == stage_id
+
+    def take_in(self, hand: Hand, leases: Sequence[Lease], *, stage_id: int, loss_sum: float, now: float) -> None:
+        """Counts portions as delivered."""
+        spec, work_pass = self.spec, self.work_pass
+        assert spec is not None and work_pass is not None
+        if not spec.coordinated:
+            self.computed(hand, leases, now=now)
+        for lease in leases:
+            self.log.add(Delivered(work_pass.number, work_pass.portion(lease), hand.worker_id, hand.incarnation))
+        self.counts.wasted += work_pass.deliver(leases, stage_id=stage_id, loss_sum=loss_sum)
+        hand.done += len(leases)
+        hand.gave_at = now
+        if work_pass.done:
+            self.counts.passes_done += 1
+            self.due += self.waiting.all()
+
+    def computed(self, hand: Hand, leases: Sequence[Lease], *, now: float) -> None:
+        """Notes that a worker has computed these portions, and how fast."""
+        assert self.work_pass is not None
+        examples = sum(self.work_pass.portion(lease).num_examples for lease in leases)
+        hand.computed(examples, leased_at=min(lease.leased_at for lease in leases), now=now)
+        hand.gave_at = now
+
+    # What goes back.
+
+    def give_back(self, lease: Lease, *, why: str) -> None:
+        """Ends a lease without a result: somebody else may have its portion now."""
+        assert self.work_pass is not None
+        self.work_pass.give_back(lease, why=why)
+        self.due += self.waiting.workers()
+
+    def take_back_all(self, hand: Hand, *, why: str) -> int:
+        """Ends all leases of a worker that is gone; returns how many."""
+        leases = self.work_pass.leases_of(hand.worker_id) if self.work_pass is not None else []
+        for lease in leases:
+            self.give_back(lease, why=why)
+        return len(leases)
+
+    def take_back_unknown(self, hand: Hand, held: Collection[int]) -> None:
+        """Ends the leases that their worker does not know of, and lets it begin with them again."""
+        assert self.spec is not None
+        if self.work_pass is None:
+            return
+        for lease in self.work_pass.leases_of(hand.worker_id):
+            if lease.lease_id not in held:
+                self.give_back(lease, why=f"worker {hand.worker_id!r} asked for work without a word of it")
+                hand.next_portion = lease.portion_id
+
+    # Where it stands.
+
+    def progress(self, now: float, *, deliveries: bool) -> Progress:
+        """Where the work stands."""
+        work_pass, counts = self.work_pass, self.counts
+        return Progress(
+            spec=self.spec,
+            pass_=self.number,
+            passes_done=counts.passes_done,
+            num_portions=work_pass.num_portions if work_pass else 0,
+            done=work_pass.num_done if work_pass else 0,
+            running=len(work_pass.tasks) if work_pass else 0,
+            pending=len(work_pass.pending) if work_pass else 0,
+            copies=counts.copies,
+            stolen=counts.stolen,
+            lost=counts.lost,
+            wasted=counts.wasted,
+            seconds_left=self._seconds_left(now),
+            ended=self.end is not None,
+            workers=tuple(
+                WorkerProgress(
+                    hand.worker_id,
+                    done=hand.done,
+                    running=len(work_pass.leases_of(hand.worker_id)) if work_pass else 0,
+                    examples_per_second=hand.speed,
+                )
+                for hand in sorted(self.crew, key=lambda hand: hand.worker_id)
+            ),
+            scalars=dict(self.scalars),
+            deliveries=tuple(self.log) if deliveries else (),
+        )
+
+    def _seconds_left(self, now: float) -> float:
+        work_pass = self.work_pass
+        if work_pass is None or self.end is not None:
+            return -1.0
+        if work_pass.done:
+            return 0.0
+        usual = self.crew.median_speed()
+        if not usual:
+            return -1.0
+        busy: dict[str, list[Lease]] = {}
+        for lease in work_pass.held():
+            # A claimed portion is computed.
+            if work_pass.tasks[lease.portion_id].winner is None:
+                busy.setdefault(lease.worker_id, []).append(lease)
+        workers = []
+        for hand in self.crew:
+            if not hand.gone:
+                leases = busy.get(hand.worker_id, [])
+                began = max([hand.gave_at or 0.0, *(lease.leased_at for lease in leases[:1])])
+                examples = sum(work_pass.portion(lease).num_examples for lease in leases)
+                workers.append(Occupation(hand.speed or usual, examples, now - began))
+        pending = work_pass.cut.size_of(work_pass.pending.runs)
+        copy_seconds = None
+        if work_pass.copies_max > 1:
+            copy_seconds = work_pass.cut.num_examples / work_pass.num_portions / usual
+        return seconds_left(pending, workers, copy_seconds=copy_seconds)
+
+    # How it is kept.
+
+    def to_json(self) -> dict[str, Any]:
+        """All that a restored queue needs; portions that are with workers count as pending."""
+        work_pass = self.work_pass
+        plain = None
+        if work_pass is not None and self.spec is not None and not self.spec.coordinated:
+            plain = {
+                "portion_examples": work_pass.cut.portion_examples,
+                "batch_size": work_pass.batch_size,
+                "unfinished": [list(run) for run in work_pass.unfinished()],
+            }
+        return {
+            "spec": self.spec.to_json() if self.spec is not None else None,
+            "pass": self.number,
+            # What a coordinator's workers had staged is not kept: its pass begins anew.
+            "plain": plain,
+            "next_lease": self.next_lease,
+            "coordinator_epoch": self.coordinator_epoch,
+            "counts": {name: getattr(self.counts, name) for name in Counts.__slots__},
+            "deliveries": self.log.to_json(),
+        }
+
+    def restore(self, plain: Mapping[str, Any]) -> None:
+        """Goes on where `to_json` stood."""
+        spec = DataSpec.from_json(plain["spec"]) if plain["spec"] is not None else None
+        kept = plain["plain"]
+        work_pass = None
+        if spec is not None and kept is not None:
+            cut = Cut.by_size(spec.num_examples, int(kept["portion_examples"]))
+            unfinished = [(int(start), int(stop)) for start, stop in kept["unfinished"]]
+            work_pass = WorkPass(int(plain["pass"]), cut, batch_size=int(kept["batch_size"]), pending=unfinished)
+        counts, log = Counts(**plain["counts"]), DeliveryLog.from_json(plain["deliveries"])
+        self.spec, self.work_pass, self.number = spec, work_pass, int(plain["pass"])
+        self.next_lease = max(self.next_lease, int(plain["next_lease"]))
+        self.coordinator_epoch = int(plain["coordinator_epoch"])
+        self.counts, self.log = counts, log
