@@ -1,0 +1,134 @@
+"""The gradient of a portion of the data set: a sum over its examples, the same bits whoever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.torch.layout import Layout
+from pyps_client.vectors import Vectors
+from pyps_wire.errors import BadRequest
+
+
+class PortionGradient:
+    """Sums of a loss's gradients: over the examples of one portion, and over the portions that count.
+
+    The loss is a mean over a batch: backward starts with the number of the batch's examples, so that what autograd adds
+    to `grad` is the sum over them. Batches are added in their order, each parameter in float32 (float64 where it is),
+    whatever the model's type. So the bits depend on the portion, the parameters and the size of a batch alone, as far
+    as torch's own do on the number of threads and the kind of processor.
+
+    Beside the model there is its gradient; the sum over portions takes memory of its own only where they are kept
+    apart, or on a device. The model's `grad` are this object's until `release`.
+    """
+
+    def __init__(self, layout: Layout, gathered: GradientBuffer, loss_of: Callable[[Any], Any]) -> None:
+        """`gathered` is where portions are summed, and sent from. `loss_of(batch)` is the mean loss of a batch."""
+        self._layout = layout
+        self._gathered = gathered
+        self._loss_of = loss_of
+        self._keeps_apart = False
+        for parameter in layout.parameters:
+            parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
+        # Tensor index -> the sum over batches, where the parameter's own type is too narrow for it.
+        self._wide = {
+            index: torch.empty_like(parameter, dtype=torch.float32)
+            for index, parameter in enumerate(layout.parameters)
+            if parameter.dtype.itemsize < torch.float32.itemsize
+        }
+
+    def begin_pass(self, *, keep_apart: bool) -> None:
+        """Says whether the sum must rest while the next portion is computed."""
+        self._keeps_apart = keep_apart
+        if keep_apart:
+            self._gathered.take_back()
+
+    def compute(self, batches: Iterable[tuple[Any, int]]) -> float:
+        """Computes the gradient over batches, each with its number of examples; returns the sum of their losses.
+
+        The gradient that was computed before is lost, unless it was kept. The sum of losses is in float64.
+        """
+        if not self._keeps_apart:
+            # Computed right where it is sent from.
+            self._gathered.hand_out()
+        self._make_zero([*self._own(), *self._wide.values()])
+        losses: list[tuple[torch.Tensor, int]] = []
+        for batch, count in batches:
+            with torch.enable_grad():
+                loss = _checked(self._loss_of(batch))
+            gradients = self._own()
+            loss.backward(gradient=torch.full_like(loss, count))  # type: ignore[no-untyped-call]
+            self._widen(gradients)
+            losses.append((loss.detach(), count))
+        # Asked for once all is under way: each answer waits for the device.
+        return sum(float(loss) * count for loss, count in losses)
+
+    def keep(self) -> None:
+        """Adds the gradient that was computed last to the sum over portions."""
+        gradients = self._own()
+        self._gathered.add([self._wide.get(index, gradient) for index, gradient in enumerate(gradients)], versions={})
+
+    def sealed(self) -> Vectors | None:
+        """The sum over portions as it travels, good until `clear`; None where it is not finite, or not in that form."""
+        if not self._gathered.seal():
+            return None
+        self._gathered.ready()
+        return self._gathered.vectors
+
+    def clear(self) -> None:
+        """Makes the sum over portions empty."""
+        self._gathered.clear()
+
+    def release(self) -> None:
+        """Leaves the model without gradients."""
+        for parameter in self._layout.parameters:
+            parameter.grad = None
+
+    def _own(self) -> list[torch.Tensor]:
+        """The model's own gradients, one a tensor: of zero for one that the loss does not use."""
+        gradients = []
+        for parameter in self._layout.parameters:
+            if parameter.grad is None:
+                raise BadRequest(
+                    "The loss cleared the model's gradients (zero_grad), which are summed over the batches of a "
+                    "portion: let it only compute and return the loss."
+                )
+            gradients.append(parameter.grad)
+        return gradients
+
+    def _widen(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds gradients of narrow types to their sums."""
+        if not self._wide:
+            return
+        narrow = [gradients[index] for index in self._wide]
+        with torch.no_grad():
+            torch._foreach_add_(list(self._wide.values()), narrow)
+        self._make_zero(narrow)
+
+    @torch.no_grad()
+    def _make_zero(self, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            torch._foreach_zero_(tensors)
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    """The loss, if a gradient can be had of it."""
+    if not isinstance(loss, torch.Tensor):
+        raise BadRequest(
+            f"The loss is a {type(loss).__name__}; expected a torch tensor with one number, the mean over the batch's "
+            "examples."
+        )
+    if loss.numel() != 1:
+        raise BadRequest(
+            f"The loss is a tensor of shape {list(loss.shape)}; expected one number, the mean over the batch's "
+            "examples (reduction='mean')."
+        )
+    if not loss.requires_grad:
+        raise BadRequest(
+            "The loss does not depend on the model's parameters, so it has no gradient: compute it from the model's "
+            "output, without detach(), item() or no_grad()."
+        )
+    return loss

@@ -1,0 +1,240 @@
+"""The gradient of a portion: a sum over its examples, of the same bits whoever computes it, and in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pyps_client.torch.batches import loss_function
+from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.torch.layout import Layout, plan
+from pyps_client.torch.portion_gradient import PortionGradient
+from pyps_wire.errors import BadRequest
+
+Batches = list[tuple[Any, int]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4)).to(dtype)
+
+
+def examples(count: int, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 7, generator=random).to(dtype), torch.randint(4, (count,), generator=random)
+
+
+def batches(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> Batches:
+    pairs = zip(inputs.split(size), targets.split(size), strict=True)
+    return [([x, y], len(y)) for x, y in pairs]
+
+
+class Worker:
+    """A model with its portion gradient, and the vector that it is sent from."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: Callable[[nn.Module, Any], Any] | None = None,
+        *,
+        keep_apart: bool = False,
+    ) -> None:
+        self.model = model
+        self.layout: Layout = plan(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
+        self.vectors = [np.full(size, 9, np.float32) for size in self.layout.model.group_sizes]
+        self.gathered = GradientBuffer(self.layout, self.vectors)
+        loss = functional.cross_entropy if loss_of is None else None
+        self.gradient = PortionGradient(self.layout, self.gathered, loss_function(model, loss, loss_of))
+        self.gradient.begin_pass(keep_apart=keep_apart)
+
+    def portion(self, *portions: Batches) -> np.ndarray:
+        """The sum over portions as it would be sent."""
+        for portion in portions:
+            self.gradient.compute(portion)
+            self.gradient.keep()
+        sealed = self.gradient.sealed()
+        assert sealed is not None
+        sent = sealed[0].copy()
+        self.gradient.clear()
+        return sent
+
+
+def reference(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
+    """The gradient of the summed loss, in float64 at once."""
+    twin = make_model(torch.float64)
+    twin.load_state_dict(model.state_dict())
+    functional.cross_entropy(twin(inputs.double()), targets, reduction="sum").backward()
+    return torch.cat([p.grad.reshape(-1) for p in twin.parameters() if p.grad is not None]).numpy()
+
+
+def test_it_is_the_gradient_of_the_summed_loss_whatever_the_sizes_of_batches() -> None:
+    worker = Worker(make_model())
+    inputs, targets = examples(50)
+    expected = reference(worker.model, inputs, targets)
+    for size in (50, 16, 7, 1):
+        np.testing.assert_allclose(worker.portion(batches(inputs, targets, size)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sum_of_losses_is_over_the_examples() -> None:
+    worker = Worker(make_model())
+    inputs, targets = examples(50)
+    loss_sum = worker.gradient.compute(batches(inputs, targets, 16))
+    with torch.no_grad():
+        expected = functional.cross_entropy(worker.model(inputs), targets, reduction="sum").item()
+    assert loss_sum == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("keep_apart", [False, True])
+def test_a_portion_has_the_same_bits_whoever_computes_it_and_after_whatever(keep_apart: bool) -> None:
+    first, other = (batches(*examples(40, seed=seed), 16) for seed in (1, 2))
+    expected = Worker(make_model()).portion(first)
+    worker = Worker(make_model(), keep_apart=keep_apart)
+    worker.portion(other)
+    np.testing.assert_array_equal(worker.portion(first), expected)
+    worker.portion(other, other)
+    np.testing.assert_array_equal(worker.portion(first), expected)
+
+
+def test_a_portion_that_another_was_first_with_leaves_no_trace() -> None:
+    first, second, lost = (batches(*examples(40, seed=seed), 16) for seed in (1, 2, 3))
+    worker = Worker(make_model(), keep_apart=True)
+    expected = worker.portion(first) + worker.portion(second)
+
+    worker.gradient.compute(first)
+    worker.gradient.keep()
+    worker.gradient.compute(lost)
+    worker.gradient.compute(second)
+    worker.gradient.keep()
+    sealed = worker.gradient.sealed()
+
+    assert sealed is not None
+    np.testing.assert_array_equal(sealed[0], expected)
+
+
+def test_a_portion_that_goes_alone_is_computed_right_where_it_is_sent_from() -> None:
+    worker = Worker(make_model())
+    worker.gradient.compute(batches(*examples(40), 16))
+    begin, end = worker.vectors[0].ctypes.data, worker.vectors[0].ctypes.data + worker.vectors[0].nbytes
+    places = [p.grad.data_ptr() for p in worker.model.parameters() if p.grad is not None]
+    assert len(places) == 4 and all(begin <= place < end for place in places)
+
+
+def test_from_one_pass_to_the_next_portions_may_be_summed_or_go_alone() -> None:
+    first, second = (batches(*examples(40, seed=seed), 16) for seed in (1, 2))
+    worker = Worker(make_model())
+    alone = [worker.portion(first), worker.portion(second)]
+    worker.gradient.begin_pass(keep_apart=True)
+    np.testing.assert_array_equal(worker.portion(first, second), alone[0] + alone[1])
+    worker.gradient.begin_pass(keep_apart=False)
+    np.testing.assert_array_equal(worker.portion(second), alone[1])
+
+
+def test_batches_of_a_narrow_model_are_summed_in_float32() -> None:
+    worker = Worker(make_model(torch.bfloat16))
+    portion = batches(*examples(64, torch.bfloat16), 1)
+    expected = np.zeros_like(worker.vectors[0])
+    for batch in portion:
+        expected += worker.portion([batch])
+    np.testing.assert_array_equal(worker.portion(portion), expected)
+
+
+def test_a_tied_weight_counts_once_with_both_its_uses_and_an_unused_one_is_zero() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(5, 5, bias=False)
+            self.b = nn.Linear(5, 5, bias=False)
+            self.b.weight = self.a.weight
+            self.unused = nn.Parameter(torch.ones(3))
+            self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    model = Tied()
+    worker = Worker(model, lambda m, batch: m.b(m.a(batch) * m.frozen).square().mean())
+    assert [tensor.name for tensor in worker.layout.model.tensors] == ["unused", "a.weight"]
+    inputs = torch.randn(6, 5)
+    sent = worker.portion([(inputs, 6)])
+
+    model.zero_grad()
+    (model.b(model.a(inputs) * model.frozen).square().mean() * 6).backward()
+    assert model.a.weight.grad is not None
+    np.testing.assert_allclose(sent[3:], model.a.weight.grad.reshape(-1), rtol=1e-6)
+    np.testing.assert_array_equal(sent[:3], 0)
+    assert model.frozen.grad is None
+
+
+def test_a_sum_that_is_not_finite_is_not_sent_and_the_next_one_is_sound() -> None:
+    portion = batches(*examples(40), 16)
+    worker = Worker(make_model())
+    expected = worker.portion(portion)
+    broken = batches(torch.full((3, 7), np.inf), torch.zeros(3, dtype=torch.long), 16)
+    worker.gradient.compute(broken)
+    worker.gradient.keep()
+    assert worker.gradient.sealed() is None
+    worker.gradient.clear()
+    np.testing.assert_array_equal(worker.portion(portion), expected)
+
+
+def test_in_the_end_the_model_has_no_gradients() -> None:
+    worker = Worker(make_model())
+    worker.portion(batches(*examples(40), 16))
+    worker.gradient.release()
+    assert all(parameter.grad is None for parameter in worker.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "words"),
+    [
+        (lambda model, batch: 0.5, "The loss is a float; expected a torch tensor with one number"),
+        (
+            lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], reduction="none"),
+            r"The loss is a tensor of shape \[16\]; expected one number",
+        ),
+        (
+            lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]).detach(),
+            "The loss does not depend on the model's parameters",
+        ),
+        (
+            lambda model, batch: (model.zero_grad(), functional.cross_entropy(model(batch[0]), batch[1]))[1],
+            "The loss cleared the model's gradients",
+        ),
+    ],
+)
+def test_a_loss_of_no_use_is_told_in_one_sentence(loss_of: Any, words: str) -> None:
+    worker = Worker(make_model(torch.bfloat16), loss_of)
+    with pytest.raises(BadRequest, match=words):
+        worker.portion(batches(*examples(40, torch.bfloat16), 16), batches(*examples(40, torch.bfloat16), 16))
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_of", "words"),
+    [
+        (None, None, "Neither of loss and loss_of were given"),
+        (functional.cross_entropy, lambda model, batch: 0, "Both of loss and loss_of were given"),
+        ("cross_entropy", None, "The loss is a str; expected a function"),
+    ],
+)
+def test_one_of_two_losses_is_asked_for(loss: Any, loss_of: Any, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        loss_function(make_model(), loss, loss_of)
+
+
+def test_batches_that_are_no_pairs_need_a_loss_of_their_own() -> None:
+    of_batch = loss_function(make_model(), functional.cross_entropy, None)
+    with pytest.raises(
+        BadRequest, match=r"gives batches that are a Tensor; expected \(input, target\) pairs: give loss_of="
+    ):
+        of_batch(torch.zeros(4, 7))
