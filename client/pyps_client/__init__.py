@@ -1,4 +1,4 @@
-"""The worker's side of pyps: joins a run, pushes gradients, pulls parameters."""
+"""The worker's side of pyps: joins a run, pushes gradients and pulls parameters, or computes for a coordinator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pyps_wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyps_client.torch import RemoteOptimizer, TrainingFinished
+    from pyps_client.torch import RemoteOptimizer, SandblasterResult, TrainingFinished, sandblaster
 
 __all__ = [
     "BadRequest",
@@ -51,6 +51,7 @@ __all__ = [
     "RemoteOptimizer",
     "RunFinished",
     "RunMismatch",
+    "SandblasterResult",
     "ScheduleOwned",
     "ServerUnavailable",
     "Session",
@@ -61,9 +62,10 @@ __all__ = [
     "UnsupportedOptimizer",
     "WaitTimedOut",
     "__version__",
+    "sandblaster",
 ]
 
-_NEEDS_TORCH = ("RemoteOptimizer", "TrainingFinished")
+_NEEDS_TORCH = ("RemoteOptimizer", "SandblasterResult", "TrainingFinished", "sandblaster")
 
 
 def __getattr__(name: str) -> Any:

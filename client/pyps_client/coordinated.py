@@ -1,0 +1,226 @@
+"""A worker's part in passes that a coordinator begins (Dean et al. 2012, section 4.2 and appendix algorithm 1.2).
+
+The paper's ProcessPortion: fetch the parameters once a pass, compute a portion, add its gradient to the local sum, send
+that every few completed portions. The paper leaves open how an example then counts once when several workers compute
+its portion: a worker claims a portion before its gradient enters the sum, sums go to stages on the servers, and count
+once server 0 has accepted their delivery.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.retry import RetryPolicy, Wait
+from pyps_client.staging import Staging
+from pyps_client.vectors import Vectors
+from pyps_client.work import RemoteQueue
+from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.work_pb2 import LeaseReply, Portion
+
+
+class Membership(Protocol):
+    """What the worker needs of a session besides; pyps_client.session.Session is one."""
+
+    launch: Launch
+    clock: int
+
+    @property
+    def epoch(self) -> int: ...
+
+    def report(self, **scalars: float) -> None: ...
+
+
+class Computation(Protocol):
+    """What computes portions, and sums the gradients of those that count."""
+
+    def begin_pass(self, *, keep_apart: bool) -> None:
+        """Brings the servers' parameters into the model.
+
+        `keep_apart`: several portions are summed, so that one's gradient may not lie in the sum before it counts.
+        """
+
+    def compute(self, portion: Portion, upcoming: Portion | None) -> float:
+        """Computes a portion; returns the sum of its examples' losses. `upcoming` is likely the next, to be loaded."""
+
+    def keep(self) -> None:
+        """Adds the gradient that was computed last to the sum."""
+
+    def sealed(self) -> Vectors | None:
+        """The sum, one vector a group, good until `clear`; None where it is not finite."""
+
+    def clear(self) -> None:
+        """Makes the sum empty."""
+
+
+@dataclass
+class Share:
+    """What this worker has done so far."""
+
+    # Passes that it computed portions of.
+    num_passes: int = 0
+    # What of its work counts, each time that it was computed; and portions that another was first with, or that came
+    # too late.
+    num_portions: int = 0
+    num_examples: int = 0
+    num_thrown_away: int = 0
+    # The mean loss of the examples that it computed in the last of these passes; NaN where there are none.
+    loss: float = math.nan
+
+
+class _Claimed(NamedTuple):
+    """A portion whose gradient is in the sum."""
+
+    portion: Portion
+    loss_sum: float
+
+    @property
+    def num_examples(self) -> int:
+        return self.portion.stop - self.portion.start
+
+
+class CoordinatedWork:
+    """The walk over portions, until the coordinator ends the work. For one thread."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        queue: RemoteQueue,
+        staging: Staging,
+        computation: Computation,
+        on_pass: Callable[[int], object] = lambda pass_number: None,
+    ) -> None:
+        """`on_pass` is called with each pass's number once its parameters are in the model."""
+        self.share = Share()
+        self._membership = membership
+        self._queue = queue
+        self._staging = staging
+        self._computation = computation
+        self._on_pass = on_pass
+        # Which pass's parameters are in the model, and in which epoch: a restored server may hold others.
+        self._parameters_of: tuple[int, int] | None = None
+        self._pass = 0
+        self._claimed: list[_Claimed] = []
+        # Of the present pass: delivered losses and examples.
+        self._loss_sum, self._loss_count = 0.0, 0
+        # While servers refuse what is computed.
+        self._refusal: Wait | None = None
+
+    def run(self) -> str:
+        """Works until there will be no more; returns why, in words."""
+        while True:
+            try:
+                reply = self._queue.lease(wait=not self._claimed)
+            except RunFinished as finished:
+                return str(finished)
+            if reply.outcome == LeaseReply.OUTCOME_ENDED:
+                return reply.message
+            if reply.outcome != LeaseReply.OUTCOME_LEASED:
+                # Others have the rest of the pass: they may wait for what is claimed here.
+                self._deliver()
+                continue
+            self._enter(reply)
+            self._process(reply)
+
+    def _enter(self, reply: LeaseReply) -> None:
+        """Fetches the parameters where the pass is a new one."""
+        pass_number = getattr(reply, "pass")
+        entered = (pass_number, self._membership.epoch)
+        if entered == self._parameters_of:
+            return
+        if self._claimed:
+            # Only a coordinator that came back begins a pass before the one before it is done.
+            logger.info("pass %d is over: what this worker had for it is thrown away", self._pass)
+            self._throw_away()
+        self._computation.begin_pass(keep_apart=reply.portions_per_stage > 1)
+        self._parameters_of, self._pass = entered, pass_number
+        self._loss_sum, self._loss_count = 0.0, 0
+        self.share.num_passes += 1
+        self._on_pass(pass_number)
+
+    def _process(self, reply: LeaseReply) -> None:
+        portion = reply.portion
+        loss_sum = self._computation.compute(portion, reply.next if reply.HasField("next") else None)
+        try:
+            claim = self._queue.claim(portion.lease_id)
+        except BadRequest as refused:
+            # A server that came back from a checkpoint may never have heard of the lease.
+            self._queue.give_up([portion.lease_id])
+            self._wait_out(refused)
+            return
+        if not claim.granted:
+            self.share.num_thrown_away += 1
+            logger.debug("portion %d of pass %d is not needed: %s", portion.portion_id, self._pass, claim.message)
+            return
+        self._computation.keep()
+        self._claimed.append(_Claimed(portion, loss_sum))
+        if len(self._claimed) >= reply.portions_per_stage:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Stages the sum of what is claimed, and delivers it."""
+        leases = [claimed.portion.lease_id for claimed in self._claimed]
+        loss_sum = sum(claimed.loss_sum for claimed in self._claimed)
+        example_count = sum(claimed.num_examples for claimed in self._claimed)
+        stage_id = 0
+        vectors = self._computation.sealed() if math.isfinite(loss_sum) else None
+        try:
+            if vectors is None:
+                # Told by the loss alone: the coordinator then folds nothing, and takes a shorter step.
+                loss_sum = math.nan
+            else:
+                stage_id = leases[0]
+                first = self._claimed[0].portion.portion_id
+                self._staging.stage(vectors, pass_number=self._pass, portion_id=first, stage_id=stage_id)
+            delivery = self._queue.deliver(leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
+        except BadRequest as refused:
+            self._throw_away()
+            self._wait_out(refused)
+            return
+        if not delivery.accepted:
+            logger.info("%d portions of pass %d came too late: %s", len(leases), self._pass, delivery.message)
+            self._throw_away()
+            return
+        self._computation.clear()
+        self._claimed.clear()
+        self._note(len(leases), loss_sum, example_count)
+
+    def _note(self, num_portions: int, loss_sum: float, example_count: int) -> None:
+        """Counts what was delivered."""
+        if self._refusal is not None:
+            self._refusal.end()
+            self._refusal = None
+        share = self.share
+        share.num_portions += num_portions
+        share.num_examples += example_count
+        self._loss_sum += loss_sum
+        self._loss_count += example_count
+        share.loss = self._loss_sum / self._loss_count
+        self._membership.clock += num_portions
+        self._membership.report(loss=share.loss)
+
+    def _throw_away(self) -> None:
+        """Forgets what is claimed and not delivered: with the next lease it goes back to the queue."""
+        self.share.num_thrown_away += len(self._claimed)
+        self._queue.give_up([claimed.portion.lease_id for claimed in self._claimed])
+        self._claimed.clear()
+        self._computation.clear()
+
+    def _wait_out(self, refused: BadRequest) -> None:
+        """Pauses after a refusal, which ends the worker when nothing else comes for `loss_wait_seconds`.
+
+        A server that came back from its checkpoint knows nothing of the pass: the coordinator will begin another.
+        """
+        if type(refused) is not BadRequest:
+            # What is wrong with the payload itself will not pass.
+            raise refused
+        if self._refusal is None:
+            policy = RetryPolicy(self._membership.launch.loss_wait_seconds, "loss_wait_seconds")
+            self._refusal = policy.begin("a pass that takes this worker's portions", stop=threading.Event())
+        self._refusal.pause(str(refused))

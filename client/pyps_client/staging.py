@@ -1,0 +1,110 @@
+"""Laying a sum of gradients aside on all servers (service VectorMachine), until a coordinator folds it in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from pyps_client.channel import Channel
+from pyps_client.connection import call_seconds
+from pyps_client.conversion import NUMPY, Converter
+from pyps_client.launch import Launch
+from pyps_client.pulling import LARGE_BYTES
+from pyps_client.retry import Busy
+from pyps_client.servers import Operation
+from pyps_client.vectors import Vectors, part_of
+from pyps_wire.allocator import keep_large_blocks
+from pyps_wire.codecs import codec_of, dtype_of, item_size
+from pyps_wire.common_pb2 import Codec, Sender
+from pyps_wire.errors import LimitExceeded
+from pyps_wire.framing import join
+from pyps_wire.partition import Partition, ShardRange
+from pyps_wire.vector_machine_pb2 import StageReply, StageRequest
+
+T = TypeVar("T")
+
+
+class ReachesServers(Protocol):
+    """What staging needs of a session; pyps_client.session.Session is one."""
+
+    launch: Launch
+    partition: Partition
+
+    @property
+    def sender(self) -> Sender: ...
+
+    def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]: ...
+
+
+class Staging:
+    """The way of sums of gradients to the servers' stages, in the codec of pushes."""
+
+    def __init__(self, session: ReachesServers, *, converter: Converter = NUMPY) -> None:
+        self._session = session
+        self._codec = codec_of(session.launch.codec)
+        self._converter = converter
+
+    def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:
+        """Lays vectors (one a group, float32 or the codec's type) aside on all servers at once; returns when all have
+        them.
+
+        `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must rest meanwhile: after a
+        lost connection they are sent again. BadRequest where a server takes no stages of this pass.
+        """
+        partition = self._session.partition
+        header = StageRequest(
+            sender=self._session.sender,
+            portion_id=portion_id,
+            stage_id=stage_id,
+            codec=self._codec,
+            # The field's name is a keyword of Python's.
+            **{"pass": pass_number},  # type: ignore[arg-type]
+        )
+        self._session.ask_all(
+            [
+                OutgoingStage(header, partition.of_server(index), vectors, converter=self._converter)
+                for index in range(partition.num_servers)
+            ]
+        )
+
+
+class OutgoingStage:
+    """A stage as one server gets it. After a loss all of it is sent again, in place of what came before."""
+
+    def __init__(
+        self, header: StageRequest, shards: Sequence[ShardRange], vectors: Vectors, *, converter: Converter = NUMPY
+    ) -> None:
+        """`header`: the fields that all shards share."""
+        self._header = header
+        self._shards = shards
+        self._vectors = vectors
+        self._converter = converter
+
+    def __call__(self, channel: Channel, _: threading.Event) -> None:
+        if not self._shards:
+            # More servers than shards.
+            return
+        num_bytes = item_size(self._header.codec) * sum(shard.length for shard in self._shards)
+        if num_bytes > LARGE_BYTES:
+            keep_large_blocks()
+        try:
+            channel.send("Stage", self._frames(), StageReply, timeout_seconds=call_seconds(num_bytes))
+        except LimitExceeded as exceeded:
+            # The coordinator had room made for all stages: what is exceeded is the memory for calls under way.
+            raise Busy(str(exceeded)) from None
+
+    def _frames(self) -> Iterator[bytes]:
+        """A message a shard, each made when gRPC is ready to send it."""
+        for shard in self._shards:
+            request = StageRequest()
+            request.CopyFrom(self._header)
+            request.shard_id = shard.shard_id
+            request.num_shards = len(self._shards)
+            yield join(request, self._payload(shard, request.codec))
+
+    def _payload(self, shard: ShardRange, codec: Codec) -> memoryview:
+        values = part_of(self._vectors, shard)
+        if values.dtype == dtype_of(codec):
+            return values.view("uint8").data
+        return self._converter.encode(values, codec)
