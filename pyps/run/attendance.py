@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pyps.core.membership import Membership, WorkerInfo, WorkerState
 from pyps.core.roster import Roster
@@ -17,6 +17,8 @@ class Attendance:
     def __init__(self, membership: Membership, events: Events):
         self.membership = membership
         self._events = events
+        # Told of each worker that is gone, and whether it was lost rather than left by itself.
+        self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
 
     def join(self, greeting: Greeting, *, now: float) -> bool:
         """Makes the worker that greets a live one; True where that ended an earlier process of its name."""
@@ -26,6 +28,8 @@ class Attendance:
         renewed = before is not None and before.incarnation != member.incarnation
         if before is None or renewed or not before.alive:
             self._events.add("joined", "worker joined", worker=member.worker_id, host=info.host, pid=info.process_id)
+        if renewed:
+            self.on_gone(member.worker_id, True)
         return renewed
 
     def is_member(self, greeting: Greeting) -> bool:
@@ -79,6 +83,7 @@ class Attendance:
             return False
         if before is None or before.state is not state:
             self._events.add("left", "worker left", worker=worker_id, state=state.value, message=message)
+        self.on_gone(worker_id, failed)
         return True
 
     def expire(self, now: float) -> list[str]:
@@ -89,6 +94,7 @@ class Attendance:
             self._events.add(
                 "expired", "worker's lease ran out", worker=member.worker_id, silent_seconds=silent, warning=True
             )
+            self.on_gone(member.worker_id, True)
         return [member.worker_id for member in expired]
 
     def done(self, *, expected_workers: int) -> bool:

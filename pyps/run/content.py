@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from pyps.core import update_rules
 from pyps.core.behaviour import Behaviour
-from pyps.core.ledger import Ledger, LedgerState
+from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
 from pyps.core.shard import Shard, ShardState
+from pyps.core.vector_machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run.initialization import Initialization, listed
 from pyps.run.settings import RuleSettings
@@ -19,6 +20,10 @@ from pyps_wire.partition import Partition, partition
 
 if TYPE_CHECKING:
     from pyps.checkpoint import RestoredRun, RunHeader
+    from pyps.config import ServerConfig
+
+# Lives whose receipts a shard remembers, for each worker that may be alive.
+LIVES_PER_WORKER = 4
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Content:
     shards: Mapping[int, Shard]
     # All of them under one mutex, for a protocol that asks for it.
     whole: WholeModel
+    # What a coordinator keeps beside them.
+    machine: VectorMachine
     # Term, worker and incarnation that initialised it; None for a restored run.
     initializer: tuple[int, str, int] | None
     ready_at: float
@@ -89,6 +96,17 @@ class ContentFactory:
     epoch: int
     # Lives of workers whose receipts each shard remembers.
     lives_max: int
+    # The bound of a coordinator's vectors, and whether every update is logged.
+    vector_bytes_max: int
+    logged: bool
+
+    @classmethod
+    def of(
+        cls, config: ServerConfig, behaviour: Behaviour, recorder: Recorder, *, epoch: int, logged: bool
+    ) -> ContentFactory:
+        """The factory of a server that was told this; `logged` where it logs its updates."""
+        lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
+        return cls(behaviour, recorder, epoch, lives_max, vector_bytes_max=config.max_vector_bytes, logged=logged)
 
     def first(self, initialization: Initialization, *, now: float) -> Content:
         """The content that a worker's first parameters make."""
@@ -131,7 +149,8 @@ class ContentFactory:
             hyperparameters = settings.groups[shard_range.group]
             shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
         whole = WholeModel(shards)
-        return Content(run_id, plan, server_index, settings, shards, whole, initializer, now)
+        machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.logged)
+        return Content(run_id, plan, server_index, settings, shards, whole, machine, initializer, now)
 
     def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
         return Shard(

@@ -11,6 +11,7 @@ from pyps.core.membership import Membership
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.core.staleness import StalenessPolicy
+from pyps.core.vector_machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run.attendance import Attendance
 from pyps.run.conduct import Conduct
@@ -22,6 +23,7 @@ from pyps.run.measurement import is_measurement
 from pyps.run.settings import RuleSettings
 from pyps.run.state import RunState
 from pyps.statistics import Statistics
+from pyps.work import WorkQueue
 from pyps_wire.errors import NotInitialized
 from pyps_wire.partition import Model, Partition
 
@@ -39,6 +41,8 @@ class RunFacts:
     statistics: Statistics
     conduct: Conduct
     epoch: int
+    # The data set, where workers ask server 0 for portions of it.
+    work: WorkQueue
     gate: InitializationGate
     _attendance: Attendance
     _content: Content | None
@@ -142,10 +146,20 @@ class RunFacts:
         return content.whole if content is not None and self.aggregation.whole_model else None
 
     @property
+    def machine(self) -> VectorMachine | None:
+        """What a coordinator keeps beside the shards; None before initialisation."""
+        return self._content.machine if self._content else None
+
+    @property
     def batch_size(self) -> int:
         """The minibatch that the schedule asks of workers now; 0 where it has none or the run has not begun."""
         content, growth = self._content, self.behaviour.batch_growth
         return growth.size(content.first.examples) if content and content.shards and growth else 0
+
+    def batch_size_in(self, epoch: int) -> int:
+        """The minibatch that the schedule asks for in that pass over the data; 0 where it has none."""
+        growth = self.behaviour.batch_growth
+        return growth.size(epoch * growth.epoch_examples) if growth else 0
 
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""

@@ -12,7 +12,6 @@ from pyps import __version__, logs
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Gradient
-from pyps.core.ledger import LIVES_MAX
 from pyps.core.membership import Membership
 from pyps.core.receipt import Receipt
 from pyps.core.reply import Answer
@@ -31,6 +30,7 @@ from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
+from pyps.work import WorkQueue
 from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 SOFTWARE = f"pyps {__version__}"
 # An initialiser that is silent for so long has died: another takes its place.
 ELECTION_LEASE_SECONDS = 10.0
-# Lives whose receipts a shard remembers, for each worker that may be alive.
-LIVES_PER_WORKER = 4
 
 log = logs.get("pyps.run")
 
@@ -97,6 +95,15 @@ class Run(RunFacts):
             # The other servers remember terms over a restart of this one.
             first_term=time.time_ns() // 1_000_000,
         )
+        self.work = WorkQueue(
+            stall_seconds=config.stall_seconds,
+            batch_size_of=self.batch_size_in,
+            accumulate=lambda: self.aggregation.accumulate,
+            tell=self.events.add,
+            # A checkpoint may not know of leases that were given out before the server ended.
+            first_lease=time.time_ns() // 1_000_000,
+        )
+        self._attendance.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
         self._ending = Ending(config.stop_condition, on_end=self._ended)
         self.conduct.on_update = partial(self._look_for_the_end, self._ending)
         self._content: Content | None = None
@@ -141,6 +148,11 @@ class Run(RunFacts):
             known = False
         state = self.state
         return Pulse(known, state == RunState.FINISHED, state, self.epoch, self.version_max)
+
+    def heard(self, run_id: str, worker_id: str, incarnation: int) -> None:
+        """Takes a worker's call for another service as a sign of life; refuses one of another run, or unknown."""
+        self._require_run(self._require_content(), run_id)
+        self._attendance.heard(worker_id, incarnation, now=self.clock())
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
         """Ends a worker's membership; returns how many are left alive. `conduct.complete_rounds` is to follow."""
@@ -306,6 +318,7 @@ class Run(RunFacts):
         """
         now, content = self.clock(), self._content
         self.conduct.tick(now)
+        self.work.tick(now)
         if content is not None:
             self._ending.after_seconds(now - content.ready_at, content.shards.values())
             if self.measures and self._attendance.done(expected_workers=1):
@@ -352,8 +365,9 @@ class Run(RunFacts):
         return False
 
     def _factory(self) -> ContentFactory:
-        lives_max = max(LIVES_MAX, LIVES_PER_WORKER * self.config.max_workers)
-        return ContentFactory(self.behaviour, self.conduct.account, self.epoch, lives_max)
+        return ContentFactory.of(
+            self.config, self.behaviour, self.conduct.account, epoch=self.epoch, logged=self.recorder is not None
+        )
 
     def _set_content(self, content: Content) -> None:
         if self.recorder is not None:
