@@ -21,7 +21,7 @@ from pyps_client.staging import Staging
 from pyps_client.vectors import Vectors
 from pyps_client.work import RemoteQueue
 from pyps_wire.errors import BadRequest, RunFinished
-from pyps_wire.work_pb2 import LeaseReply, Portion
+from pyps_wire.work_pb2 import DataSpec, LeaseReply, Portion
 
 
 class Membership(Protocol):
@@ -92,6 +92,7 @@ class CoordinatedWork:
         membership: Membership,
         *,
         queue: RemoteQueue,
+        data: DataSpec,
         staging: Staging,
         computation: Computation,
         on_pass: Callable[[int], object] = lambda pass_number: None,
@@ -100,6 +101,7 @@ class CoordinatedWork:
         self.share = Share()
         self._membership = membership
         self._queue = queue
+        self._data = data
         self._staging = staging
         self._computation = computation
         self._on_pass = on_pass
@@ -114,11 +116,17 @@ class CoordinatedWork:
 
     def run(self) -> str:
         """Works until there will be no more; returns why, in words."""
+        self._queue.open(self._data)
         while True:
             try:
                 reply = self._queue.lease(wait=not self._claimed)
             except RunFinished as finished:
                 return str(finished)
+            except BadRequest as refused:
+                # A server that came back from a checkpoint may not know of the data set.
+                self._wait_out(refused)
+                self._queue.open(self._data)
+                continue
             if reply.outcome == LeaseReply.OUTCOME_ENDED:
                 return reply.message
             if reply.outcome != LeaseReply.OUTCOME_LEASED:

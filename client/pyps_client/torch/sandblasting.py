@@ -111,14 +111,13 @@ def sandblaster(
         layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices
     )
     with _membership(session), _threads(threads):
-        queue = RemoteQueue(session)
-        queue.open(DataSpec(name="train", num_examples=num_examples, batch_size=batch_size, coordinated=True))
         loader = PortionLoader(dataset, batch_size=batch_size, collate=collate)
         computation = PortionComputation(session, layout, compute_loss, loader)
         try:
             work = CoordinatedWork(
                 session,
-                queue=queue,
+                queue=RemoteQueue(session),
+                data=DataSpec(name="train", num_examples=num_examples, batch_size=batch_size, coordinated=True),
                 staging=Staging(session, converter=TorchConverter()),
                 computation=computation,
                 on_pass=on_pass or (lambda pass_number: None),
