@@ -22,8 +22,9 @@ class Plan:
     vectors_float64: int
     # Staged sums of gradients at once.
     stages: int
-    # Portions of a pass, of which `stages` was made.
+    # Portions of a pass, of which `stages` was made, and the workers: each may leave a stage of fewer portions.
     num_portions: int = 0
+    num_workers: int = 0
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -77,9 +78,9 @@ def _ways_out(plan: Plan, num_parameters: int, bytes_max: int) -> str:
 
 def _fewer_stages(plan: Plan, stages: int) -> str:
     """Settings of the coordinator that come to no more than so many stages at once."""
-    fewer = f"{stages} staged sums at once"
     if not plan.num_portions:
-        return fewer
+        return f"{stages} staged sums at once"
     ways = [f"--portions {stages}"] if stages < plan.num_portions else []
-    ways.append(f"--fold group:k={math.ceil(plan.num_portions / stages)}")
-    return f"{' or '.join(ways)} ({fewer})"
+    if stages > plan.num_workers:
+        ways.append(f"--fold group:k={math.ceil(plan.num_portions / (stages - plan.num_workers))}")
+    return f"{' or '.join(ways)} ({stages} staged sums at once)"

@@ -1,0 +1,83 @@
+"""What a coordinator asks for beyond the memory is refused with settings that then fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+
+from pyps.core.vector_budget import Plan, require_plan_fits
+from pyps_wire.errors import BadRequest, LimitExceeded
+
+PARAMETERS = 1000
+PLAN = Plan(history_pairs=10, vectors_float32=5, vectors_float64=1, stages=80, num_portions=80, num_workers=8)
+
+
+def cost(plan: Plan) -> int:
+    return PARAMETERS * (4 * (2 * plan.history_pairs + plan.vectors_float32 + plan.stages) + 8 * plan.vectors_float64)
+
+
+def refusal(plan: Plan, bytes_max: int) -> str:
+    with pytest.raises(LimitExceeded) as error:
+        require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=bytes_max)
+    return str(error.value)
+
+
+def test_a_plan_that_just_fits_is_taken_and_costs_what_it_says():
+    assert require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=cost(PLAN)) == cost(PLAN)
+
+
+@pytest.mark.parametrize("bytes_max", [cost(PLAN) - 1, 400_000, 300_000, 150_000, 90_000, 70_000, 50_000])
+def test_every_setting_that_a_refusal_names_fits_then(bytes_max):
+    message = refusal(PLAN, bytes_max)
+    ways = message.split("this would fit: ")[1].split("; or ")
+
+    for way in ways[:-1]:
+        plan = PLAN
+        if found := re.search(r"--history (\d+)", way):
+            plan = replace(plan, history_pairs=int(found[1]))
+        if found := re.search(r"--portions (\d+)", way):
+            require_plan_fits(replace(plan, stages=int(found[1])), num_parameters=PARAMETERS, bytes_max=bytes_max)
+        if found := re.search(r"group:k=(\d+)", way):
+            stages = math.ceil(plan.num_portions / int(found[1])) + plan.num_workers
+            require_plan_fits(replace(plan, stages=stages), num_parameters=PARAMETERS, bytes_max=bytes_max)
+        if "staged" not in way:
+            require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=bytes_max)
+
+    needed = int(re.search(r"--max-vector-bytes (\d+)", ways[-1])[1])
+    assert require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=needed) == needed
+
+
+def test_a_refusal_names_the_bytes_and_what_they_are_for():
+    message = refusal(PLAN, 400_000)
+
+    assert message == (
+        "10 pairs of history, 6 further vectors and 80 staged sums of gradients take 428000 bytes for the 1000"
+        " parameters of this server, which keeps 400000 at the most: this would fit: --history 6; or --portions 73 or"
+        " --fold group:k=2 (73 staged sums at once); or more servers, or servers started with --max-vector-bytes 428000"
+    )
+
+
+def test_where_neither_a_shorter_history_nor_fewer_stages_is_enough_both_are_named():
+    # Six vectors take 28 bytes a parameter, a pair 8, a stage 4: the pairs alone are too much, and so are the stages.
+    message = refusal(PLAN, 50_000)
+
+    assert "--history 1 with --portions 3 (3 staged sums at once)" in message
+
+
+def test_where_nothing_would_do_only_more_memory_is_named():
+    message = refusal(PLAN, 30_000)
+
+    assert "--history" not in message and "--portions" not in message
+    assert "this would fit: more servers, or servers started with --max-vector-bytes 428000" in message
+
+
+def test_a_count_that_cannot_be_is_refused():
+    with pytest.raises(BadRequest, match="the plan has stages 4294967296; expected 0 to 4294967295"):
+        require_plan_fits(replace(PLAN, stages=2**32), num_parameters=1, bytes_max=1)
+
+
+def test_a_server_without_parameters_takes_any_plan():
+    assert require_plan_fits(PLAN, num_parameters=0, bytes_max=1) == 0

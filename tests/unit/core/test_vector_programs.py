@@ -1,0 +1,336 @@
+"""Coordinators of a vector machine: lives, retries, commits, and what a checkpoint sees of them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from machines import BYTES_MAX, LENGTHS, PLAN, Driver, make_machine, make_shards
+from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.core.vector_machine import MachineState, VectorMachine
+from pyps_wire.errors import BadRequest, LimitExceeded, Superseded
+from shards import run_together
+
+SIZE = sum(LENGTHS)
+FILL, ALLOC, MOVE, NORM1 = Operation.FILL, Operation.ALLOC, Operation.MOVE, Operation.NORM1
+
+
+def filled(driver: Driver, name: str, value: float, precision: Precision = Precision.FLOAT32) -> None:
+    driver.execute(Instruction(ALLOC, target=name, precision=precision), Instruction(FILL, target=name, scalar=value))
+
+
+# Retries.
+
+
+def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again():
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+    program = driver.program(
+        Instruction(Operation.SCALE, target="x", scalar=2.0), Instruction(NORM1, left="x"), Instruction(MOVE, left="x")
+    )
+
+    first = driver.machine.execute(program)
+    again = driver.machine.execute(program)
+
+    assert again == first
+    assert first.scalars == (2.0 * SIZE,) and first.version == 1
+    assert (driver.held("x") == 2).all()
+
+
+def test_two_threads_with_one_program_execute_it_once():
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+    program = driver.program(Instruction(Operation.SCALE, target="x", scalar=2.0), Instruction(NORM1, left="x"))
+    results = []
+
+    run_together([lambda: results.append(driver.machine.execute(program))] * 4)
+
+    assert len(set(results)) == 1
+    assert (driver.held("x") == 2).all()
+
+
+@pytest.mark.parametrize("op_seq", [0, 1, 4])
+def test_a_program_out_of_turn_is_refused_with_the_number_expected(op_seq):
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+    filled(driver, "y", 1.0)
+
+    with pytest.raises(
+        BadRequest, match=f"op_seq {op_seq}, the last executed here had 2: expected 3, or 2 for a retry"
+    ):
+        driver.machine.execute(replace(driver.program(Instruction(NORM1, left="x")), op_seq=op_seq))
+
+
+# Lives.
+
+
+def test_a_coordinator_that_was_replaced_is_refused_with_both_lives():
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+    late = driver.program(Instruction(FILL, target="x", scalar=9.0))
+
+    attached = driver.machine.attach(PLAN)
+
+    assert attached.coordinator_epoch == 2
+    assert attached.vectors == ("x",)
+    with pytest.raises(Superseded, match="coordinator life 1 was replaced by life 2"):
+        driver.machine.execute(late)
+    assert (driver.held("x") == 1).all()
+
+
+def test_the_next_life_counts_its_programs_from_1():
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+
+    successor = Driver(driver.machine, driver.shards)
+
+    assert successor.execute(Instruction(NORM1, left="x")) == [SIZE]
+
+
+def test_other_servers_take_the_life_that_server_0_told_them():
+    machine = VectorMachine(make_shards(np.zeros(SIZE)), bytes_max=BYTES_MAX)
+
+    assert machine.attach(PLAN, coordinator_epoch=7).coordinator_epoch == 7
+    assert machine.attach(PLAN, coordinator_epoch=7).coordinator_epoch == 7
+    with pytest.raises(Superseded, match="life 6 was replaced by life 7"):
+        machine.attach(PLAN, coordinator_epoch=6)
+
+
+def test_a_program_of_a_life_that_never_attached_is_refused():
+    driver = make_machine()
+
+    with pytest.raises(BadRequest, match="attach first"):
+        driver.machine.execute(replace(driver.program(Instruction(ALLOC, target="x")), coordinator_epoch=5))
+
+
+def test_a_plan_over_the_budget_changes_no_life():
+    driver = make_machine(bytes_max=4 * SIZE * 12)
+
+    with pytest.raises(LimitExceeded, match="--max-vector-bytes 3520"):
+        driver.machine.attach(replace(PLAN, stages=6))
+
+    filled(driver, "x", 1.0)
+
+
+def test_a_server_that_logs_updates_takes_no_coordinator():
+    machine = VectorMachine(make_shards(np.zeros(SIZE)), bytes_max=BYTES_MAX, logged=True)
+
+    with pytest.raises(BadRequest, match="start it without --update-log"):
+        machine.attach(PLAN)
+
+
+# Commits.
+
+
+def test_a_commit_is_executed_once_whichever_coordinator_sends_it():
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+    commit = Instruction(Operation.SCALE, target="x", scalar=3.0)
+
+    assert driver.execute(commit, Instruction(NORM1, left="x"), commits=1, state="one") == [3.0 * SIZE]
+    successor = Driver(driver.machine, driver.shards)
+
+    assert successor.machine.attach(PLAN).state == "one"
+    successor.epoch += 1
+    assert successor.execute(commit, Instruction(NORM1, left="x"), commits=1, state="one") == []
+    assert (driver.held("x") == 3).all()
+    assert driver.machine.iteration == 1
+    # The skipped program counts as executed.
+    assert successor.execute(commit, commits=2, state="two") == []
+    assert (driver.machine.iteration, driver.machine.text) == (2, "two")
+    assert (driver.held("x") == 9).all()
+
+
+def test_a_commit_that_skips_an_iteration_is_refused():
+    driver = make_machine()
+
+    with pytest.raises(BadRequest, match="commits iteration 5, and this server is at iteration 0"):
+        driver.execute(Instruction(ALLOC, target="x"), commits=5)
+
+    assert driver.machine.iteration == 0 and driver.machine.names == ()
+
+
+def test_a_commit_that_cannot_be_executed_commits_nothing():
+    driver = make_machine()
+
+    with pytest.raises(BadRequest):
+        driver.execute(Instruction(NORM1, left="x"), commits=1, state="one")
+
+    assert driver.machine.iteration == 0 and driver.machine.text == ""
+
+
+# What a checkpoint sees.
+
+
+def iterate(driver: Driver, k: int) -> None:
+    """One iteration as a coordinator makes it: trials that change parameters and working vectors, then the commit."""
+    driver.execute(Instruction(ALLOC, target="s"), Instruction(ALLOC, target="y"))
+    for trial in (100.0, 200.0):
+        driver.execute(Instruction(FILL, target="t", scalar=trial + k), Instruction(MOVE, left="t"))
+    driver.execute(
+        Instruction(FILL, target="s", scalar=float(k)),
+        Instruction(FILL, target="y", scalar=-float(k)),
+        Instruction(Operation.PUSH_HISTORY, left="s", right="y"),
+        *([Instruction(Operation.DROP_OLDEST)] if k > 2 else []),
+        Instruction(FILL, target="x", scalar=float(k)),
+        Instruction(FILL, target="g", scalar=-float(k)),
+        commits=k,
+        state=f"state {k}",
+    )
+
+
+def begun() -> Driver:
+    driver = make_machine()
+    filled(driver, "x", 0.0)
+    filled(driver, "g", 0.0)
+    filled(driver, "t", 0.0)
+    return driver
+
+
+def copied(machine: VectorMachine) -> tuple[MachineState, dict[int, np.ndarray]]:
+    """What a checkpoint keeps, shard after shard, as one that is written slowly does."""
+    with machine.durable():
+        vectors, points = {}, {}
+        for shard_id in LENGTHS_BY_ID:
+            points[shard_id] = machine.parameters_to_keep(shard_id).copy()
+            vectors[shard_id] = {name: v.copy() for name, v in machine.vectors_to_keep(shard_id).items()}
+        return replace(machine.state(), vectors=vectors), points
+
+
+LENGTHS_BY_ID = {2 * i: length for i, length in enumerate(LENGTHS)}
+
+
+def test_copies_taken_amid_programs_are_each_of_one_iteration():
+    driver = begun()
+    copies = []
+    over = threading.Event()
+
+    def coordinate() -> None:
+        for k in range(1, 61):
+            iterate(driver, k)
+        over.set()
+
+    def copy() -> None:
+        while not over.is_set():
+            copies.append(copied(driver.machine))
+
+    run_together([coordinate, copy, copy])
+    copies.append(copied(driver.machine))
+
+    for state, points in copies:
+        k = state.iteration
+        assert state.text == (f"state {k}" if k else "")
+        assert all((point == k).all() for point in points.values())
+        assert state.standing.newest == k and state.standing.oldest == max(1, k - 1)
+        for vectors in state.vectors.values():
+            assert set(vectors) == {"g", *(f"{letter}{j}" for j in (k - 1, k) if j > 0 for letter in "sy")}
+            assert (vectors["g"] == -k).all()
+            assert all(
+                (values == int(n[1:]) * (1 if n[0] == "s" else -1)).all() for n, values in vectors.items() if n != "g"
+            )
+    assert copies[-1][0].iteration == 60
+
+
+@pytest.mark.parametrize(
+    ("program", "waits"),
+    [
+        ([Instruction(FILL, target="t", scalar=5.0), Instruction(MOVE, left="t")], False),
+        ([Instruction(FILL, target="x", scalar=5.0)], True),
+        ([Instruction(Operation.DROP_OLDEST)], True),
+        ([Instruction(Operation.SCALE, target="s1", scalar=5.0)], True),
+        ([Instruction(Operation.FREE, target="g")], True),
+    ],
+    ids=["trial", "point", "history", "pair", "gradient"],
+)
+def test_a_program_waits_for_a_copy_only_where_it_changes_what_is_kept(program, waits):
+    driver = begun()
+    iterate(driver, 1)
+    done = threading.Event()
+
+    def execute() -> None:
+        driver.execute(*program)
+        done.set()
+
+    with driver.machine.durable():
+        thread = threading.Thread(target=execute, daemon=True)
+        thread.start()
+        if not waits:
+            assert done.wait(60)
+        before = copied_without_lock(driver)
+    thread.join(60)
+
+    assert done.is_set()
+    assert before == (1.0, -1.0, 1.0)
+
+
+def copied_without_lock(driver: Driver) -> tuple[float, ...]:
+    vectors = driver.machine.vectors_to_keep(0)
+    return tuple(float(array[0]) for array in (driver.held("x"), vectors["g"], vectors["s1"]))
+
+
+def test_without_an_accepted_point_the_parameters_are_what_is_kept():
+    driver = make_machine()
+
+    assert driver.machine.parameters_to_keep(0) is None
+    assert driver.machine.state().standing.vectors == {}
+
+
+def restored(state: MachineState, points: dict[int, np.ndarray]) -> Driver:
+    shards = make_shards(np.concatenate(list(points.values())))
+    machine = VectorMachine(shards, bytes_max=BYTES_MAX)
+    machine.restore(state)
+    return Driver(machine, shards)
+
+
+def test_a_restored_machine_has_the_point_its_gradient_and_the_history_and_nothing_else():
+    driver = begun()
+    for k in (1, 2, 3):
+        iterate(driver, k)
+    driver.execute(Instruction(FILL, target="t", scalar=77.0), Instruction(MOVE, left="t"))
+    driver.stage(np.ones(SIZE))
+
+    again = restored(*copied(driver.machine))
+
+    attached = again.machine.attach(PLAN)
+    assert attached.coordinator_epoch == 3
+    assert attached.vectors == ("g", "s2", "s3", "x", "y2", "y3")
+    assert (attached.iteration, attached.state) == (3, "state 3")
+    assert (again.parameters() == 3).all() and (again.held("x") == 3).all() and (again.held("g") == -3).all()
+    assert again.machine.num_stages == 0 and again.machine.present_pass == 0
+    assert again.machine.bytes == 4 * SIZE * 6
+    again.epoch = 3
+    filled(again, "t", 0.0)
+    iterate(again, 4)
+    assert again.machine.names == ("g", "s3", "s4", "t", "x", "y3", "y4")
+
+
+def test_the_restored_point_is_not_the_shards_own_memory():
+    driver = begun()
+    again = restored(*copied(driver.machine))
+    filled(again, "t", 5.0)
+
+    again.execute(Instruction(MOVE, left="t"))
+
+    assert (again.held("x") == 0).all()
+
+
+def test_a_point_in_float64_is_kept_as_it_is():
+    driver = make_machine()
+    filled(driver, "x", 1 / 3, Precision.FLOAT64)
+
+    state, points = copied(driver.machine)
+    again = restored(state, points)
+
+    assert points[0].dtype == np.float32 and points[0][0] == np.float32(1 / 3)
+    assert again.held("x").dtype == np.float64 and (again.held("x") == 1 / 3).all()
+
+
+def test_a_life_counted_after_a_restore_is_later_than_any_that_the_machine_forgot():
+    driver = begun()
+    again = restored(*copied(driver.machine))
+
+    assert again.machine.attach(PLAN, at_least=1001).coordinator_epoch == 1001
+    assert again.machine.attach(PLAN, at_least=1001).coordinator_epoch == 1002

@@ -1,0 +1,193 @@
+"""Staged sums of gradients: each portion's newest counts, and only complete ones of the present pass are folded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from machines import LENGTHS, Driver, make_machine
+from pyps.core.gradient import Codec
+from pyps.core.instructions import Instruction, Operation
+from pyps_wire.codecs import encode
+from pyps_wire.errors import BadRequest, LimitExceeded, NotFinite, WrongSize
+from shards import run_together
+
+SIZE = sum(LENGTHS)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """A machine in pass 1 with the vector t."""
+    machine = make_machine()
+    machine.execute(Instruction(Operation.BEGIN_PASS, count=1), Instruction(Operation.ALLOC, target="t"))
+    return machine
+
+
+def fold(driver: Driver, *stage_ids: int, count: int = 1) -> np.ndarray:
+    driver.execute(Instruction(Operation.FOLD, target="t", stage_ids=stage_ids, count=count))
+    return driver.held("t")
+
+
+def numbers(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SIZE).astype(np.float32)
+
+
+def test_a_stage_is_complete_with_its_last_shard(driver):
+    assert driver.stage(numbers(1)) == [False, False, True]
+    assert driver.machine.num_stages == 1
+
+
+def test_stages_are_folded_in_the_order_named_and_divided_by_the_examples(driver):
+    values = {stage_id: numbers(stage_id) for stage_id in (3, 1, 2)}
+    for portion_id, (stage_id, whole) in enumerate(values.items()):
+        driver.stage(whole, portion_id=portion_id, stage_id=stage_id)
+
+    total = np.zeros(SIZE)
+    for stage_id in (2, 3, 1):
+        total = total + values[stage_id]
+
+    assert np.array_equal(fold(driver, 2, 3, 1, count=7), (total / 7).astype(np.float32))
+
+
+@pytest.mark.parametrize("codec", [Codec.FLOAT16, Codec.BFLOAT16])
+def test_a_stage_may_come_in_any_codec_and_at_any_address(driver, codec):
+    whole = numbers(1)
+    for part in driver.parts(whole):
+        values = np.frombuffer(part.payload, np.float32)
+        payload = memoryview(b"\x00" + bytes(encode(values, codec)))[1:]
+        driver.machine.stage(replace(part, codec=codec, payload=payload))
+
+    rounded = fold(driver, 1)
+    assert np.abs(rounded - whole).max() < 0.02
+    assert not np.array_equal(rounded, whole)
+
+
+def test_a_stage_under_a_later_lease_replaces_the_earlier_one(driver):
+    driver.stage(numbers(1), portion_id=4, stage_id=10)
+    driver.stage(numbers(2), portion_id=4, stage_id=11)
+
+    assert driver.machine.num_stages == 1
+    assert driver.machine.bytes == 8 * SIZE
+    assert np.array_equal(fold(driver, 11), numbers(2))
+    with pytest.raises(BadRequest, match=r"instruction 1 \(FOLD\) names the stage 10, of which 0 of 3 shards are here"):
+        fold(driver, 10)
+
+
+def test_a_stage_under_an_earlier_lease_is_ignored(driver):
+    driver.stage(numbers(2), portion_id=4, stage_id=11)
+
+    assert driver.stage(numbers(1), portion_id=4, stage_id=10) == [True] * 3
+
+    assert driver.machine.num_stages == 1
+    assert np.array_equal(fold(driver, 11), numbers(2))
+
+
+def test_a_stage_that_is_sent_again_changes_nothing(driver):
+    driver.stage(numbers(1))
+
+    assert driver.stage(numbers(2)) == [True] * 3
+
+    assert driver.machine.bytes == 8 * SIZE
+    assert np.array_equal(fold(driver, 1), numbers(1))
+
+
+def test_a_stage_cut_off_midway_goes_on_where_it_is_sent_again(driver):
+    parts = driver.parts(numbers(1))
+    driver.machine.stage(parts[0])
+
+    with pytest.raises(BadRequest, match="the stage 1, of which 1 of 3 shards are here in pass 1"):
+        fold(driver, 1)
+
+    assert [driver.machine.stage(part) for part in parts] == [False, False, True]
+    assert np.array_equal(fold(driver, 1), numbers(1))
+
+
+@pytest.mark.parametrize("pass_", [0, 2])
+def test_a_stage_of_another_pass_is_refused_with_both(driver, pass_):
+    with pytest.raises(BadRequest, match=f"stage 1 is of pass {pass_}, and pass 1 is under way here"):
+        driver.stage(numbers(1), pass_=pass_)
+
+    assert driver.machine.num_stages == 0
+
+
+def test_a_new_pass_forgets_all_stages(driver):
+    driver.stage(numbers(1))
+
+    driver.execute(Instruction(Operation.BEGIN_PASS, count=2))
+
+    assert driver.machine.num_stages == 0 and driver.machine.bytes == 4 * SIZE
+    with pytest.raises(BadRequest, match="in pass 2"):
+        fold(driver, 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_stage_that_is_not_finite_is_refused_with_the_place(driver, bad):
+    values = numbers(1)
+    values[LENGTHS[0] + 2] = bad
+
+    with pytest.raises(NotFinite, match="stage 1 holds NaN or infinity for parameter 2 of shard 2"):
+        driver.stage(values)
+
+    assert driver.machine.bytes == 4 * SIZE + 4 * LENGTHS[0]
+    # What is sent in its place is taken.
+    assert driver.stage(numbers(1)) == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"shard_id": 1}, BadRequest, "stage 1 has shard 1, this server holds 0, 2, 4"),
+        ({"num_shards": 2}, BadRequest, "num_shards 2, this server holds 3 shards"),
+        ({"stage_id": 0}, BadRequest, "stage_id 0; expected the lease of its first portion"),
+        ({"codec": 9}, BadRequest, "codec is 9"),
+        ({"codec": 2}, WrongSize, "the payload is 68 bytes long; 17 parameters as float16 are 34 bytes"),
+        ({"payload": b"1234"}, WrongSize, "the payload is 4 bytes long; 17 parameters as float32 are 68 bytes"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused(driver, fields, error, words):
+    with pytest.raises(error, match=words):
+        driver.machine.stage(replace(driver.parts(numbers(1))[0], **fields))
+
+    assert driver.machine.bytes == 4 * SIZE
+
+
+def test_a_stage_that_comes_for_two_portions_is_refused(driver):
+    driver.stage(numbers(1), portion_id=4)
+
+    with pytest.raises(BadRequest, match="stage 1 came for portion 5, and before for portion 4"):
+        driver.stage(numbers(1), portion_id=5)
+
+
+def test_stages_beyond_the_budget_are_refused_with_the_settings_to_change():
+    driver = make_machine(bytes_max=4 * SIZE * 12)
+    driver.execute(Instruction(Operation.BEGIN_PASS, count=1))
+    for k in range(12):
+        driver.stage(numbers(1), portion_id=k, stage_id=k + 1)
+
+    with pytest.raises(LimitExceeded, match="--max-vector-bytes, or let the coordinator ask for fewer stages"):
+        driver.stage(numbers(1), portion_id=12, stage_id=13)
+
+    assert driver.machine.num_stages == 12
+    # A later lease of a portion needs no more room than the earlier one had.
+    driver.stage(numbers(2), portion_id=3, stage_id=14)
+
+
+def test_many_workers_stage_at_once_and_the_newest_of_each_portion_is_left(driver):
+    def worker(seed: int):
+        def stage() -> None:
+            order = np.random.default_rng(seed).permutation(6)
+            for portion_id in order:
+                stage_id = int(10 * (seed + 1) + portion_id)
+                driver.stage(np.full(SIZE, stage_id), portion_id=int(portion_id), stage_id=stage_id)
+
+        return stage
+
+    run_together([worker(seed) for seed in range(4)])
+
+    assert driver.machine.num_stages == 6
+    assert driver.machine.bytes == 4 * SIZE * (1 + 6)
+    newest = [40 + portion_id for portion_id in range(6)]
+    assert (fold(driver, *newest) == sum(newest)).all()
