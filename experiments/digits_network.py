@@ -85,6 +85,16 @@ def loss_gradient(parameters: Floats, images: Floats, labels: Labels) -> Floats:
     return gradient
 
 
+def mean_loss(parameters: Floats, images: Floats, labels: Labels) -> float:
+    """Returns the mean cross-entropy over the images, in nats; not finite where the network is not."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        _, scores = _forward(parameters, images)
+        scores = scores.astype(np.float64)
+        scores -= scores.max(axis=1, keepdims=True)
+        logarithms = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(labels.size), labels]
+    return float(logarithms.mean())
+
+
 def _forward(parameters: Floats, images: Floats) -> tuple[Floats, Floats]:
     """Returns the hidden units' activations and the scores of the classes."""
     hidden, hidden_bias, output, output_bias = _layers(parameters)

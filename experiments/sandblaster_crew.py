@@ -1,0 +1,228 @@
+"""Sandblaster's workers in virtual time, around the queue of portions that a server has.
+
+Dean et al. 2012, section 4.2. Each worker does what the client's does: leases a portion, fetches the parameters once a
+pass, computes, claims, and lays aside the sum of a few claimed portions' gradients before it delivers them. Messages
+take no time; computing does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from pyps.core.arrays import Floats
+from pyps.simulation.scheduler import Scheduler
+from pyps.simulation.timing import Timing
+from pyps.work.answers import Leased, PassOutcome
+from pyps.work.data_spec import DataSpec
+from pyps.work.portions import Portion
+from pyps.work.work_queue import WorkQueue
+
+COORDINATOR_EPOCH = 1
+INCARNATION = 1
+# A coordinated queue takes nothing away from a worker that is only slow.
+STALL_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What came of a portion: sums over its examples."""
+
+    gradient: Floats
+    loss_sum: float
+
+
+# Computes a portion at the parameters that the worker fetched.
+Compute = Callable[[Floats, Portion], Computed]
+
+
+@dataclass
+class Stage:
+    """The sum of the gradients of some portions, on its way to the servers."""
+
+    pass_: int
+    stage_id: int
+    portion_id: int
+    gradient: Floats
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """What the workers compute with, and where it goes; left out where only time matters."""
+
+    fetch: Callable[[], Floats]
+    compute: Compute
+    stage: Callable[[Stage], None]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One worker's time with one portion."""
+
+    worker_id: str
+    pass_: int
+    portion: Portion
+    start: float
+    stop: float
+    # Whether the result counted; False for copies that came too late.
+    counted: bool
+
+
+@dataclass
+class Worker:
+    """One worker between two portions."""
+
+    worker_id: str
+    # Seconds an example takes, by the number of the portion among the worker's own.
+    timing: Timing
+    random: np.random.Generator
+    portions: int = 0
+    # The pass in which the parameters were fetched last, and they.
+    fetched_in: int = -1
+    parameters: Floats | None = None
+    # Claimed portions that are not yet laid aside.
+    claimed: list[Leased] = field(default_factory=list)
+    gradient: Floats | None = None
+    loss_sum: float = 0.0
+
+
+class VirtualCrew:
+    """Workers and their queue; `run_pass` makes one pass over the data set."""
+
+    def __init__(
+        self,
+        timings: Sequence[Timing],
+        *,
+        num_examples: int,
+        num_portions: int,
+        copies_max: int = 2,
+        portions_per_stage: int = 1,
+        numerics: Numerics | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.queue = WorkQueue(stall_seconds=STALL_SECONDS)
+        self.spans: list[Span] = []
+        # What was sent, by kind of message: fetches, stages, leases, claims, deliveries.
+        self.messages: Counter[str] = Counter()
+        self._num_portions, self._copies_max = num_portions, copies_max
+        self._portions_per_stage = portions_per_stage
+        self._numerics = numerics
+        self._scheduler = Scheduler()
+        spec = DataSpec(name="training", num_examples=num_examples, coordinated=True)
+        for index, timing in enumerate(timings):
+            worker = Worker(f"w{index:03}", timing, np.random.default_rng([seed, index]))
+            self.queue.open(spec, worker_id=worker.worker_id)
+            self._scheduler.at(0.0, partial(self._ask, worker), worker_id=worker.worker_id)
+        # All ask before the first pass begins, and wait.
+        while self._scheduler.next_time <= 0.0:
+            self._scheduler.step()
+
+    @property
+    def now(self) -> float:
+        """The virtual time, in seconds."""
+        return self._scheduler.now
+
+    def run_pass(self, pass_: int) -> PassOutcome:
+        """Makes a pass and returns what it came to; copies that were beaten go on into the next."""
+        self.queue.begin_pass(
+            pass_,
+            coordinator_epoch=COORDINATOR_EPOCH,
+            num_portions=self._num_portions,
+            copies_max=self._copies_max,
+            portions_per_stage=self._portions_per_stage,
+            scalars={},
+            now=self.now,
+        )
+        while not (outcome := self._outcome(pass_)).complete:
+            assert self._scheduler.step(), "the pass is not done and nobody has anything to do"
+        return outcome
+
+    def finish(self) -> None:
+        """Goes on until nobody has anything to do: copies that were beaten end too."""
+        while self._scheduler.step():
+            continue
+
+    def spans_of(self, pass_: int) -> Iterator[Span]:
+        """The portions computed in a pass, in the order of their ends."""
+        return (span for span in self.spans if span.pass_ == pass_)
+
+    def _outcome(self, pass_: int) -> PassOutcome:
+        return self.queue.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH, now=self.now, wake=_nothing)
+
+    # A worker's turns.
+
+    def _ask(self, worker: Worker) -> None:
+        """Leases a portion and computes it, or lays aside what is claimed and waits."""
+        self.messages["lease"] += 1
+        answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now)
+        if not isinstance(answer, Leased) and worker.claimed:
+            self._deliver(worker)
+            self.messages["lease"] += 1
+            answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now)
+        if not isinstance(answer, Leased):
+            wake = partial(self._scheduler.at, 0.0, partial(self._ask, worker), worker_id=worker.worker_id)
+            answer = self.queue.lease(worker.worker_id, INCARNATION, pass_=None, now=self.now, wake=wake)
+        if isinstance(answer, Leased):
+            self._begin(worker, answer)
+
+    def _begin(self, worker: Worker, leased: Leased) -> None:
+        if worker.fetched_in != leased.pass_:
+            # What was claimed in a pass that is over is void.
+            self._forget(worker)
+            worker.fetched_in = leased.pass_
+            self.messages["fetch"] += 1
+            if self._numerics is not None:
+                worker.parameters = self._numerics.fetch()
+        seconds = leased.portion.num_examples * worker.timing(worker.portions, worker.random)
+        worker.portions += 1
+        ends = partial(self._end, worker, leased, self.now)
+        self._scheduler.at(self.now + seconds, ends, worker_id=worker.worker_id)
+
+    def _end(self, worker: Worker, leased: Leased, started: float) -> None:
+        self.messages["claim"] += 1
+        claim = self.queue.claim(worker.worker_id, INCARNATION, leased.lease_id, now=self.now)
+        self.spans.append(
+            Span(worker.worker_id, leased.pass_, leased.portion, started, self.now, counted=claim.granted)
+        )
+        if claim.granted:
+            self._gather(worker, leased)
+        if len(worker.claimed) >= max(1, leased.portions_per_stage):
+            self._deliver(worker)
+        self._ask(worker)
+
+    def _gather(self, worker: Worker, leased: Leased) -> None:
+        worker.claimed.append(leased)
+        if self._numerics is not None:
+            assert worker.parameters is not None
+            computed = self._numerics.compute(worker.parameters, leased.portion)
+            worker.loss_sum += computed.loss_sum
+            worker.gradient = computed.gradient if worker.gradient is None else worker.gradient + computed.gradient
+
+    def _deliver(self, worker: Worker) -> None:
+        """Lays aside what was gathered, and says so."""
+        first = min(worker.claimed, key=lambda leased: leased.portion.portion_id)
+        self.messages["stage"] += 1
+        if self._numerics is not None and worker.gradient is not None:
+            self._numerics.stage(Stage(first.pass_, first.lease_id, first.portion.portion_id, worker.gradient))
+        self.messages["deliver"] += 1
+        self.queue.deliver(
+            worker.worker_id,
+            INCARNATION,
+            [leased.lease_id for leased in worker.claimed],
+            stage_id=first.lease_id,
+            loss_sum=worker.loss_sum,
+            example_count=sum(leased.portion.num_examples for leased in worker.claimed),
+            now=self.now,
+        )
+        self._forget(worker)
+
+    def _forget(self, worker: Worker) -> None:
+        worker.claimed, worker.gradient, worker.loss_sum = [], None, 0.0
+
+
+def _nothing() -> None:
+    """Nobody sleeps while a pass runs in virtual time: nobody is to be woken at its end."""

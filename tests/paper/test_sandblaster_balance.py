@@ -1,0 +1,54 @@
+"""Portions and backup copies against slow machines, in virtual time (Dean et al. 2012, section 4.2).
+
+Twenty workers, two of them eight times as slow, ten portions a worker: the crews of experiments/sandblaster.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from experiments import sandblaster_balance as balance
+
+SEEDS = balance.SEEDS[:4]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_backup_copies_end_a_pass_soon_after_the_ideal(seed: int) -> None:
+    rows = [row for row in balance.measure(seed) if row.mode == "backup"]
+
+    assert len(rows) == balance.PASSES
+    assert max(row.makespan for row in rows) <= 1.15
+    assert max(row.wasted for row in rows) <= 0.10
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_portions_for_whoever_is_free_save_most_of_what_equal_shares_lose(seed: int) -> None:
+    first = {row.mode: row.makespan for row in balance.measure(seed) if row.pass_number == 0}
+
+    assert first["static"] >= 5
+    assert first["backup"] <= first["dynamic"] <= 2
+
+
+def test_every_portion_counts_once_a_pass_however_many_copies_there_are() -> None:
+    crew, _ = balance.run_crew("backup", seed=0)
+
+    counted = Counter((span.pass_, span.portion.portion_id) for span in crew.spans if span.counted)
+    assert counted == {
+        (number + 1, portion): 1 for number in range(balance.PASSES) for portion in range(balance.PORTIONS)
+    }
+    assert len(crew.spans) > len(counted), "there were copies"
+
+
+def test_workers_fetch_parameters_once_a_pass_at_most() -> None:
+    crew, _ = balance.run_crew("backup", seed=0)
+
+    assert crew.messages["fetch"] <= balance.WORKERS * balance.PASSES
+
+
+def test_most_portions_go_to_the_worker_that_had_them_or_the_one_before_them() -> None:
+    rows = [row for row in balance.measure(0) if row.mode == "backup"]
+
+    assert min(row.consecutive for row in rows) >= 0.6
+    assert min(row.repeated for row in rows[1:]) >= 0.6
