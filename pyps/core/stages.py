@@ -31,13 +31,12 @@ class StagePart:
 class _Stage:
     stage_id: int
     portion_id: int
-    # By shard; None where the numbers are being decoded. An array is never written again.
-    parts: dict[int, Floats | None] = field(default_factory=dict)
+    # By shard. An array is never written again: whoever folds it may hold it on.
+    parts: dict[int, Floats] = field(default_factory=dict)
 
     @property
-    def present(self) -> dict[int, Floats]:
-        """The parts that are decoded."""
-        return {shard_id: values for shard_id, values in self.parts.items() if values is not None}
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
 
 
 class Stages:
@@ -70,27 +69,16 @@ class Stages:
         """
         self._require_fitting(part)
         with self._lock:
-            stage = self._stage_of(part)
-            if stage is None or part.shard_id in stage.parts:
-                return stage is None or self._is_complete(stage)
-            num_bytes = 4 * self._lengths[part.shard_id]
-            self._require_room(part, num_bytes)
-            self.bytes += num_bytes
-            stage.parts[part.shard_id] = None
-        values = None
-        try:
-            values = self._decoded(part)
-        finally:
-            with self._lock:
-                # A stage that was replaced or forgotten meanwhile has given its bytes back.
-                wanted = self._by_id.get(part.stage_id) is stage
-                if wanted and values is not None:
-                    stage.parts[part.shard_id] = values
-                elif wanted:
-                    del stage.parts[part.shard_id]
-                    self.bytes -= num_bytes
-                complete = not wanted or self._is_complete(stage)
-        return complete
+            answer = self._answered(part)
+            if answer is None:
+                self._require_room(part)
+        if answer is not None:
+            return answer
+        # Not under the lock: it takes as long as a small update.
+        values = self._decoded(part)
+        with self._lock:
+            answer = self._answered(part)
+            return self._put(part, values) if answer is None else answer
 
     def begin(self, pass_: int) -> None:
         """Forgets all stages, and takes from now on those of that pass."""
@@ -125,62 +113,7 @@ class Stages:
                 f"as {Codec(part.codec).name.lower()} are {expected} bytes"
             )
 
-    # What follows is called under the lock.
-
-    def _stage_of(self, part: StagePart) -> _Stage | None:
-        """The stage that the part is of, made where it is new; None where a later one has its place."""
-        if part.pass_ != self.pass_:
-            raise BadRequest(
-                f"stage {part.stage_id} is of pass {part.pass_}, and pass {self.pass_} is under way here: throw it "
-                "away and ask for another portion"
-            )
-        stage = self._by_id.get(part.stage_id)
-        if stage is not None:
-            if stage.portion_id != part.portion_id:
-                raise BadRequest(
-                    f"stage {part.stage_id} came for portion {part.portion_id}, and before for portion "
-                    f"{stage.portion_id}: a stage begins with one portion"
-                )
-            return stage
-        former = self._by_portion.get(part.portion_id)
-        if former is not None:
-            if former.stage_id > part.stage_id:
-                return None
-            self._drop(former)
-        stage = self._by_portion[part.portion_id] = self._by_id[part.stage_id] = _Stage(part.stage_id, part.portion_id)
-        return stage
-
-    def _drop(self, stage: _Stage) -> None:
-        del self._by_portion[stage.portion_id], self._by_id[stage.stage_id]
-        self.bytes -= sum(4 * self._lengths[shard_id] for shard_id in stage.parts)
-
-    def _require_room(self, part: StagePart, num_bytes: int) -> None:
-        room = self._room()
-        if self.bytes + num_bytes > room:
-            stage = self._by_id[part.stage_id]
-            if not stage.parts:
-                self._drop(stage)
-            raise LimitExceeded(
-                f"stage {part.stage_id} of portion {part.portion_id} would make {self.bytes + num_bytes} bytes of "
-                f"staged gradients, and vectors leave room for {room}: raise --max-vector-bytes, or let the "
-                "coordinator ask for fewer stages (--portions, --fold group:k=N)"
-            )
-
-    def _complete(self, stage_id: int) -> dict[int, Floats]:
-        stage = self._by_id.get(stage_id)
-        parts = stage.present if stage is not None else {}
-        if len(parts) < len(self._lengths):
-            raise BadRequest(
-                f"names the stage {stage_id}, of which {len(parts)} of {len(self._lengths)} shards are here in pass "
-                f"{self.pass_}; fold stages whose delivery was accepted"
-            )
-        return parts
-
-    def _is_complete(self, stage: _Stage) -> bool:
-        return len(stage.present) == len(self._lengths)
-
     def _decoded(self, part: StagePart) -> Floats:
-        """Not under the lock: it takes as long as a small update."""
         index = _kernels.first_non_finite(part.payload, part.codec)
         if index >= 0:
             raise NotFinite(
@@ -190,3 +123,62 @@ class Stages:
         values = aligned_zeros(self._lengths[part.shard_id])
         _kernels.decode(part.payload, part.codec, values)
         return values
+
+    # What follows is called under the lock.
+
+    def _answered(self, part: StagePart) -> bool | None:
+        """What to answer where the part need not be taken: it is here, or a later stage has its place."""
+        if part.pass_ != self.pass_:
+            raise BadRequest(
+                f"stage {part.stage_id} is of pass {part.pass_}, and pass {self.pass_} is under way here: throw it "
+                "away and ask for another portion"
+            )
+        stage = self._by_id.get(part.stage_id)
+        if stage is None:
+            latest = self._by_portion.get(part.portion_id)
+            return True if latest is not None and latest.stage_id > part.stage_id else None
+        if stage.portion_id != part.portion_id:
+            raise BadRequest(
+                f"stage {part.stage_id} came for portion {part.portion_id}, and before for portion "
+                f"{stage.portion_id}: a stage begins with one portion"
+            )
+        return self._is_complete(stage) if part.shard_id in stage.parts else None
+
+    def _put(self, part: StagePart, values: Floats) -> bool:
+        self._require_room(part)
+        stage = self._by_id.get(part.stage_id)
+        if stage is None:
+            former = self._by_portion.get(part.portion_id)
+            if former is not None:
+                del self._by_id[former.stage_id]
+                self.bytes -= former.num_bytes
+            stage = _Stage(part.stage_id, part.portion_id)
+            self._by_id[part.stage_id] = self._by_portion[part.portion_id] = stage
+        stage.parts[part.shard_id] = values
+        self.bytes += values.nbytes
+        return self._is_complete(stage)
+
+    def _require_room(self, part: StagePart) -> None:
+        # What an earlier stage of the portion takes is free once this one comes.
+        former = self._by_portion.get(part.portion_id)
+        freed = former.num_bytes if former is not None and former.stage_id != part.stage_id else 0
+        num_bytes, room = self.bytes - freed + 4 * self._lengths[part.shard_id], self._room()
+        if num_bytes > room:
+            raise LimitExceeded(
+                f"stage {part.stage_id} of portion {part.portion_id} would make {num_bytes} bytes of staged "
+                f"gradients, and vectors leave room for {room}: raise --max-vector-bytes, or let the coordinator ask "
+                "for fewer stages (--portions, --fold group:k=N)"
+            )
+
+    def _complete(self, stage_id: int) -> dict[int, Floats]:
+        stage = self._by_id.get(stage_id)
+        parts = stage.parts if stage is not None else {}
+        if len(parts) < len(self._lengths):
+            raise BadRequest(
+                f"names the stage {stage_id}, of which {len(parts)} of {len(self._lengths)} shards are here in pass "
+                f"{self.pass_}; fold stages whose delivery was accepted"
+            )
+        return dict(parts)
+
+    def _is_complete(self, stage: _Stage) -> bool:
+        return len(stage.parts) == len(self._lengths)
