@@ -16,6 +16,8 @@ from pyps_wire.errors import PypsError
 COMMANDS = {
     "serve": "serve",
     "run": "run",
+    "sandblaster": "sandblaster",
+    "coordinate": "coordinate",
     "demo": "demo",
     "status": "status",
     "set": "set",

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from pyps.launcher import coordinator
+from pyps.launcher.coordinator import Coordinator
 from pyps.launcher.environment import visible_gpus, worker_environment
 from pyps.launcher.process import ChildProcess
 
@@ -43,10 +45,14 @@ class JobSettings:
     # Flags that every server gets, and one list more for each of them.
     server_flags: tuple[str, ...] = ()
     each_server_flags: tuple[tuple[str, ...], ...] = ()
+    # Flags of `pyps coordinate`; None for a job without a coordinator.
+    coordinator_flags: tuple[str, ...] | None = None
     # How long a server may take to serve, and workers and servers to end after they were asked to.
     start_seconds: float = 60.0
     worker_stop_seconds: float = 10.0
     server_stop_seconds: float = 30.0
+    # How long a coordinator may outlive the workers: it tells how the run ended.
+    coordinator_end_seconds: float = 15.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class Job:
     """Servers on free ports and workers that know them; used as a context manager, it leaves nothing behind.
 
     The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is
-    told through `announce`, the children's output through `on_line`. Nothing is ever started a second time.
+    told through `announce`, the children's output through `on_line`. Nothing is ever started a second time but a
+    coordinator.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Job:
         self.settings = settings
         self.servers: list[ChildProcess] = []
         self.workers: list[ChildProcess] = []
+        self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
         # The run that the workers are told to join.
         self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
@@ -87,6 +95,7 @@ class Job:
         self._without = without
         self._stopping = False
         self._reported: set[str] = set()
+        self._workers_gone_at: float | None = None
         self._gpus: tuple[str, ...] = ()
         self._started_at = time.monotonic()
         # Ends of children and signals; a SimpleQueue may be fed from a signal handler.
@@ -102,16 +111,22 @@ class Job:
                 self._refuse_after_a_signal()
                 self.servers.append(self._start_server(index, ready_file))
             self._wait_until_servers_serve(ready_files)
+        if self.settings.coordinator_flags is not None:
+            self._refuse_after_a_signal()
+            self.coordinator = Coordinator(self._start_coordinator, self._announce)
         self._start_workers()
 
     @property
     def done(self) -> bool:
-        """True when there is nothing more to wait for: all workers ended, a server died, or a signal came."""
-        return (
-            self.server_died
-            or self.signal_number is not None
-            or all(worker.name in self._reported for worker in self.workers)
-        )
+        """True when there is nothing more to wait for: all workers ended, a server died, or a signal came.
+
+        A coordinator that failed leaves the workers nothing to wait for; one that ends well is waited for.
+        """
+        if self.server_died or self.signal_number is not None:
+            return True
+        if self.coordinator is not None and self.coordinator.failed:
+            return True
+        return all(worker.name in self._reported for worker in self.workers) and self._coordinator_is_over()
 
     def wait(self, seconds: float) -> None:
         """Waits until something happened, at most so long, and tells what it was."""
@@ -123,7 +138,7 @@ class Job:
     def stop(self) -> None:
         """Ends what still runs, workers before servers: by SIGTERM, and by SIGKILL what does not obey."""
         self._stopping = True
-        self._stop(self.workers, seconds=self.settings.worker_stop_seconds)
+        self._stop([*self._coordinators(), *self.workers], seconds=self.settings.worker_stop_seconds)
         self._stop(self.servers, seconds=self.settings.server_stop_seconds)
 
     def exit_status(self) -> int:
@@ -133,9 +148,10 @@ class Job:
         return self.exit_status_of_workers()
 
     def exit_status_of_workers(self) -> int:
-        """0 when every worker finished with 0 and no server died, else 1."""
+        """0 when every worker finished with 0, a coordinator too, and no server died, else 1."""
         succeeded = bool(self.workers) and all(worker.returncode == 0 for worker in self.workers)
-        return 0 if succeeded and not self.server_died else 1
+        coordinated = all(child.returncode == 0 for child in self._coordinators())
+        return 0 if succeeded and coordinated and not self.server_died else 1
 
     def __enter__(self) -> Job:
         return self
@@ -149,7 +165,7 @@ class Job:
 
         def handle(number: int, frame: FrameType | None) -> None:
             if self.signal_number is not None:
-                for child in self.workers + self.servers:
+                for child in [*self._coordinators(), *self.workers, *self.servers]:
                     child.signal(signal.SIGKILL)
             self.signal_number = number
             self._events.put(None)
@@ -206,6 +222,25 @@ class Job:
                 self._start_child(f"worker-{index}", list(self.settings.command), self._worker_environment(index))
             )
 
+    def _start_coordinator(self) -> ChildProcess:
+        assert self.settings.coordinator_flags is not None
+        servers = ",".join(server.data for server in self.addresses)
+        flags = ["--servers", servers, "--run-id", self.run_id, *self.settings.coordinator_flags]
+        environment = {"PYTHONUNBUFFERED": "1"} | os.environ
+        command = [sys.executable, "-m", "pyps", "coordinate", *flags]
+        return self._start_child(coordinator.NAME, command, environment)
+
+    def _coordinators(self) -> list[ChildProcess]:
+        return [] if self.coordinator is None else [self.coordinator.child]
+
+    def _coordinator_is_over(self) -> bool:
+        """True where nobody waits for the coordinator any more, the workers being gone."""
+        if self.coordinator is None or self.coordinator.done:
+            return True
+        if self._workers_gone_at is None:
+            self._workers_gone_at = time.monotonic()
+        return time.monotonic() > self._workers_gone_at + self.settings.coordinator_end_seconds
+
     def _worker_environment(self, index: int) -> dict[str, str]:
         return worker_environment(
             os.environ,
@@ -221,6 +256,9 @@ class Job:
         return ChildProcess(name, command, environment=environment, on_line=self._on_line, on_end=self._events.put)
 
     def _report_end(self, child: ChildProcess) -> None:
+        if self.coordinator is not None and child is self.coordinator.child:
+            self.coordinator.ended()
+            return
         self._reported.add(child.name)
         if child in self.servers:
             # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when-done.
