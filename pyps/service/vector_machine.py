@@ -1,0 +1,205 @@
+"""What a coordinator calls to calculate with vectors on the servers, and workers to stage sums of gradients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import grpc
+
+from pyps import logs
+from pyps.core.aggregation import Sandblaster
+from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine, one_after_the_other
+from pyps.core.vectors import Answer
+from pyps.run import Run, RunState
+from pyps.service.calls import Context, guarded, receive
+from pyps.service.convert import parse, parse_frame
+from pyps.service.limits import ByteBudget, check_message_bytes
+from pyps.service.together import run_together
+from pyps.service.workbench import Workbench
+from pyps_wire import vector_machine_pb2 as wire
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.contract import VECTOR_MACHINE
+from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable
+
+# A restored server knows of the coordinators that its checkpoint tells of. Those that came after it, in the same epoch
+# of the run, are fewer than this.
+LIVES_PER_EPOCH = 1000
+
+log = logs.get("pyps.service")
+
+
+class VectorMachineService:
+    """The calls of pyps.v1.VectorMachine."""
+
+    def __init__(self, run: Run, *, work: Workbench, budget: ByteBudget):
+        self._run = run
+        self._work = work
+        self._budget = budget
+        # A program may have to wait until a checkpoint is written: no thread that others need waits with it.
+        self._coordinating = ThreadPoolExecutor(1, thread_name_prefix="coordinator")
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service's handlers: bytes in, bytes out."""
+        methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Attach": grpc.unary_unary_rpc_method_handler(guarded(self.attach)),
+            "Execute": grpc.unary_unary_rpc_method_handler(guarded(self.execute)),
+            "Stage": grpc.stream_unary_rpc_method_handler(guarded(self.stage)),
+        }
+        return grpc.method_handlers_generic_handler(VECTOR_MACHINE, methods)
+
+    async def attach(self, message: bytes, context: Context) -> bytes:
+        """Makes the caller the coordinator."""
+        request = parse(wire.AttachRequest, message)
+        run, machine = self._run, self._coordinated(request.sender)
+        if not request.coordinator_epoch and run.server_index:
+            raise BadRequest(
+                f"this is server {run.server_index}, and a coordinator's life is counted by server 0: attach there "
+                "first, and here with the coordinator_epoch that it told"
+            )
+        plan = Plan(
+            history_pairs=request.history_pairs,
+            vectors_float32=request.vectors_float32,
+            vectors_float64=request.vectors_float64,
+            stages=request.stages,
+            num_portions=request.num_portions,
+            num_workers=run.membership.num_alive,
+        )
+        at_least = LIVES_PER_EPOCH * run.epoch + 1
+        attach = partial(machine.attach, plan, coordinator_epoch=request.coordinator_epoch, at_least=at_least)
+        attached = await self._off_loop(attach)
+        run.events.add(
+            "coordinator",
+            "a coordinator attached",
+            life=attached.coordinator_epoch,
+            iteration=attached.iteration,
+            planned_bytes=attached.planned_bytes,
+        )
+        return wire.AttachReply(
+            coordinator_epoch=attached.coordinator_epoch,
+            iteration=attached.iteration,
+            state=attached.state,
+            vectors=attached.vectors,
+            num_parameters=attached.num_parameters,
+            planned_bytes=attached.planned_bytes,
+        ).SerializeToString()
+
+    async def execute(self, message: bytes, context: Context) -> bytes:
+        """Executes a program."""
+        request = parse(wire.ExecuteRequest, message)
+        machine = self._coordinated(request.sender)
+        program = Program(
+            coordinator_epoch=request.coordinator_epoch,
+            op_seq=request.op_seq,
+            instructions=tuple(_instruction(number, i) for number, i in enumerate(request.instructions, start=1)),
+            commits_iteration=request.commits_iteration,
+            state=request.state,
+        )
+        results = await self._off_loop(partial(machine.execute, program, run_all=self._run_all))
+        return wire.ExecuteReply(scalars=results.scalars, version=results.version).SerializeToString()
+
+    async def stage(self, _: object, context: Context) -> bytes:
+        """Lays a sum of gradients aside, shard by shard."""
+        part: StagePart | None = None
+        complete = False
+        while (message := await receive(context, under_way=part is not None)) is not None:
+            check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
+            with self._budget.holding(len(message)):
+                request, payload = parse_frame(wire.StageRequest, message)
+                sender = request.sender
+                self._run.heard(sender.run_id, sender.worker_id, sender.incarnation)
+                machine = self._machine()
+                former, part = part, _stage_part(request, payload)
+                _require_one_stage(former, part)
+                complete = await self._work.compute(len(payload), partial(machine.stage, part))
+        if part is None:
+            raise BadRequest("Stage came without a message: send one for each shard of the stage")
+        if not complete:
+            raise BadRequest(
+                f"stage {part.stage_id} ended before each of its {part.num_shards} shards was here: send them all in "
+                "one stream"
+            )
+        return wire.StageReply().SerializeToString()
+
+    def _coordinated(self, sender: Sender) -> VectorMachine:
+        """The machine, for a caller that means this run."""
+        self._run.shards_to_pull(sender.run_id, "", 0, observer=True, shard_ids=())
+        return self._machine()
+
+    def _machine(self) -> VectorMachine:
+        run = self._run
+        if run.state == RunState.DRAINING:
+            raise ServerUnavailable("this server is shutting down: try again once it is back")
+        if run.aggregation.name != Sandblaster.name:
+            raise BadRequest(
+                f"the protocol in force is {run.aggregation.name}, under which workers push gradients: start the "
+                f"servers with --protocol {Sandblaster.name} for a coordinator"
+            )
+        machine = run.machine
+        if machine is None:
+            raise NotInitialized("this server holds no parameters yet: a worker's Hello and Initialize come first")
+        return machine
+
+    async def _off_loop(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._coordinating, work)
+
+    def _run_all(self, jobs: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
+        if self._work.is_little(sum(4 * shard.length for shard in self._run.shards.values())):
+            return one_after_the_other(jobs)
+        return run_together(self._work.executor, jobs)
+
+
+def _instruction(number: int, plain: wire.Instruction) -> Instruction:
+    try:
+        operation = Operation(plain.operation)
+    except ValueError:
+        raise BadRequest(
+            f"instruction {number} has the operation {plain.operation}; expected {min(Operation):d} to "
+            f"{max(Operation):d}, as in vector_machine.proto"
+        ) from None
+    precision = Precision.FLOAT32
+    if operation == Operation.ALLOC:
+        try:
+            precision = Precision(plain.precision)
+        except ValueError:
+            raise BadRequest(
+                f"instruction {number} (ALLOC) has the precision {plain.precision}; expected FLOAT32 (1) or FLOAT64 (2)"
+            ) from None
+    return Instruction(
+        operation,
+        target=plain.target,
+        left=plain.left,
+        right=plain.right,
+        scalar=plain.scalar,
+        precision=precision,
+        names=tuple(plain.names),
+        others=tuple(plain.others),
+        scalars=tuple(plain.scalars),
+        stage_ids=tuple(plain.stage_ids),
+        count=plain.count,
+    )
+
+
+def _stage_part(request: wire.StageRequest, payload: memoryview) -> StagePart:
+    return StagePart(
+        # The field's name is a keyword of Python's.
+        pass_=getattr(request, "pass"),
+        portion_id=request.portion_id,
+        stage_id=request.stage_id,
+        shard_id=request.shard_id,
+        num_shards=request.num_shards,
+        codec=request.codec,
+        payload=payload,
+    )
+
+
+def _require_one_stage(former: StagePart | None, part: StagePart) -> None:
+    if former is not None and (former.pass_, former.stage_id) != (part.pass_, part.stage_id):
+        raise BadRequest(
+            f"a stream holds stage {former.stage_id} of pass {former.pass_} and stage {part.stage_id} of pass "
+            f"{part.pass_}: send one stage in a stream"
+        )
