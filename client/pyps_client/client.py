@@ -14,6 +14,7 @@ from pyps_client import departure, uncaught
 from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.launch import Launch
 from pyps_client.session import Session
+from pyps_client.trainer import Trainer, others_wait
 from pyps_client.vectors import Vector
 from pyps_wire.codecs import codec_of, decode, encode
 from pyps_wire.common_pb2 import REASON_EPOCH, GroupSettings, OptimizerSettings, Receipt
@@ -57,6 +58,8 @@ class Client:
             initial=lambda: [self._flat(tensors)],
             device="cpu",
         )
+        # Examples in each batch from now on, where a push does not say; portions do.
+        self.examples_in_batch: int | None = None
         self._border = threading.Lock()
         # Guarded by _border: whether a step has ended, and the next was not allowed yet.
         self._between_steps = True
@@ -81,7 +84,8 @@ class Client:
         with self._step(gradients) as present:
             if present is None:
                 return []
-            receipts = self.session.push([self._gradient], present=present, example_count=examples)
+            count = examples or self.examples_in_batch or 0
+            receipts = self.session.push([self._gradient], present=present, example_count=count)
             if any(receipt.reason == REASON_EPOCH for receipt in receipts):
                 self.session.pull([self._parameters])
             return receipts
@@ -92,8 +96,8 @@ class Client:
         """Pushes and pulls in one: half the way there and back. Takes what `push` does, returns what `pull` does."""
         with self._step(gradients) as present:
             if present is not None:
-                parameters = [self._parameters]
-                self.session.exchange([self._gradient], parameters, present=present, example_count=examples)
+                parameters, count = [self._parameters], examples or self.examples_in_batch or 0
+                self.session.exchange([self._gradient], parameters, present=present, example_count=count)
         self._enter_step()
         if present is None or self.session.pull_needed:
             self.session.pull([self._parameters])
@@ -137,6 +141,11 @@ class Client:
     def finished(self) -> bool:
         """True when the run is over."""
         return self.session.finished
+
+    @property
+    def trainer(self) -> Trainer:
+        """What `pyps_client.data.Portions` asks of it."""
+        return _ClientTrainer(self)
 
     def report(self, **scalars: float) -> None:
         """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
@@ -219,6 +228,43 @@ class Client:
     def _flat(self, tensors: Mapping[str, npt.NDArray[Any]]) -> Vector:
         """The first parameters, end to end."""
         return np.concatenate([np.asarray(tensors[tensor.name]).reshape(-1) for tensor in self._model.tensors])
+
+
+class _ClientTrainer:
+    """A client's steps as portions of data see them: each is answered when it returns."""
+
+    def __init__(self, client: Client) -> None:
+        self.session = client.session
+        self._client = client
+
+    @property
+    def steps(self) -> int:
+        return self.session.clock
+
+    @property
+    def steps_answered(self) -> int:
+        return self.session.clock
+
+    @property
+    def finished(self) -> bool:
+        return self.session.finished
+
+    def tell_examples(self, count: int) -> None:
+        self._client.examples_in_batch = count
+
+    def end_portion_after(self, step: int) -> None:
+        """A push is the caller's to make; `Portions.ends_portion` tells when."""
+
+    def flush(self) -> None:
+        """Nothing gathers."""
+
+    def idle(self) -> None:
+        if others_wait(self.session) and not self.finished:
+            with contextlib.suppress(RunFinished):
+                self._client.exchange({})
+
+    def stop(self) -> None:
+        raise RunFinished(f"Run {self.session.run_id!r} is over: leave the loop. Pulls still work.")
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from pyps_client.portions import Portions as Portions
 from pyps_wire.errors import BadRequest
 
 T = TypeVar("T")

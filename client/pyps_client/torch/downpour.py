@@ -30,14 +30,14 @@ from pyps_client.torch.conversion import TorchConverter
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.local_steps import LocalSteps
-from pyps_client.torch.looks import all_finite
+from pyps_client.torch.looks import all_finite, first_non_finite, refuse_sparse
 from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedLink
 from pyps_client.torch.pace import Pace, Tempo
 from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_client.torch.pinned import PinnedPages
 from pyps_client.torch.shared_buffers import SharedBuffers
 from pyps_wire.common_pb2 import REASON_FINISHED, REASON_NOT_FINITE, Receipt
-from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.errors import RunFinished
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
 # worker waits for the one under way. A worker that ran on without bound would at last push a sum that no rate
@@ -99,8 +99,11 @@ class Downpour:
         self._payload_guard = FiniteGuard()
         self._finished = False
         self._settled = False
-        # Minibatches so far.
+        # Minibatches so far, steps without one included.
         self.steps = 0
+        # Minibatches that had left the buffer, on their way or left out, before the newest push and with it.
+        self._sent_before = 0
+        self._sent = 0
 
     @property
     def finished(self) -> bool:
@@ -116,6 +119,15 @@ class Downpour:
     def skipped(self) -> int:
         """Minibatches and sums of minibatches that were left out because they were not finite."""
         return self._minibatch_guard.skips_total + self._payload_guard.skips_total
+
+    @property
+    def steps_answered(self) -> int:
+        """Minibatches, from the first on, that are done with: their gradients answered, refused or left out."""
+        try:
+            self._link.raise_error()
+        except RunFinished:
+            self._finished = True
+        return self._sent if self._link.in_flight is None else self._sent_before
 
     def start(self) -> None:
         """Pulls the run's parameters into the model, before the first minibatch, once the worker may begin."""
@@ -137,6 +149,24 @@ class Downpour:
         if self.finished and not self._settled:
             self._settle()
 
+    def end_portion_after(self, step: int) -> None:
+        """Says that minibatch number `step`, from 0, is the last of its portion of data."""
+        self._tempo.end_portion_after(step)
+
+    def idle(self) -> None:
+        """Takes a step without a minibatch, where others wait for each worker's steps.
+
+        Brings a finished run's parameters into the model.
+        """
+        try:
+            if not self.finished and (self._session.current_version_only or self._session.ask_to_proceed):
+                with torch.no_grad():
+                    self._idle()
+        except RunFinished:
+            self._finished = True
+        if self.finished and not self._settled:
+            self._settle()
+
     def flush(self) -> None:
         """Pushes what has gathered and waits for the answer."""
         try:
@@ -144,6 +174,8 @@ class Downpour:
             if self._gradients.minibatch_count and not self.finished:
                 self._push()
                 self._link.wait_for_push()
+            if not self._gradients.minibatch_count:
+                self._sent = self.steps
         except RunFinished:
             self._finished = True
 
@@ -188,9 +220,13 @@ class Downpour:
         step = self.steps
         self._tempo.follow(step)
         self.steps = self._session.clock = step + 1
-        self._push_due = self._push_due or self._tempo.push_after(step)
+        ends_portion = self._tempo.ends_portion(step)
+        self._push_due = self._push_due or ends_portion or self._tempo.push_after(step)
         self._pull_due = self._pull_due or self._tempo.pull_before(step + 1)
         self._gather(gradients, example_count)
+        if ends_portion:
+            # Nothing of the next portion comes into its push.
+            self._link.wait_for_push()
         if not self._exchange_if_due():
             if self._push_if_due():
                 self._proceed()
@@ -198,7 +234,28 @@ class Downpour:
             self._pull_if_due()
         if self._gradients.minibatch_count:
             self._gradients.take_back()
+        else:
+            self._sent = self.steps
         self._finished = self._finished or any(receipt.reason == REASON_FINISHED for receipt in self.receipts)
+
+    def _idle(self) -> None:
+        """Says in so many words that there is no gradient, and waits for what every worker waits for."""
+        self._link.wait_for_push()
+        self._link.wait_for_pull()
+        self._take_pulled()
+        self._tempo.follow(self.steps)
+        self.steps = self._session.clock = self.steps + 1
+        absent = [False] * len(self._layout.parameters)
+        self._session.push(
+            self._gradients.vectors,
+            present=absent,
+            base_versions=self._versions,
+            newest_base_versions=self._versions,
+        )
+        self._session.proceed()
+        self._link.pull()
+        self._link.wait_for_pull()
+        self._take_pulled()
 
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
         if all(gradient is None for gradient in gradients):
@@ -253,6 +310,7 @@ class Downpour:
 
     def _push(self) -> None:
         if self._sealed():
+            self._sent_before, self._sent = self._sent, self.steps
             self._gradients = self._link.push(self._gradients, self._rate_changes())
             self._note_what_the_servers_found()
 
@@ -278,7 +336,7 @@ class Downpour:
 
     def _skip(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Counts a minibatch as skipped, and says where it is not finite, if not in the wire's type only."""
-        found = self._first_non_finite(gradients)
+        found = first_non_finite(self._layout.model, gradients)
         if found is not None:
             self._minibatch_guard.skipped(*found)
         else:
@@ -324,7 +382,7 @@ class Downpour:
 
     def _add(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> bool:
         """Adds a minibatch to what has gathered; False where it is not finite, and left out."""
-        self._refuse_sparse(gradients)
+        refuse_sparse(self._layout.model, gradients)
         self._unchecked = gradients if self._servers_look() else ()
         is_first = self._gradients.minibatch_count == 0
         # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
@@ -339,14 +397,6 @@ class Downpour:
         self._skip(gradients)
         return False
 
-    def _refuse_sparse(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for tensor, gradient in zip(self._layout.model.tensors, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise BadRequest(
-                    f"The gradient of {tensor.name!r} has layout {gradient.layout}; servers take dense "
-                    f"gradients only: make the layer with sparse=False."
-                )
-
     def _servers_look(self) -> bool:
         """True where a minibatch goes alone and at once to a server that looks for NaN before it applies any of it."""
         return (
@@ -358,11 +408,3 @@ class Downpour:
             and self._tempo.pull_before(self.steps)
             and self._buffers is None
         )
-
-    def _first_non_finite(self, gradients: Sequence[torch.Tensor | None]) -> tuple[str, tuple[int, ...], float] | None:
-        """Where the first NaN or infinity is: tensor, index, value."""
-        for tensor, gradient in zip(self._layout.model.tensors, gradients, strict=True):
-            if gradient is not None and not all_finite([gradient]):
-                index = tuple(gradient.isfinite().logical_not().nonzero()[0].tolist())
-                return tensor.name, index, float(gradient[index])
-        return None

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import Model
+
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """True when no element is NaN or infinite; one pass over memory, on the tensors' own devices."""
@@ -39,6 +42,27 @@ def all_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
     return all(
         bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all()) for tensor in tensors if tensor.numel()
     )
+
+
+def first_non_finite(
+    model: Model, gradients: Sequence[torch.Tensor | None]
+) -> tuple[str, tuple[int, ...], float] | None:
+    """Where the first NaN or infinity is among a model's gradients: tensor, index, value."""
+    for tensor, gradient in zip(model.tensors, gradients, strict=True):
+        if gradient is not None and not all_finite([gradient]):
+            index = tuple(gradient.isfinite().logical_not().nonzero()[0].tolist())
+            return tensor.name, index, float(gradient[index])
+    return None
+
+
+def refuse_sparse(model: Model, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raises BadRequest for a gradient that is not dense, naming the tensor."""
+    for tensor, gradient in zip(model.tensors, gradients, strict=True):
+        if gradient is not None and gradient.layout != torch.strided:
+            raise BadRequest(
+                f"The gradient of {tensor.name!r} has layout {gradient.layout}; servers take dense "
+                f"gradients only: make the layer with sparse=False."
+            )
 
 
 def _total(tensor: torch.Tensor) -> float:

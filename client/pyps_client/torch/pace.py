@@ -67,6 +67,8 @@ class Tempo:
         self._held_back = False
         self._push = Beat(pace.push_every or 1)
         self._pull = Beat(pace.pull_every or 1)
+        # Minibatches that are the last of their portions of data.
+        self._portion_ends: set[int] = set()
         # Whether pushes and pulls go on beside the computation now.
         self.overlaps = False
         self.follow(0)
@@ -105,6 +107,23 @@ class Tempo:
     def pull_before(self, step: int) -> bool:
         """True when minibatch number `step` is to be preceded by a pull."""
         return self._pull.at(step)
+
+    def end_portion_after(self, step: int) -> None:
+        """Notes that minibatch number `step` is the last of its portion of data."""
+        self._portion_ends.add(step)
+
+    def ends_portion(self, step: int) -> bool:
+        """True when a push and a pull are to follow minibatch number `step` because a portion ends with it.
+
+        So it is where the protocol sums a push's worth of minibatches, and a portion is one: both beats begin anew.
+        """
+        ended = {end for end in self._portion_ends if end <= step}
+        self._portion_ends -= ended
+        if not self._wanted or step not in ended:
+            return False
+        self._push = Beat(self._push.every, step + 1)
+        self._pull = Beat(self._pull.every, step + 1)
+        return True
 
     def _warn_of(self, wanted: int) -> None:
         """Says once that the user's number is another than the protocol's, which it goes before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -21,6 +21,7 @@ from pyps_client.torch.pace import Pace
 from pyps_client.torch.parameter_buffer import initial_values
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
 from pyps_client.torch.shared_buffers import MODES, shared_buffers
+from pyps_client.torch.trainer import TorchTrainer
 from pyps_client.torch.translate import translate, translation_of
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
@@ -234,6 +235,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Gradients of this worker that were not sent because they held NaN or infinity."""
         return self._downpour.skipped
 
+    @property
+    def trainer(self) -> TorchTrainer:
+        """What `pyps_client.data.Portions` asks of it."""
+        return TorchTrainer(self, self._session, self._downpour)
+
     def report(self, **scalars: float) -> None:
         """Sends figures of this worker, such as loss=0.3, to the servers with its next heartbeat."""
         self._session.report(**scalars)
@@ -273,6 +279,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*departure.cause_of(error))
 
+    def end_loop(self) -> NoReturn:
+        """Ends a program whose loop goes on although the run is over: raises TrainingFinished."""
+        logger.info("the run %s is over: this worker ends", self.run_id)
+        raise TrainingFinished
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: all workers of a run agree on its parameters before the first step."""
         if self._groups_are_fixed:
@@ -307,8 +318,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._closed:
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
         if self._finish_seen:
-            logger.info("the run %s is over: this worker ends", self.run_id)
-            raise TrainingFinished
+            self.end_loop()
         self._agreement.check(self.param_groups)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]

@@ -1,0 +1,323 @@
+"""Portions of a data set that all workers of a run share: an epoch ends when each example was trained on once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client.batch_count import BatchCount
+from pyps_client.log import logger
+from pyps_client.trainer import HasTrainer, Trainer, others_wait
+from pyps_client.work import RemoteQueue
+from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.work_pb2 import DataSpec, LeaseReply
+
+T = TypeVar("T")
+
+# Batches in a portion, where neither the user nor the protocol says: so many fewer calls than batches.
+PORTION_BATCHES = 8
+
+
+class Portions:
+    """Batches of the portions that server 0 gives this worker, for DataLoader(dataset, batch_sampler=...).
+
+    One iteration is one epoch of the whole data set, shared by all workers: it ends when every portion of the epoch is
+    trained on, by whomever; the batches are this worker's part of it. A portion whose worker dies goes to another, and
+    counts as trained on once the gradients of all its batches are with the servers: one `optimizer.step()` a batch.
+
+        portions = Portions(dataset, optimizer, batch_size=32)
+        loader = DataLoader(dataset, batch_sampler=portions, num_workers=2)
+        for epoch in range(20):
+            for x, y in portions.epoch(loader):
+                ...
+
+    A loader with processes of its own fetches ahead, and cannot wait for the end of an epoch with batches on their
+    way: `for x, y in loader` then may end early, and the next iteration goes on with the same epoch. `epoch` does not.
+    An iteration that was broken off is continued by the next one; what it left goes back. Epochs that the run has
+    behind it, as for a worker that comes late or again, are over at once.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        optimizer: HasTrainer,
+        *,
+        batch_size: int = 32,
+        portion_batches: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        name: str = "train",
+    ) -> None:
+        """`optimizer`: a RemoteOptimizer, or a Client.
+
+        `batch_size`: examples in a batch, where the servers' schedule (batch_growth) leaves it open. `portion_batches`:
+        batches in a portion, 8 by default; where the protocol sums minibatches in a push (asgd:accumulate=), or the
+        schedule says how large they are, by default one push's worth. `seed`: of each epoch's permutation. All of
+        these must be the same in all workers. `name`: for people.
+        """
+        length = _length_of(dataset)
+        self._trainer = trainer = _trainer_of(optimizer)
+        _check_whole("batch_size", batch_size)
+        if portion_batches is not None:
+            _check_whole("portion_batches", portion_batches)
+        if not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise BadRequest(f"seed is {seed!r}; expected 0 to {2**32 - 1}.")
+        if portion_batches is None:
+            left_to_servers = trainer.session.accumulate or trainer.session.batch_size
+            portion_batches = 0 if left_to_servers else PORTION_BATCHES
+        self._spec = DataSpec(
+            name=name,
+            num_examples=length,
+            portion_examples=portion_batches * batch_size,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        self._queue = RemoteQueue(trainer.session)
+        self._queue.open(self._spec)
+        self._order = _Order(self._spec)
+        self._batch_size = batch_size
+        self._epoch = 0
+        # Portions that are this worker's and not delivered, the oldest first.
+        self._portions: deque[_Portion] = deque()
+        # Leased, and no batch of it handed out yet.
+        self._at_hand: _Portion | None = None
+        # Whether the present iteration's epoch is over, or the run.
+        self._over = False
+        # Whether the run was over when an iteration ended: a loop that goes on then knows nothing of runs.
+        self._told_finished = False
+        # Whether `epoch` has begun an iteration, and counts.
+        self._within_epoch = False
+        self._count = BatchCount(trainer)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a batch of the present epoch."""
+        return self._batch_size
+
+    @property
+    def ends_portion(self) -> bool:
+        """Whether the batch that was handed out last is its portion's last.
+
+        A Client that sums the gradients of several batches in a push pushes then, before it asks for the next.
+        """
+        return not self._portions or self._portions[-1].is_handed_out
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration that epoch, from 0."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self._within_epoch:
+            self._begin(exact=False)
+        yield from self._batches()
+
+    def epoch(self, loader: Iterable[T] | None = None) -> Iterator[T]:
+        """Batches of one whole epoch, drawn by a loader over these portions; without one, indices.
+
+        Unlike a bare iteration it ends with the epoch however far the loader fetches ahead, and it sees each batch that
+        the loop is done with: one that was passed over without a step counts as done.
+        """
+        source: Iterable[Any] = self if loader is None else loader
+        self._begin(exact=True)
+        self._within_epoch = True
+        try:
+            while not self._over:
+                self._at_hand = self._at_hand or self._next_portion()
+                if self._at_hand is None:
+                    break
+                for batch in source:
+                    self._count.hand_over()
+                    try:
+                        yield batch
+                    except GeneratorExit:
+                        self._count.broken_off()
+                        raise
+                    self._count.taken_back()
+                if self._at_hand is not None:
+                    raise BadRequest(
+                        f"The {type(source).__name__} given to epoch() draws no batches from these portions: give it "
+                        "DataLoader(dataset, batch_sampler=portions) itself, which can be iterated more than once."
+                    )
+        finally:
+            self._within_epoch = False
+
+    def _begin(self, *, exact: bool) -> None:
+        """Begins an iteration: settles what one that was broken off, or ran ahead, has left."""
+        self._over = False
+        if self._trainer.finished and self._told_finished:
+            self._trainer.stop()
+        self._at_hand = None
+        if self._portions:
+            self._trainer.flush()
+            self._deliver()
+            left = [portion.lease_id for portion in self._portions]
+            self._queue.give_up(left)
+            self._portions.clear()
+            if left:
+                logger.info("%d portions go back: their batches were not all followed by a step", len(left))
+        self._count.begin(exact=exact)
+
+    def _batches(self) -> Iterator[list[int]]:
+        while True:
+            portion, self._at_hand = self._at_hand, None
+            portion = portion or self._next_portion()
+            if portion is None:
+                return
+            self._portions.append(portion)
+            for start in range(portion.start, portion.stop, portion.batch_size):
+                stop = min(start + portion.batch_size, portion.stop)
+                number = self._count.handed_out(stop - start, ends_portion=stop == portion.stop)
+                if stop == portion.stop:
+                    portion.last_batch = number
+                yield self._order.indices(portion.epoch, start, stop)
+                if len(self._portions) > 1 or self._trainer.finished:
+                    # Pushes go on beside the computation: an earlier one may be answered by now.
+                    self._deliver()
+                if self._over:
+                    return
+
+    def _next_portion(self) -> _Portion | None:
+        """The next portion; None where the epoch is over, the run is, or a loader has batches on their way."""
+        self._deliver()
+        if not self._portions:
+            return self._ask(wait=True)
+        portion = self._ask(wait=False)
+        if portion is not None or self._over or self._count.ahead:
+            return portion
+        # Nobody has one to give, and others may wait for those that are this worker's.
+        self._trainer.flush()
+        self._deliver(all_taken=True)
+        return None if self._over else self._ask(wait=True)
+
+    def _ask(self, *, wait: bool) -> _Portion | None:
+        """Leases a portion of the epoch. The one place where portions are asked for."""
+        trainer, outcome = self._trainer, LeaseReply.OUTCOME_NOTHING_NOW
+        while not trainer.finished:
+            steps_on = wait and others_wait(trainer.session)
+            try:
+                reply = self._insist(partial(self._queue.lease, pass_number=self._epoch, wait=wait and not steps_on))
+            except RunFinished:
+                break
+            outcome = reply.outcome
+            if outcome == LeaseReply.OUTCOME_LEASED:
+                self._batch_size = reply.batch_size or self._spec.batch_size
+                return _Portion(reply, self._batch_size)
+            if outcome == LeaseReply.OUTCOME_PASS_DONE:
+                self._epoch += 1
+                self._over = True
+                return None
+            if outcome == LeaseReply.OUTCOME_ENDED:
+                raise RunFinished(f"No more portions are handed out: {reply.message or 'the work is over'}.")
+            if not steps_on:
+                return None
+            # Others cannot end their portions while they wait for this worker's step.
+            trainer.idle()
+        self._end_with_run()
+        return None
+
+    def _insist(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except BadRequest:
+            # A server that came back from before it heard of the data set; else the call has the same verdict again.
+            self._queue.open(self._spec)
+            return call()
+
+    def _deliver(self, *, all_taken: bool = False) -> None:
+        """Delivers the portions whose gradients are with the servers. `all_taken`: nothing else will come of any."""
+        if self._trainer.finished:
+            # Which of the last gradients were taken is not known, and nobody goes on.
+            self._end_with_run()
+            return
+        answered = self._trainer.steps_answered
+        while self._portions:
+            portion = self._portions[0]
+            if portion.until is None and self._count.has_taken(portion.last_batch):
+                portion.until = self._count.steps_taken
+            if portion.until is None or (portion.until > answered and not all_taken):
+                return
+            self._portions.popleft()
+            examples = portion.stop - portion.start
+            reply = self._insist(partial(self._queue.deliver, [portion.lease_id], example_count=examples))
+            if not reply.accepted:
+                logger.warning(
+                    "portion %d of epoch %d was given to another worker too: %s",
+                    *(portion.portion_id, portion.epoch, reply.message.rstrip(".")),
+                )
+
+    def _end_with_run(self) -> None:
+        self._portions.clear()
+        self._over = self._told_finished = True
+        self._trainer.idle()
+
+
+class _Portion:
+    """A leased portion."""
+
+    def __init__(self, reply: LeaseReply, batch_size: int) -> None:
+        leased = reply.portion
+        self.lease_id, self.portion_id = leased.lease_id, leased.portion_id
+        self.start, self.stop = leased.start, leased.stop
+        self.epoch = int(getattr(reply, "pass"))
+        self.batch_size = batch_size
+        # The number of its last batch, once that is handed out.
+        self.last_batch: int | None = None
+        # The step up to which gradients are to be answered, once the loop is done with the last batch.
+        self.until: int | None = None
+
+    @property
+    def is_handed_out(self) -> bool:
+        return self.last_batch is not None
+
+
+class _Order:
+    """The order of examples in each epoch, the same in all workers."""
+
+    def __init__(self, spec: DataSpec) -> None:
+        self._spec = spec
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] | None = None
+
+    def indices(self, epoch: int, start: int, stop: int) -> list[int]:
+        """The examples at these places of the epoch."""
+        if not self._spec.shuffle:
+            return list(range(start, stop))
+        if self._permutation is None or self._epoch != epoch:
+            # RandomState's sequence never changes between numpy versions, and workers may have different ones.
+            self._permutation = np.random.RandomState([self._spec.seed, epoch]).permutation(self._spec.num_examples)
+            self._epoch = epoch
+        indices: list[int] = self._permutation[start:stop].tolist()
+        return indices
+
+
+def _length_of(dataset: Any) -> int:
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise BadRequest(
+            f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__ and __getitem__: "
+            "portions are ranges of its indices."
+        ) from None
+    if length == 0:
+        raise BadRequest(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
+    return length
+
+
+def _trainer_of(optimizer: object) -> Trainer:
+    if not isinstance(optimizer, HasTrainer):
+        raise BadRequest(
+            f"optimizer is a {type(optimizer).__name__}; expected a pyps_client.RemoteOptimizer or a "
+            "pyps_client.Client, whose servers hand out the portions."
+        )
+    return optimizer.trainer
+
+
+def _check_whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadRequest(f"{name} is {value!r}; expected a whole number, 1 or more.")

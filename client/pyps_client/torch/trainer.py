@@ -1,0 +1,47 @@
+"""RemoteOptimizer's steps as portions of data see them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyps_client.session import Session
+from pyps_client.torch.downpour import Downpour
+
+if TYPE_CHECKING:
+    from pyps_client.torch.remote_optimizer import RemoteOptimizer
+
+
+class TorchTrainer:
+    """The `Trainer` of an optimizer."""
+
+    def __init__(self, optimizer: RemoteOptimizer, session: Session, downpour: Downpour) -> None:
+        self.session = session
+        self._optimizer = optimizer
+        self._downpour = downpour
+
+    @property
+    def steps(self) -> int:
+        return self._downpour.steps
+
+    @property
+    def steps_answered(self) -> int:
+        return self._downpour.steps_answered
+
+    @property
+    def finished(self) -> bool:
+        return self._downpour.finished
+
+    def tell_examples(self, count: int) -> None:
+        self._optimizer.examples_in_batch = count
+
+    def end_portion_after(self, step: int) -> None:
+        self._downpour.end_portion_after(step)
+
+    def flush(self) -> None:
+        self._downpour.flush()
+
+    def idle(self) -> None:
+        self._downpour.idle()
+
+    def stop(self) -> None:
+        self._optimizer.end_loop()

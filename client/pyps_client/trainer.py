@@ -1,0 +1,55 @@
+"""What portions of data need of whatever trains on them."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from pyps_client.session import Session
+
+
+class Trainer(Protocol):
+    """One worker's steps, as its portions see them. Used by the thread that trains."""
+
+    @property
+    def session(self) -> Session:
+        """The worker's membership in the run, connected."""
+
+    @property
+    def steps(self) -> int:
+        """Minibatches handed in, empty steps included."""
+
+    @property
+    def steps_answered(self) -> int:
+        """Minibatches, from the first on, that are done with: their gradients answered, refused or left out."""
+
+    @property
+    def finished(self) -> bool:
+        """True when the run is over."""
+
+    def tell_examples(self, count: int) -> None:
+        """Says how many examples the minibatch that comes next has."""
+
+    def end_portion_after(self, step: int) -> None:
+        """Says that minibatch number `step`, from 0, is its portion's last."""
+
+    def flush(self) -> None:
+        """Pushes what has gathered and waits for the answer."""
+
+    def idle(self) -> None:
+        """Takes part without a minibatch where others wait for each worker's steps; takes over a finished run's end."""
+
+    def stop(self) -> None:
+        """Raises what ends a loop that goes on although the run is over."""
+
+
+@runtime_checkable
+class HasTrainer(Protocol):
+    """What can train on portions: RemoteOptimizer and Client are such."""
+
+    @property
+    def trainer(self) -> Trainer: ...
+
+
+def others_wait(session: Session) -> bool:
+    """True where the protocol in force makes workers wait for each other's steps: one that takes none holds them up."""
+    return session.current_version_only or session.ask_to_proceed
