@@ -1,0 +1,376 @@
+"""Portions of data for workers of Downpour: what they hand out, when they deliver, where they end."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from portion_world import Stopped, Worker, delivered, queue
+from pyps_client.data import Portions
+from pyps_wire.errors import BadRequest, RunFinished
+from support import wait_until
+
+PACES = [{}, {"push_every": 4}, {"overlap": "step"}, {"overlap": "step", "push_every": 4}]
+
+
+def train(worker: Worker, batches) -> list[int]:
+    """One step a batch; the examples seen."""
+    seen: list[int] = []
+    for batch in batches:
+        seen += [int(example) for example in batch]
+        worker.step()
+    return seen
+
+
+@pytest.mark.parametrize("pace", PACES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_hands_out_and_delivers_every_example_once(pace, shuffle) -> None:
+    work = queue()
+    worker = Worker(work, **pace)
+    portions = Portions(range(50), worker, batch_size=4, portion_batches=3, shuffle=shuffle)
+    epochs = [train(worker, portions) for _ in range(2)]
+    for number, seen in enumerate(epochs):
+        assert sorted(seen) == list(range(50))
+        assert delivered(work, number) == list(range(50))
+    if shuffle:
+        assert epochs[0] != epochs[1]
+    else:
+        assert epochs[0] == list(range(50))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("pace", PACES)
+def test_a_whole_epoch_is_drawn_by_any_loader(pace, num_workers) -> None:
+    work = queue()
+    worker = Worker(work, **pace)
+    portions = Portions(range(50), worker, batch_size=4, portion_batches=3)
+    loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=num_workers)
+    for epoch in range(2):
+        assert sorted(train(worker, portions.epoch(loader))) == list(range(50))
+        assert delivered(work, epoch) == list(range(50))
+
+
+def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_ended_early() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(50), worker, batch_size=4, portion_batches=3)
+    loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=2)
+    assert sorted(train(worker, loader)) == list(range(50))
+    # The gradients of the last batches came after the loader had asked for the last time.
+    assert len(delivered(work, 0)) < 50
+    seen = train(worker, loader)
+    assert delivered(work, 0) == list(range(50))
+    assert not seen
+
+
+def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead() -> None:
+    worker = Worker(queue())
+    portions = Portions(range(22), worker, batch_size=4, portion_batches=2)
+    loader = torch.utils.data.DataLoader(torch.arange(22), batch_sampler=portions, num_workers=2)
+    for _ in portions.epoch(loader):
+        worker.step()
+    assert [pushed.example_count for pushed in worker.session.pushes] == [4, 4, 4, 4, 4, 2]
+
+
+def test_a_portion_is_delivered_only_once_its_pushes_are_answered() -> None:
+    work = queue()
+    worker = Worker(work, overlap="step")
+    portions = Portions(range(16), worker, batch_size=4, portion_batches=2, shuffle=False)
+    batches = iter(portions)
+    next(batches)
+    worker.step()
+    wait_until(lambda: worker.trainer.steps_answered == 1)
+    next(batches)
+    worker.session.gate.clear()
+    worker.step()
+    next(batches)
+    assert delivered(work, 0) == []
+    worker.session.gate.set()
+    wait_until(lambda: worker.trainer.steps_answered == 2)
+    worker.step()
+    next(batches)
+    assert delivered(work, 0) == list(range(8))
+
+
+def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_push() -> None:
+    """Zhang et al. 2013 (A4): updates per epoch = ceil(N / (K b))."""
+    work = queue(accumulate=lambda: 4)
+    worker = Worker(work, has={"accumulate": 4})
+    portions = Portions(range(50), worker, batch_size=4)
+    for _ in range(2):
+        train(worker, portions)
+    assert [pushed.minibatch_count for pushed in worker.session.pushes] == [4, 4, 4, 1] * 2
+    assert [pushed.example_count for pushed in worker.session.pushes] == [16, 16, 16, 2] * 2
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_batches_grow_with_the_epochs_where_the_servers_say_so(overlap) -> None:
+    work = queue(accumulate=lambda: 2, batch_size_of=lambda epoch: 4 * 2**epoch)
+    worker = Worker(work, has={"accumulate": 2, "batch_size": 4}, overlap=overlap)
+    portions = Portions(range(40), worker)
+    sizes = []
+    for _ in range(2):
+        for batch in portions:
+            sizes.append(len(batch))
+            worker.step()
+    assert sizes == [4] * 10 + [8] * 5
+    assert [pushed.minibatch_count for pushed in worker.session.pushes] == [2] * 5 + [2, 2, 1]
+
+
+def test_workers_share_an_epoch_and_both_end_with_it() -> None:
+    work = queue()
+    workers = [Worker(work, name) for name in "ab"]
+    seen: dict[int, list[int]] = {}
+
+    def run(index: int) -> None:
+        portions = Portions(range(200), workers[index], batch_size=4, portion_batches=2)
+        seen[index] = [example for _ in range(3) for example in train(workers[index], portions.epoch())]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(seen[0] + seen[1]) == sorted(list(range(200)) * 3)
+    for epoch in range(3):
+        assert delivered(work, epoch) == list(range(200))
+
+
+def test_a_worker_that_comes_late_has_the_past_epochs_behind_it() -> None:
+    work = queue()
+    first = Worker(work, "a")
+    portions = Portions(range(20), first, batch_size=4)
+    for _ in range(2):
+        train(first, portions)
+    late = Worker(work, "b")
+    theirs = Portions(range(20), late, batch_size=4)
+    assert [len(train(late, theirs.epoch())) for _ in range(3)] == [0, 0, 20]
+
+
+def test_a_resumed_worker_may_begin_with_any_epoch() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(20), worker, batch_size=4)
+    train(worker, portions)
+    again = Portions(range(20), worker, batch_size=4)
+    again.set_epoch(1)
+    assert len(train(worker, again)) == 20
+
+
+def test_the_portions_of_a_worker_that_died_go_to_another() -> None:
+    work = queue()
+    dead, other = Worker(work, "a"), Worker(work, "b")
+    batches = iter(Portions(range(40), dead, batch_size=4, portion_batches=2))
+    for _ in range(3):
+        next(batches)
+        dead.step()
+    theirs = Portions(range(40), other, batch_size=4, portion_batches=2)
+    thread = threading.Thread(target=lambda: train(other, theirs))
+    thread.start()
+    # All but the one that the dead one had begun.
+    wait_until(lambda: len(delivered(work, 0)) == 32)
+    work.release("a", now=0.0, lost=True)
+    thread.join(60)
+    assert delivered(work, 0) == list(range(40))
+
+
+def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(40), worker, batch_size=4, portion_batches=2, shuffle=False)
+    for number, _ in enumerate(portions.epoch()):
+        worker.step()
+        if number == 3:
+            break
+    # Two portions were trained on, up to the very last step.
+    seen = train(worker, portions.epoch())
+    assert seen == list(range(16, 40))
+    assert delivered(work, 0) == list(range(40))
+
+
+def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(16), worker, batch_size=4, portion_batches=2, shuffle=False)
+    loader = torch.utils.data.DataLoader(torch.arange(16), batch_sampler=portions, num_workers=2)
+    for _ in portions.epoch(loader):
+        worker.step()
+        break
+    assert sorted(train(worker, portions.epoch(loader))) == list(range(16))
+    assert delivered(work, 0) == list(range(16))
+
+
+def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(24), worker, batch_size=4, portion_batches=2)
+    for number, _ in enumerate(portions.epoch()):
+        if number != 3:
+            worker.step()
+    assert delivered(work, 0) == list(range(24))
+    assert len(worker.session.pushes) == 5
+
+
+def test_several_batches_before_one_step_count_together() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(24), worker, batch_size=4, portion_batches=3, shuffle=False)
+    early: list[int] = []
+    for number, _ in enumerate(portions.epoch(), start=1):
+        if number == 4:
+            # The third batch's gradient has not gone yet: it goes with the fourth's.
+            early = delivered(work, 0)
+        if number % 2 == 0:
+            worker.step()
+    assert early == []
+    assert [pushed.example_count for pushed in worker.session.pushes] == [8, 8, 8]
+    assert delivered(work, 0) == list(range(24))
+
+
+def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(40), worker, batch_size=4, portion_batches=2)
+    seen = 0
+    for _ in portions.epoch():
+        worker.step()
+        seen += 1
+        worker.session.finished = seen >= 5
+    assert seen == 5
+    with pytest.raises(Stopped):
+        next(iter(portions.epoch()))
+
+
+def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) -> None:
+    monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
+    work = queue()
+    holder, worker = Worker(work, "a"), Worker(work, "b")
+    batches = iter(Portions(range(16), holder, batch_size=4, portion_batches=2))
+    next(batches)
+    seen: list[int] = []
+    portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
+    thread = threading.Thread(target=lambda: seen.extend(train(worker, portions)))
+    thread.start()
+    wait_until(lambda: len(delivered(work, 0)) == 8)
+    worker.session.parameters[0][:] = 7
+    worker.session.version += 1
+    worker.session.finished = True
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(seen) == 8
+    # With the run's last parameters.
+    assert worker.weight.detach().flatten().tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize("name", ["current_version_only", "ask_to_proceed"])
+def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(name) -> None:
+    """Else a round would wait for the worker, and the worker for the round."""
+    work = queue()
+    holder, idle = Worker(work, "a", has={name: True}), Worker(work, "b", has={name: True})
+    batches = iter(Portions(range(16), holder, batch_size=4, portion_batches=2))
+    next(batches)
+    theirs = Portions(range(16), idle, batch_size=4, portion_batches=2)
+    thread = threading.Thread(target=lambda: train(idle, theirs))
+    thread.start()
+    # Two pushes with gradients, then some that say that there are none.
+    wait_until(lambda: len(idle.session.pushes) >= 4)
+    assert [any(pushed.present) for pushed in idle.session.pushes[:4]] == [True, True, False, False]
+    holder.step()
+    next(batches)
+    holder.step()
+    next(batches, None)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert delivered(work, 0) == list(range(16))
+
+
+def test_a_queue_that_came_back_empty_hears_of_the_data_set_again() -> None:
+    worker = Worker(queue())
+    portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
+    batches = iter(portions)
+    next(batches)
+    worker.step()
+    restarted = queue(first_lease=1000)
+    worker.session.channel._queue = restarted
+    seen = [example for batch in batches if not worker.step() for example in batch]
+    assert len(seen) >= 16
+    assert delivered(restarted, 0) == list(range(16))
+
+
+class Lengthless(torch.utils.data.IterableDataset):
+    """A stream."""
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dataset": Lengthless()}, "The data set, a Lengthless, has no length; expected one with __len__"),
+        ({"dataset": []}, "The data set, a list, is empty; expected at least one example"),
+        ({"batch_size": 0}, "batch_size is 0; expected a whole number, 1 or more"),
+        ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
+        ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 or more"),
+        ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD; expected a pyps_client.Remote"),
+        ({"optimizer": None}, "optimizer is a NoneType; expected a pyps_client.RemoteOptimizer or a pyps_client.Cli"),
+    ],
+)
+def test_wrong_uses_are_refused_in_one_sentence(arguments, message) -> None:
+    given = {"dataset": range(10), "optimizer": Worker(queue())} | arguments
+    with pytest.raises(BadRequest, match=message):
+        Portions(given.pop("dataset"), given.pop("optimizer"), **given)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"batch_size": 8}, "portion_examples 64"),
+        ({"batch_size": 8, "portion_batches": 4}, "batch_size 8 of the data set, but the run's has 4"),
+        ({"batch_size": 4, "seed": 1}, "seed 1 of the data set, but the run's has 0"),
+        ({"batch_size": 4, "shuffle": False}, "shuffle False of the data set, but the run's has True"),
+    ],
+)
+def test_workers_that_differ_are_refused(other, message) -> None:
+    work = queue()
+    Portions(range(10), Worker(work, "a"), batch_size=4)
+    with pytest.raises(BadRequest, match=message):
+        Portions(range(10), Worker(work, "b"), **other)
+
+
+def test_a_loader_of_something_else_is_refused() -> None:
+    worker = Worker(queue())
+    portions = Portions(range(8), worker, batch_size=4)
+    with pytest.raises(BadRequest, match=r"given to epoch\(\) draws no batches from these portions"):
+        train(worker, portions.epoch(torch.utils.data.DataLoader(torch.arange(8), batch_size=4)))
+
+
+def test_all_workers_draw_the_same_permutation() -> None:
+    orders = []
+    for name in "ab":
+        worker = Worker(queue(), name)
+        portions = Portions(range(30), worker, batch_size=4, seed=5)
+        orders.append([train(worker, portions) for _ in range(2)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+    assert orders[0][1] == np.random.RandomState([5, 1]).permutation(30).tolist()
+
+
+def test_a_closed_client_ends_the_epoch(monkeypatch) -> None:
+    work = queue()
+    worker = Worker(work)
+    portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
+
+    def closed(operation):
+        raise RunFinished("The client was closed")
+
+    batches = iter(portions)
+    next(batches)
+    worker.step()
+    next(batches)
+    worker.step()
+    monkeypatch.setattr(worker.session, "ask_first", closed)
+    with pytest.raises(RunFinished):
+        next(batches)
