@@ -234,7 +234,7 @@ class WorkQueue:
     def await_pass(self, pass_: int, *, coordinator_epoch: int, now: float, wake: Wake | None = None) -> PassOutcome:
         """Tells what a pass came to. While it goes on, `wake` is kept and called once, when it is worth asking again.
 
-        Pass 0 never begins: who awaits it is woken when the data set is opened or a pass begins. BadRequest for another
+        Pass 0 never begins: who awaits it is woken when the data set is opened. BadRequest for another
         pass than the present one, StateLost for one that was under way when the server's checkpoint was written.
         """
         with self._settled() as state:

@@ -1,0 +1,92 @@
+"""Between the work queue's values and the wire's messages."""
+
+from __future__ import annotations
+
+from pyps.service.convert import for_people
+from pyps.work import DataSpec, Ended, LeaseAnswer, Leased, NothingNow, PassDone, Portion, Progress
+from pyps_wire import work_pb2 as wire
+
+
+def spec_from(message: wire.DataSpec) -> DataSpec:
+    """A data set as a worker describes it."""
+    return DataSpec(
+        name=for_people(message.name),
+        num_examples=message.num_examples,
+        portion_examples=message.portion_examples,
+        batch_size=message.batch_size,
+        shuffle=message.shuffle,
+        seed=message.seed,
+        coordinated=message.coordinated,
+    )
+
+
+def spec_to(spec: DataSpec) -> wire.DataSpec:
+    """A data set as it travels."""
+    return wire.DataSpec(**spec.to_json())
+
+
+def portion_to(portion: Portion) -> wire.Portion:
+    """A portion as it travels."""
+    return wire.Portion(
+        portion_id=portion.portion_id, start=portion.start, stop=portion.stop, lease_id=portion.lease_id
+    )
+
+
+def lease_reply(answer: LeaseAnswer) -> wire.LeaseReply:
+    """What a free worker is told."""
+    reply = wire.LeaseReply()
+    # The field's name is a keyword of Python's.
+    setattr(reply, "pass", answer.pass_)
+    match answer:
+        case Leased():
+            reply.outcome = wire.LeaseReply.OUTCOME_LEASED
+            reply.portion.CopyFrom(portion_to(answer.portion))
+            if answer.next is not None:
+                reply.next.CopyFrom(portion_to(answer.next))
+            reply.batch_size, reply.portions_per_stage = answer.batch_size, answer.portions_per_stage
+        case NothingNow():
+            reply.outcome = wire.LeaseReply.OUTCOME_NOTHING_NOW
+        case PassDone():
+            reply.outcome = wire.LeaseReply.OUTCOME_PASS_DONE
+        case Ended():
+            reply.outcome, reply.message = wire.LeaseReply.OUTCOME_ENDED, answer.message
+    return reply
+
+
+def progress_to(progress: Progress) -> wire.WorkProgress:
+    """Where the work stands, as it travels."""
+    return wire.WorkProgress(
+        data=spec_to(progress.spec) if progress.spec is not None else None,
+        passes_done=progress.passes_done,
+        num_portions=progress.num_portions,
+        done=progress.done,
+        running=progress.running,
+        pending=progress.pending,
+        copies=progress.copies,
+        stolen=progress.stolen,
+        lost=progress.lost,
+        wasted=progress.wasted,
+        seconds_left=progress.seconds_left,
+        ended=progress.ended,
+        workers=[
+            wire.WorkProgress.Worker(
+                worker_id=worker.worker_id,
+                done=worker.done,
+                running=worker.running,
+                examples_per_second=worker.examples_per_second,
+            )
+            for worker in progress.workers
+        ],
+        scalars=progress.scalars,
+        deliveries=[
+            wire.WorkProgress.Delivery(
+                portion=portion_to(delivered.portion),
+                worker_id=delivered.worker_id,
+                incarnation=delivered.incarnation,
+                **{"pass": delivered.pass_},
+            )
+            for delivered in progress.deliveries
+        ],
+        # A keyword of Python's.
+        **{"pass": progress.pass_},
+    )
