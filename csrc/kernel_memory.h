@@ -15,13 +15,18 @@ namespace {
 constexpr std::size_t update_distance = 2048;
 constexpr std::size_t guarded_distance = 3072;
 constexpr std::size_t scan_distance = 16384;
+constexpr std::size_t block_distance = 4096;
 constexpr std::size_t cache_line_size = 64;
 
+// Reads, and keeps in all caches or in all but the nearest.
+enum Locality : int { in_outer_caches = 2, in_all_caches = 3 };
+
 // The memory of the `size` bytes that lie `distance` beyond `address`; there may be none.
+template <Locality locality = in_all_caches>
 inline void prefetch(const void* address, std::size_t distance, std::size_t size) {
   const std::uintptr_t start = reinterpret_cast<std::uintptr_t>(address) + distance;
   for (std::size_t offset = 0; offset < size; offset += cache_line_size) {
-    __builtin_prefetch(reinterpret_cast<const void*>(start + offset));
+    __builtin_prefetch(reinterpret_cast<const void*>(start + offset), 0, locality);
   }
 }
 

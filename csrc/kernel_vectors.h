@@ -99,11 +99,11 @@ inline double sum_of_lanes(const double* lanes) {
 }
 
 template <class Function, class... X>
-double sum_loop_of(std::size_t count, Function function, const X*... x) {
+double lane_loop(std::size_t count, Function function, const X*... x) {
   double lanes[num_lanes] = {};
   const std::size_t whole = count - count % num_lanes;
-  for (std::size_t start = 0; start < whole; start += num_lanes) {
-    for (std::size_t lane = 0; lane < num_lanes; ++lane) {  // Vectorised.
+  for (std::size_t start = 0; start < whole; start += num_lanes) {  // Vectorised.
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
       lanes[lane] += function(double{x[start + lane]}...);
     }
   }
@@ -114,14 +114,14 @@ double sum_loop_of(std::size_t count, Function function, const X*... x) {
 double dot(ConstVector x, ConstVector y, std::size_t count) {
   return with_precision(x, [=](const auto* left) {
     return with_precision(y, [=](const auto* right) {
-      return sum_loop_of(count, [](double one, double other) { return one * other; }, left, right);
+      return lane_loop(count, [](double one, double other) { return one * other; }, left, right);
     });
   });
 }
 
 double norm1(ConstVector x, std::size_t count) {
   return with_precision(x, [=](const auto* values) {
-    return sum_loop_of(count, [](double value) { return __builtin_fabs(value); }, values);
+    return lane_loop(count, [](double value) { return __builtin_fabs(value); }, values);
   });
 }
 
@@ -155,12 +155,19 @@ double norm_inf(ConstVector x, std::size_t count) {
 }
 
 // Elements that are summed over all terms before the next ones: they stay in the nearest cache.
-constexpr std::size_t combine_block_max = 512;
+constexpr std::size_t combine_block_max = 256;
+
+// Asks for what a loop over blocks of many vectors will read of this one. No processor foresees it
+// by itself, and the nearest cache is too small for the next blocks of all.
+template <class X>
+inline void prefetch_block(const X* x, std::size_t count) {
+  prefetch<in_outer_caches>(x, block_distance, count * sizeof(X));
+}
 
 template <class X>
 inline void add_term(double* __restrict sums, const X* __restrict x, double scalar,
                      std::size_t count) {
-  prefetch(x, combine_block_max * sizeof(X), count * sizeof(X));
+  prefetch_block(x, count);
   for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
     sums[i] = sums[i] + scalar * double{x[i]};
   }
@@ -185,12 +192,19 @@ void combine(Vector z, const Term* terms, std::size_t num, double divisor, std::
       with_precision(terms[index].vector,
                      [&](const auto* x) { add_term(sums, x + start, scalar, block); });
     }
-    with_precision(z, [&](auto* to) { store_quotients(to + start, sums, divisor, block); });
+    with_precision(z, [&](auto* to) {
+      if (divisor == 1) {
+        map_loop(to + start, block, [](double sum) { return sum; }, sums);
+      } else {
+        store_quotients(to + start, sums, divisor, block);
+      }
+    });
   }
 }
 
 template <class X>
 inline void widen(double* __restrict wide, const X* __restrict x, std::size_t count) {
+  prefetch_block(x, count);
   for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
     wide[i] = double{x[i]};
   }
@@ -198,8 +212,8 @@ inline void widen(double* __restrict wide, const X* __restrict x, std::size_t co
 
 inline void add_products(double* __restrict lanes, const double* x, const double* y,
                          std::size_t count) {
-  for (std::size_t start = 0; start < count; start += num_lanes) {
-    for (std::size_t lane = 0; lane < num_lanes; ++lane) {  // Vectorised.
+  for (std::size_t start = 0; start < count; start += num_lanes) {  // Vectorised.
+    for (std::size_t lane = 0; lane < num_lanes; ++lane) {
       lanes[lane] += x[start + lane] * y[start + lane];
     }
   }

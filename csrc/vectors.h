@@ -45,8 +45,8 @@ struct Pair {
 constexpr std::size_t num_lanes = 16;
 
 // How many elements of each vector are multiplied with each other before the next ones are read:
-// those of some 20 vectors stay in a core's own cache.
-constexpr std::size_t gram_block_max = 1024;
+// those of some 40 vectors stay in a core's own caches.
+constexpr std::size_t gram_block_max = 512;
 
 // The memory that `gram` works in: the vectors' blocks in float64 and the pairs' lanes.
 constexpr std::size_t gram_scratch_count(std::size_t num_vectors, std::size_t num_pairs) {

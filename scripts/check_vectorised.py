@@ -37,6 +37,16 @@ INSTANTIATIONS = {
     "encode_loop": 3,
     # Over one, two and three arrays.
     "bandwidth_loop": 3,
+    # A number, a copy, a multiple; four operations on two vectors; the sums of a combination, of which those to float64
+    # become memcpy. Each to and of every precision.
+    "map_loop": 2 + 4 + 2 + 4 * 8 + 1,
+    # Products of two precisions, magnitudes of one.
+    "lane_loop": 4 + 2,
+    "norm_inf_loop": 2,
+    "add_term": 2,
+    "store_quotients": 2,
+    "widen": 1,
+    "add_products": 1,
 }
 # Those that become two vectors or so are unrolled first, and then vectorised as straight code.
 UNROLLED = {("avx512", "update_loop"): 3, ("avx512", "sum_of_squares_loop"): 2}
