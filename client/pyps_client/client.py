@@ -263,6 +263,9 @@ class _ClientTrainer:
             with contextlib.suppress(RunFinished):
                 self._client.exchange({})
 
+    def finish(self) -> None:
+        """Pulls are the caller's."""
+
     def stop(self) -> None:
         raise RunFinished(f"Run {self.session.run_id!r} is over: leave the loop. Pulls still work.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -89,8 +90,8 @@ class Portions:
         self._at_hand: _Portion | None = None
         # Whether the present iteration's epoch is over, or the run.
         self._over = False
-        # Whether the run was over when an iteration ended: a loop that goes on then knows nothing of runs.
-        self._told_finished = False
+        # Whether an iteration ended because the run is over: a loop that goes on then knows nothing of runs.
+        self._ended = False
         # Whether `epoch` has begun an iteration, and counts.
         self._within_epoch = False
         self._count = BatchCount(trainer)
@@ -150,7 +151,7 @@ class Portions:
     def _begin(self, *, exact: bool) -> None:
         """Begins an iteration: settles what one that was broken off, or ran ahead, has left."""
         self._over = False
-        if self._trainer.finished and self._told_finished:
+        if self._ended:
             self._trainer.stop()
         self._at_hand = None
         if self._portions:
@@ -197,7 +198,7 @@ class Portions:
 
     def _ask(self, *, wait: bool) -> _Portion | None:
         """Leases a portion of the epoch. The one place where portions are asked for."""
-        trainer, outcome = self._trainer, LeaseReply.OUTCOME_NOTHING_NOW
+        trainer = self._trainer
         while not trainer.finished:
             steps_on = wait and others_wait(trainer.session)
             try:
@@ -213,7 +214,7 @@ class Portions:
                 self._over = True
                 return None
             if outcome == LeaseReply.OUTCOME_ENDED:
-                raise RunFinished(f"No more portions are handed out: {reply.message or 'the work is over'}.")
+                break
             if not steps_on:
                 return None
             # Others cannot end their portions while they wait for this worker's step.
@@ -253,8 +254,10 @@ class Portions:
 
     def _end_with_run(self) -> None:
         self._portions.clear()
-        self._over = self._told_finished = True
-        self._trainer.idle()
+        self._over = self._ended = True
+        # Not where the optimizer was closed.
+        with contextlib.suppress(RunFinished):
+            self._trainer.finish()
 
 
 class _Portion:

@@ -36,7 +36,10 @@ class Trainer(Protocol):
         """Pushes what has gathered and waits for the answer."""
 
     def idle(self) -> None:
-        """Takes part without a minibatch where others wait for each worker's steps; takes over a finished run's end."""
+        """Takes a step without a minibatch, where others wait for each worker's steps."""
+
+    def finish(self) -> None:
+        """Takes over that the run is over, and its last parameters."""
 
     def stop(self) -> None:
         """Raises what ends a loop that goes on although the run is over."""

@@ -154,18 +154,20 @@ class Downpour:
         self._tempo.end_portion_after(step)
 
     def idle(self) -> None:
-        """Takes a step without a minibatch, where others wait for each worker's steps.
-
-        Brings a finished run's parameters into the model.
-        """
+        """Takes a step without a minibatch, where others wait for each worker's steps."""
         try:
-            if not self.finished and (self._session.current_version_only or self._session.ask_to_proceed):
+            if self._session.current_version_only or self._session.ask_to_proceed:
                 with torch.no_grad():
                     self._idle()
         except RunFinished:
             self._finished = True
-        if self.finished and not self._settled:
-            self._settle()
+
+    def finish(self) -> None:
+        """Takes over that the run is over, and brings its parameters into the model."""
+        self._finished = True
+        if not self._settled:
+            with torch.no_grad():
+                self._settle()
 
     def flush(self) -> None:
         """Pushes what has gathered and waits for the answer."""

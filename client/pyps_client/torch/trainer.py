@@ -43,5 +43,8 @@ class TorchTrainer:
     def idle(self) -> None:
         self._downpour.idle()
 
+    def finish(self) -> None:
+        self._downpour.finish()
+
     def stop(self) -> None:
         self._optimizer.end_loop()
