@@ -35,11 +35,13 @@ from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
 from pyps.service.serializations import Serializations
+from pyps.service.vector_machine import VectorMachineService
+from pyps.service.work_queue import WorkQueueService
 from pyps.service.workbench import Workbench
 from pyps.units import in_bytes
 from pyps.update_log import UpdateLog
 from pyps_wire.allocator import keep_large_blocks
-from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
@@ -149,9 +151,12 @@ class Server:
             control_address=addresses.control,
             local=self._local,
         )
-        data.add_generic_rpc_handlers((parameter_server.handlers(),))
+        work_queue = WorkQueueService(self._run, work=self._work)
+        vector_machine = VectorMachineService(self._run, work=self._work, budget=self._budget)
+        services = (parameter_server, work_queue, vector_machine)
+        data.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
         health_pb2_grpc.add_HealthServicer_to_server(self._data_health, data)
-        add_reflection(data, [PARAMETER_SERVER, threaded_health.SERVICE_NAME])
+        add_reflection(data, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, threaded_health.SERVICE_NAME])
         inspector = Inspector(
             self._run,
             addresses=addresses,
