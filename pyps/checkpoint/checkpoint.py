@@ -5,6 +5,7 @@ checkpoint-00000007/
   slots.safetensors        the optimizer's arrays beside them: "shard-000012.accumulator"; if the rule has any
   ledger.jsonl             one line a shard: which pushes were answered and how, and which gradients still wait
   pending.bin              the payloads of the gradients that wait, end to end in the order of the lines
+  vectors.safetensors      a coordinator's gradient and history: "shard-000012.g", "shard-000012.s7"; if there was one
   manifest.json            written last: everything else, and the checksums of all this
 """
 
@@ -16,13 +17,16 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pyps import __version__
+import numpy as np
+import numpy.typing as npt
+
 from pyps.checkpoint.disk import Disk
-from pyps.checkpoint.tensor_file import TensorFile, TensorReader
+from pyps.checkpoint.manifest import MANIFEST, CheckpointDamaged, read_manifest, write_manifest
+from pyps.checkpoint.tensor_file import FLOAT32, TensorFile, TensorReader
+from pyps.checkpoint.vectors import VECTORS, VectorsWriter, machine_state_from, with_vectors
 from pyps.checksum import checksum_of
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
@@ -30,29 +34,16 @@ from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.ledger import LedgerState
 from pyps.core.shard import Shard, ShardState
 from pyps.core.update_rules import find
+from pyps.core.vector_machine import MachineState, VectorMachine
 from pyps.plain import contribution_from_plain, contribution_to_plain, split_payloads
 from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
 from pyps_wire.partition import Model, Tensor
 
-FORMAT_VERSION = 2
 PARAMETERS = "parameters.safetensors"
 SLOTS = "slots.safetensors"
 LEDGER = "ledger.jsonl"
 PENDING = "pending.bin"
-MANIFEST = "manifest.json"
-
-
-class CheckpointError(PypsError):
-    """Raised when a checkpoint cannot be written or used; the message says which and why."""
-
-    status = "FAILED_PRECONDITION"
-
-
-class CheckpointDamaged(CheckpointError):
-    """Raised when a checkpoint is incomplete or not what was written. An older one may be whole."""
-
-    status = "DATA_LOSS"
 
 
 @dataclass(frozen=True)
@@ -115,6 +106,9 @@ class RestoredRun:
 
     header: RunHeader
     shards: Mapping[int, ShardState]
+    # The queue of portions, and the machine of a coordinator; None where the checkpoint holds none.
+    work: Mapping[str, Any] | None = None
+    machine: MachineState | None = None
 
 
 class Checkpoint:
@@ -123,12 +117,15 @@ class Checkpoint:
     def __init__(self, path: Path):
         """Reads the manifest. Raises CheckpointDamaged when it is missing or not what was written."""
         self.path = path
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         try:
             self.header = RunHeader.from_json(manifest)
             self.written: str = manifest["written"]
             self._shards: dict[int, dict[str, Any]] = {shard["shard_id"]: shard for shard in manifest["shards"]}
             self._files: dict[str, int] = manifest["files"]
+            self._work: dict[str, Any] | None = manifest.get("work")
+            self._machine: dict[str, Any] | None = manifest.get("vector_machine")
+            self._machine_state = None if self._machine is None else machine_state_from(self._machine)
         except (KeyError, TypeError, ValueError, PypsError) as error:
             raise CheckpointDamaged(f"{path / MANIFEST} cannot be understood: {error!r}") from None
         for name, size in self._files.items():
@@ -171,7 +168,7 @@ class Checkpoint:
             shard_id: self._state(shard, parameters[shard_id], slots[shard_id], line)
             for (shard_id, shard), line in zip(self._shards.items(), self._ledger_lines(), strict=True)
         }
-        return RestoredRun(self.header, states)
+        return RestoredRun(self.header, states, self._work, self._machine_with_vectors())
 
     def _state(self, shard: Mapping[str, Any], parameters: Floats, slots: dict[str, Floats], line: bytes) -> ShardState:
         if zlib.crc32(line) != int(shard["checksums"]["ledger"], 16):
@@ -217,9 +214,21 @@ class Checkpoint:
                 for shard_id, shard in self._shards.items()
             }
 
-    def _array(self, tensors: TensorReader, file_name: str, name: str, checksum: str) -> Floats:
+    def _machine_with_vectors(self) -> MachineState | None:
+        if self._machine is None or self._machine_state is None:
+            return None
+        with _opened(self.path / VECTORS) as tensors:
+
+            def read(name: str, dtype: np.dtype[Any], checksum: str) -> npt.NDArray[Any]:
+                return self._array(tensors, VECTORS, name, checksum, dtype=dtype)
+
+            return with_vectors(self._machine_state, self._machine, self._shards, read)
+
+    def _array(
+        self, tensors: TensorReader, file_name: str, name: str, checksum: str, *, dtype: np.dtype[Any] = FLOAT32
+    ) -> npt.NDArray[Any]:
         try:
-            values = tensors.read(name)
+            values = tensors.read_as(name, dtype)
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(f"{self.path / file_name} does not give {name}: {error}") from None
         found = checksum_of(values)
@@ -239,28 +248,52 @@ class Checkpoint:
         return lines
 
 
-def write(path: Path, header: RunHeader, shards: Mapping[int, Shard], *, disk: Disk) -> None:
+def write(
+    path: Path,
+    header: RunHeader,
+    shards: Mapping[int, Shard],
+    *,
+    disk: Disk,
+    machine: VectorMachine | None = None,
+    work: Mapping[str, Any] | None = None,
+) -> None:
     """Writes a checkpoint's files into an empty folder, the manifest last; returns when they are on the disk.
 
     Shards are copied one at a time, each under its lock, and written before the next: they may be of
-    different moments, which is what asynchronous workers see anyway, and memory grows by one shard.
+    different moments, which is what asynchronous workers see anyway, and memory grows by one shard. What a coordinator
+    keeps in the machine is of one iteration on all of them, and so are the parameters then.
     """
+    # A machine to which nobody ever came has nothing to keep.
+    machine = machine if machine is not None and machine.coordinator_epoch else None
     slot_names = find(header.optimizer.rule).slot_names
-    names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, PENDING]
+    names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, PENDING, *([VECTORS] if machine else [])]
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(disk.create(path / name)) for name in names}
-        writer = _Writer(header, shards, files, disk)
-        entries = [writer.add(shard_id, shard.state()) for shard_id, shard in shards.items()]
+        if machine is not None:
+            stack.enter_context(machine.durable())
+        writer = _Writer(header, shards, files, disk, machine)
+        entries = [writer.add(shard_id, shard) for shard_id, shard in shards.items()]
         for file in files.values():
             disk.sync(file)
         sizes = {name: file.tell() for name, file in files.items()}
-    _write_manifest(path, {**header.to_json(), "shards": entries, "files": sizes}, disk)
+    body = {**header.to_json(), "shards": entries, "files": sizes, **writer.machine_entry()}
+    if work is not None:
+        # As it will be read: the manifest's checksum is of that.
+        body["work"] = json.loads(json.dumps(work))
+    write_manifest(path, body, disk)
 
 
 class _Writer:
     """Appends shards to a checkpoint's files, in the order in which they were announced."""
 
-    def __init__(self, header: RunHeader, shards: Mapping[int, Shard], files: Mapping[str, BinaryIO], disk: Disk):
+    def __init__(
+        self,
+        header: RunHeader,
+        shards: Mapping[int, Shard],
+        files: Mapping[str, BinaryIO],
+        disk: Disk,
+        machine: VectorMachine | None,
+    ):
         self._files = files
         self._disk = disk
         self._parameters = TensorFile(
@@ -274,11 +307,27 @@ class _Writer:
         }
         self._slots = TensorFile(_Appender(disk, files[SLOTS]), shapes) if slot_names else None
         self._pending_bytes = 0
+        self._machine = machine
+        self._vectors: VectorsWriter | None = None
+        if machine is not None:
+            lengths = {shard_id: shard.length for shard_id, shard in shards.items()}
+            self._vectors = VectorsWriter(machine, _Appender(disk, files[VECTORS]), lengths)
 
-    def add(self, shard_id: int, state: ShardState) -> dict[str, Any]:
+    def machine_entry(self) -> dict[str, Any]:
+        """What the manifest says of a coordinator's vectors, once all shards are written."""
+        return {} if self._vectors is None else {"vector_machine": self._vectors.entry()}
+
+    def add(self, shard_id: int, shard: Shard) -> dict[str, Any]:
         """Writes the next shard and returns its entry in the manifest."""
-        self._parameters.write(_name(shard_id), state.parameters)
-        checksums = {"parameters": checksum_of(state.parameters)}
+        state = shard.state()
+        parameters = state.parameters
+        if self._machine is not None and self._vectors is not None:
+            self._vectors.add(shard_id)
+            # What the shard holds may be a trial: the accepted point is what a restored run goes on from.
+            point = self._machine.parameters_to_keep(shard_id)
+            parameters = parameters if point is None else point
+        self._parameters.write(_name(shard_id), parameters)
+        checksums = {"parameters": checksum_of(parameters)}
         for name, slot in state.slots.items():
             assert self._slots is not None
             self._slots.write(f"{_name(shard_id)}.{name}", slot)
@@ -296,7 +345,7 @@ class _Writer:
         return {
             "shard_id": shard_id,
             "version": state.version,
-            "num_parameters": state.parameters.size,
+            "num_parameters": parameters.size,
             "examples": state.examples,
             "learning_rate": state.learning_rate,
             "pending": {"offset": offset, "bytes": self._pending_bytes - offset},
@@ -320,43 +369,6 @@ def _name(shard_id: int) -> str:
 def _ledger_line(state: ShardState) -> bytes:
     pending = [contribution_to_plain(contribution) for contribution in state.pending]
     return json.dumps({"ledger": state.ledger.to_json(), "pending": pending}).encode()
-
-
-def _write_manifest(path: Path, body: dict[str, Any], disk: Disk) -> None:
-    manifest = {
-        "format": "pyps checkpoint",
-        "format_version": FORMAT_VERSION,
-        "software": f"pyps {__version__}",
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        **body,
-    }
-    manifest["checksum"] = _manifest_checksum(manifest)
-    with disk.create(path / MANIFEST) as file:
-        disk.write(file, json.dumps(manifest, indent=1).encode())
-        disk.sync(file)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed") from None
-    except OSError as error:
-        raise CheckpointDamaged(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
-    if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _manifest_checksum(manifest):
-        raise CheckpointDamaged(f"{file} is not what was written: its checksum differs")
-    if manifest["format_version"] != FORMAT_VERSION:
-        raise CheckpointDamaged(
-            f"{path} has format version {manifest['format_version']}, this software reads {FORMAT_VERSION}"
-        )
-    return manifest
-
-
-def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
 
 
 def _require_size(path: Path, size: int) -> None:

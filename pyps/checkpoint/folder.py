@@ -17,21 +17,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pyps import logs
-from pyps.checkpoint.checkpoint import (
-    Checkpoint,
-    CheckpointDamaged,
-    CheckpointError,
-    RestoredRun,
-    RunHeader,
-    write,
-)
+from pyps.checkpoint.checkpoint import Checkpoint, RestoredRun, RunHeader, write
 from pyps.checkpoint.disk import Disk
+from pyps.checkpoint.manifest import CheckpointDamaged, CheckpointError
 from pyps.core.shard import Shard
+from pyps.core.vector_machine import VectorMachine
 
 if TYPE_CHECKING:
     from pyps.run import Run
@@ -106,12 +101,20 @@ class CheckpointFolder:
         """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay."""
         # The run is looked at under the lock: one that is being forgotten is not written once more.
         with self._saving:
-            return self._write(run.header(), dict(run.shards))
+            # The queue before the shards: an example is rather trained twice than lost.
+            work = None if run.work.spec is None else run.work.state()
+            return self._write(run.header(), dict(run.shards), run.machine, work)
 
-    def write(self, header: RunHeader, shards: Mapping[int, Shard]) -> Saved:
+    def write(
+        self,
+        header: RunHeader,
+        shards: Mapping[int, Shard],
+        machine: VectorMachine | None = None,
+        work: Mapping[str, Any] | None = None,
+    ) -> Saved:
         """Writes a checkpoint of these shards, then removes the oldest beyond what is kept."""
         with self._saving:
-            return self._write(header, shards)
+            return self._write(header, shards, machine, work)
 
     def forget(self, run: Run, run_id: str) -> None:
         """Resets the run and sets its checkpoints aside, so that no later start resumes it; none is removed.
@@ -138,14 +141,20 @@ class CheckpointFolder:
         """Gives the folder back."""
         self._lock_file.close()
 
-    def _write(self, header: RunHeader, shards: Mapping[int, Shard]) -> Saved:
+    def _write(
+        self,
+        header: RunHeader,
+        shards: Mapping[int, Shard],
+        machine: VectorMachine | None,
+        work: Mapping[str, Any] | None,
+    ) -> Saved:
         started = time.monotonic()
         number = max(_numbers(self.path, _USED_NAME), default=0) + 1
         temporary = self.path / f".writing-{number:08d}"
         final = self.path / f"checkpoint-{number:08d}"
         try:
             self._disk.make_folder(temporary)
-            write(temporary, header, shards, disk=self._disk)
+            write(temporary, header, shards, disk=self._disk, machine=machine, work=work)
             self._disk.sync_folder(temporary)
             self._disk.rename(temporary, final)
             self._disk.sync_folder(self.path)
@@ -182,7 +191,7 @@ class CheckpointFolder:
             self._disk.sync_folder(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path / 'epoch'} cannot be written: {error.strerror}") from None
-        return RestoredRun(restored.header.with_epoch(last), restored.shards)
+        return replace(restored, header=restored.header.with_epoch(last))
 
     def _last_epoch(self) -> int:
         try:

@@ -1,0 +1,193 @@
+"""Checkpoints of a run with a coordinator: its vectors, of one iteration on all shards, and the queue of portions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from checkpointed import HEADER
+from machines import BYTES_MAX, Driver, make_machine, make_shards
+from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, RestoredRun
+from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.core.vector_machine import VectorMachine
+from pyps.run import RuleSettings
+from shards import run_together
+
+LENGTHS = (16, 16)
+SIZE = sum(LENGTHS)
+# The shards of `machines` have no slots.
+HEAD = dataclasses.replace(HEADER, optimizer=RuleSettings.make("sgd", ({"learning_rate": 1.0},)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[CheckpointFolder]:
+    opened = CheckpointFolder(tmp_path / "server-0", keep=1000)
+    yield opened
+    opened.close()
+
+
+def begun() -> Driver:
+    driver = make_machine(lengths=LENGTHS)
+    for name in "xgt":
+        driver.execute(Instruction(Operation.ALLOC, target=name))
+    return driver
+
+
+def iterate(driver: Driver, k: int) -> None:
+    """All of iteration k: trials that move the parameters, then x = k, g = -k, and the k-th pair 1/k, k."""
+    for precision, name in zip(Precision, "sy", strict=True):
+        driver.execute(Instruction(Operation.ALLOC, target=name, precision=precision))
+    for trial in (1000.0, 2000.0):
+        driver.execute(Instruction(Operation.FILL, target="t", scalar=trial + k), Instruction(Operation.MOVE, left="t"))
+    values = {"s": 1 / k, "y": 1 / k, "x": k, "g": -k}
+    driver.execute(
+        *(Instruction(Operation.FILL, target=name, scalar=float(value)) for name, value in values.items()),
+        Instruction(Operation.PUSH_HISTORY, left="s", right="y"),
+        *([Instruction(Operation.DROP_OLDEST)] if k > 2 else []),
+        commits=k,
+        state=f"state {k}",
+    )
+
+
+def save(folder: CheckpointFolder, driver: Driver, **others: object) -> Path:
+    return folder.write(HEAD, driver.shards, driver.machine, **others).path
+
+
+def resumed(folder: CheckpointFolder) -> RestoredRun:
+    restored = folder.resume()
+    assert restored is not None
+    return restored
+
+
+def restored_driver(restored: RestoredRun) -> Driver:
+    """A coordinator that comes back, as machines are after a restart."""
+    assert restored.machine is not None
+    parameters = np.concatenate([restored.shards[shard_id].parameters for shard_id in (0, 2)])
+    shards = make_shards(parameters, LENGTHS)
+    machine = VectorMachine(shards, bytes_max=BYTES_MAX)
+    machine.restore(restored.machine)
+    return Driver(machine, shards)
+
+
+def test_a_coordinator_finds_its_vectors_again_bit_for_bit(folder: CheckpointFolder) -> None:
+    driver = begun()
+    for k in (1, 2, 3):
+        iterate(driver, k)
+    save(folder, driver)
+
+    again = restored_driver(resumed(folder))
+
+    assert again.machine.names == ("g", "s2", "s3", "x", "y2", "y3")
+    assert (again.machine.iteration, again.machine.text) == (3, "state 3")
+    assert again.epoch == 2
+    for name in again.machine.names:
+        assert again.held(name).dtype == driver.held(name).dtype
+        assert again.held(name).tobytes() == driver.held(name).tobytes()
+    # The next iteration begins like any other.
+    again.execute(Instruction(Operation.ALLOC, target="t"))
+    iterate(again, 4)
+    assert again.machine.names == ("g", "s3", "s4", "t", "x", "y3", "y4")
+
+
+def test_the_parameters_kept_are_the_accepted_point_and_not_a_trial(folder: CheckpointFolder) -> None:
+    driver = begun()
+    iterate(driver, 1)
+    driver.execute(Instruction(Operation.FILL, target="t", scalar=77.0), Instruction(Operation.MOVE, left="t"))
+
+    path = save(folder, driver)
+
+    assert (driver.parameters() == 77).all()
+    assert all((shard.parameters == 1).all() for shard in resumed(folder).shards.values())
+    assert resumed(folder).shards[0].version == driver.shards[0].version
+    # As plain files, for other tools.
+    assert (load_file(path / "parameters.safetensors")["shard-000002"] == 1).all()
+    vectors = load_file(path / "vectors.safetensors")
+    assert set(vectors) == {f"shard-00000{i}.{name}" for i in (0, 2) for name in ("g", "s1", "y1")}
+    assert vectors["shard-000002.y1"].dtype == np.float64
+
+
+def test_checkpoints_written_amid_programs_each_hold_one_iteration(folder: CheckpointFolder) -> None:
+    driver = begun()
+    over = threading.Event()
+
+    def coordinate() -> None:
+        for k in range(1, 41):
+            iterate(driver, k)
+        over.set()
+
+    def write() -> None:
+        while not over.is_set():
+            save(folder, driver)
+
+    run_together([coordinate, write])
+    save(folder, driver)
+
+    found = set()
+    for path in sorted(folder.path.glob("checkpoint-*")):
+        restored = Checkpoint(path).load()
+        machine = restored.machine
+        assert machine is not None
+        k = machine.iteration
+        found.add(k)
+        assert machine.text == (f"state {k}" if k else "")
+        assert machine.standing.newest == k
+        for shard_id, state in restored.shards.items():
+            vectors = machine.vectors[shard_id]
+            assert (state.parameters == k).all() and (vectors["g"] == -k).all()
+            pairs = [j for j in (k - 1, k) if j > 0]
+            assert set(vectors) == {"g", *(f"{letter}{j}" for j in pairs for letter in "sy")}
+            assert all((vectors[f"y{j}"] == 1 / j).all() for j in pairs)
+    assert 40 in found
+
+
+def test_a_machine_to_which_nobody_came_leaves_no_trace(folder: CheckpointFolder) -> None:
+    driver = make_machine(lengths=LENGTHS, attach=False)
+
+    path = save(folder, driver)
+
+    assert not (path / "vectors.safetensors").exists()
+    assert "vector_machine" not in json.loads((path / "manifest.json").read_text())
+    assert resumed(folder).machine is None and resumed(folder).work is None
+
+
+def test_a_coordinator_that_has_made_no_vector_yet_is_kept(folder: CheckpointFolder) -> None:
+    driver = make_machine(np.arange(SIZE), lengths=LENGTHS)
+    save(folder, driver)
+
+    again = restored_driver(resumed(folder))
+
+    assert again.machine.names == () and again.epoch == 2
+    assert (again.parameters() == np.arange(SIZE)).all()
+
+
+def test_the_queue_s_state_comes_back_as_it_was(folder: CheckpointFolder) -> None:
+    work = {"pass": 3, "pending": [[0, 5], [7, 9]], "loss": float("inf"), "by_portion": {4: "w1", 11: "w0"}}
+
+    save(folder, make_machine(lengths=LENGTHS), work=work)
+
+    assert resumed(folder).work == {**work, "by_portion": {"4": "w1", "11": "w0"}}
+
+
+@pytest.mark.parametrize("change", ["bytes", "missing", "cut"])
+def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder: CheckpointFolder, change: str) -> None:
+    driver = begun()
+    iterate(driver, 1)
+    path = save(folder, driver) / "vectors.safetensors"
+    content = path.read_bytes()
+
+    if change == "missing":
+        path.unlink()
+    elif change == "cut":
+        path.write_bytes(content[:-8])
+    else:
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        folder.resume()
