@@ -219,13 +219,11 @@ class WorkQueue:
             came_back = self._require_coordinator(coordinator_epoch)
             if state.end is not None and not came_back:
                 raise BadRequest(f"pass {pass_} cannot begin: the coordinator has ended the work ({state.end})")
-            begun = state.work_pass is not None and state.number == pass_
-            if begun and not came_back:
+            if state.work_pass is not None and state.number == pass_ and not came_back:
                 return
-            if begun or pass_ < state.number:
-                raise BadRequest(
-                    f"pass {pass_} cannot begin: pass {state.number} has begun before; take a higher number"
-                )
+            # A worker that has parameters of a pass by that number would compute on them.
+            if pass_ <= state.number:
+                raise BadRequest(f"pass {pass_} cannot begin: pass {state.number} has begun before; take a higher one")
             state.coordinator_epoch, state.end, state.scalars = coordinator_epoch, None, dict(scalars or {})
             cut = Cut.by_number(spec.num_examples, num_portions)
             state.begin(WorkPass(pass_, cut, copies_max=copies_max, portions_per_stage=portions_per_stage))

@@ -1,0 +1,383 @@
+"""Coordinated work: passes that a coordinator begins, claims and backup copies (Dean et al. 2012, section 4.2)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pyps.work import Delivery, Ended, Leased, NothingNow, PassOutcome, WorkQueue
+from pyps_wire.errors import BadRequest, Superseded
+from work_crews import begin, coordinated, counted
+
+
+def lease(queue: WorkQueue, name: str, *, now: float = 0.0, **more):
+    return queue.lease(name, 1, now=now, **more)
+
+
+def claim(queue: WorkQueue, name: str, leased: Leased, *, now: float = 1.0):
+    return queue.claim(name, 1, leased.lease_id, now=now)
+
+
+def deliver(queue: WorkQueue, name: str, *leased: Leased, stage_id: int = 1, loss_sum: float = 0.0) -> Delivery:
+    return queue.deliver(
+        *(name, 1, [answer.lease_id for answer in leased]),
+        stage_id=stage_id,
+        loss_sum=loss_sum,
+        example_count=sum(answer.portion.num_examples for answer in leased),
+        now=2.0,
+    )
+
+
+def outcome(queue: WorkQueue, pass_: int = 1, *, epoch: int = 1, **more) -> PassOutcome:
+    return queue.await_pass(pass_, coordinator_epoch=epoch, now=0.0, **more)
+
+
+# Passes.
+
+
+def test_portions_are_equal_but_for_one_example():
+    queue = coordinated(23)
+    begin(queue, num_portions=5, portions_per_stage=4)
+    portions = [lease(queue, "a") for _ in range(5)]
+    sizes = [answer.portion.num_examples for answer in portions]
+    assert sum(sizes) == 23
+    assert max(sizes) - min(sizes) == 1
+    assert {answer.portions_per_stage for answer in portions} == {4}
+
+
+def test_more_portions_than_examples_are_as_many_as_examples():
+    queue = coordinated(3)
+    begin(queue, num_portions=80)
+    assert queue.progress(0.0).num_portions == 3
+
+
+def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
+    queue, woken = coordinated(4), []
+    assert lease(queue, "a", wake=lambda: woken.append("a")) == NothingNow(0)
+    assert queue.waits_for("a") == ("the coordinator",)
+    begin(queue, 3, num_portions=1)
+    assert woken == ["a"]
+    only = lease(queue, "a")
+    assert only.pass_ == 3
+    claim(queue, "a", only)
+    deliver(queue, "a", only)
+    assert lease(queue, "a") == NothingNow(3)
+    assert queue.waits_for("a") == ("the coordinator",)
+
+
+def test_a_coordinator_may_wait_for_the_data_set():
+    queue, woken = WorkQueue(stall_seconds=60), []
+    assert not outcome(queue, 0, wake=lambda: woken.append(1)).complete
+    queue.open(coordinated(4).spec, worker_id="a")
+    assert woken == [1]
+
+
+def test_the_same_pass_begun_again_goes_on():
+    queue = coordinated(4)
+    begin(queue, num_portions=2)
+    held = lease(queue, "a")
+    begin(queue, num_portions=2)
+    assert claim(queue, "a", held).granted
+
+
+def test_a_new_pass_ends_the_leases_of_the_one_before():
+    queue = coordinated(4)
+    begin(queue, 1, num_portions=2)
+    running, claimed = lease(queue, "a"), lease(queue, "b")
+    claim(queue, "b", claimed)
+    begin(queue, 2, num_portions=2)
+    assert (
+        claim(queue, "a", running).message
+        == f"lease {running.lease_id} ended with its pass, or the server was restored since"
+    )
+    assert not deliver(queue, "b", claimed).accepted
+    assert queue.progress(0.0).pending == 2
+
+
+@pytest.mark.parametrize("pass_", [1, 2])
+def test_a_pass_number_is_not_used_twice(pass_):
+    queue = coordinated(4)
+    begin(queue, 2)
+    with pytest.raises(BadRequest, match=f"pass {pass_} cannot begin: pass 2 has begun before; take a higher one"):
+        begin(queue, pass_, epoch=2)
+    begin(queue, 3, epoch=2)
+
+
+def test_an_earlier_coordinator_is_refused_everywhere():
+    queue = coordinated(4)
+    begin(queue, 1, epoch=2)
+    with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2: stop this one"):
+        begin(queue, 2, epoch=1)
+    with pytest.raises(Superseded):
+        outcome(queue, 1, epoch=1)
+    with pytest.raises(Superseded):
+        queue.end(coordinator_epoch=1, message="done")
+
+
+def test_a_coordinator_that_was_followed_stops_waiting():
+    queue, woken = coordinated(4), []
+    begin(queue, 1)
+    outcome(queue, 1, wake=lambda: woken.append(1))
+    begin(queue, 2, epoch=2)
+    assert woken == [1]
+
+
+@pytest.mark.parametrize("name", ["num_portions", "copies_max", "portions_per_stage"])
+def test_a_pass_of_nothing_is_refused(name):
+    with pytest.raises(BadRequest, match=f"{name} is 0; expected 1 at least"):
+        begin(coordinated(4), **{name: 0})
+
+
+def test_a_pass_that_is_not_under_way_cannot_be_awaited():
+    queue = coordinated(4)
+    begin(queue, 2)
+    with pytest.raises(BadRequest, match="pass 1 is awaited, but the present one is 2"):
+        outcome(queue, 1)
+
+
+def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
+    queue, woken = coordinated(4), []
+    lease(queue, "a", wake=lambda: woken.append("a"))
+    queue.end(coordinator_epoch=1, message="converged")
+    assert woken == ["a"]
+    assert lease(queue, "b") == Ended(0, "converged")
+    assert queue.progress(0.0).ended
+    with pytest.raises(BadRequest, match=r"the coordinator has ended the work \(converged\)"):
+        begin(queue, 1)
+    begin(queue, 1, epoch=2)
+    assert isinstance(lease(queue, "b"), Leased)
+
+
+# Claims and copies.
+
+
+def test_of_two_copies_the_first_to_claim_wins():
+    queue = coordinated(2)
+    begin(queue, num_portions=1)
+    original, copy = lease(queue, "slow"), lease(queue, "fast")
+    assert original.portion.portion_id == copy.portion.portion_id
+    assert claim(queue, "fast", copy).granted
+    assert claim(queue, "fast", copy).granted
+    for _ in range(2):
+        refused = claim(queue, "slow", original)
+        assert (refused.granted, refused.message) == (False, "portion 0 was claimed by worker 'fast' before")
+    progress = queue.progress(0.0)
+    assert (progress.copies, progress.stolen, progress.wasted) == (1, 1, 1)
+
+
+def test_the_original_may_win_too_and_a_copy_is_then_wasted():
+    queue = coordinated(2)
+    begin(queue, num_portions=1)
+    original, copy = lease(queue, "a"), lease(queue, "b")
+    claim(queue, "a", original)
+    deliver(queue, "a", original)
+    assert "portion 0 was delivered by worker 'a' before" in claim(queue, "b", copy).message
+    progress = queue.progress(0.0)
+    assert (progress.copies, progress.stolen, progress.wasted) == (1, 0, 1)
+
+
+def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
+    queue = coordinated(6)
+    begin(queue, num_portions=3, copies_max=2)
+    first = [lease(queue, name, now=float(now)) for now, name in enumerate("abc")]
+    assert queue.progress(0.0).copies == 0
+    copies = [lease(queue, name, now=5.0) for name in "abcd"]
+    # Those that were given out the longest ago come first; nobody gets a copy of what it has.
+    assert [answer.portion.portion_id for answer in copies[:2]] == [
+        first[1].portion.portion_id,
+        first[0].portion.portion_id,
+    ]
+    assert queue.progress(0.0).copies == 3
+    assert lease(queue, "e", now=5.0) == NothingNow(1)
+
+
+def test_one_copy_at_most_means_none():
+    queue = coordinated(2)
+    begin(queue, num_portions=1, copies_max=1)
+    lease(queue, "a")
+    assert lease(queue, "b") == NothingNow(1)
+
+
+def test_a_claimed_portion_gets_no_copies():
+    queue = coordinated(2)
+    begin(queue, num_portions=1)
+    claim(queue, "a", lease(queue, "a"))
+    assert lease(queue, "b") == NothingNow(1)
+
+
+def test_what_a_lost_worker_claimed_goes_to_another():
+    queue, woken = coordinated(2), []
+    begin(queue, num_portions=1)
+    mine = lease(queue, "a")
+    claim(queue, "a", mine)
+    lease(queue, "b", wake=lambda: woken.append("b"))
+    queue.release("a", now=1.0, lost=True)
+    assert woken == ["b"]
+    theirs = lease(queue, "b")
+    assert claim(queue, "b", theirs).granted
+    assert not deliver(queue, "a", mine).accepted
+    assert deliver(queue, "b", theirs).accepted
+    assert outcome(queue).example_count == 2
+
+
+def test_a_copy_takes_the_place_of_the_winner_that_died():
+    queue = coordinated(2)
+    begin(queue, num_portions=1)
+    original, copy = lease(queue, "a"), lease(queue, "b")
+    claim(queue, "a", original)
+    queue.release("a", now=1.0, lost=True)
+    assert queue.progress(0.0).running == 1
+    assert claim(queue, "b", copy).granted
+    assert deliver(queue, "b", copy).accepted
+
+
+def test_who_waits_is_woken_when_a_copy_may_be_made_again():
+    queue, woken = coordinated(2), []
+    begin(queue, num_portions=1, copies_max=2)
+    lease(queue, "a")
+    lease(queue, "b")
+    assert lease(queue, "c", wake=lambda: woken.append("c")) == NothingNow(1)
+    queue.release("b", now=1.0, lost=True)
+    assert woken == ["c"]
+    assert isinstance(lease(queue, "c"), Leased)
+
+
+def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end():
+    queue = coordinated(2, stall_seconds=10.0)
+    begin(queue, num_portions=1)
+    mine = lease(queue, "a", now=0.0)
+    claim(queue, "a", mine, now=1.0)
+    lease(queue, "b", now=2.0, wake=lambda: None)
+    queue.tick(11.0)
+    assert queue.progress(0.0).lost == 0
+    queue.tick(13.0)
+    assert queue.progress(0.0).lost == 1
+    assert isinstance(lease(queue, "b", now=13.0), Leased)
+
+
+# Claims by mistake.
+
+
+def test_a_lease_that_is_another_s_is_not_granted():
+    queue = coordinated(4)
+    begin(queue, num_portions=2)
+    theirs = lease(queue, "a")
+    assert claim(queue, "b", theirs).message == f"lease {theirs.lease_id} is worker 'a''s, not 'b''s"
+    assert claim(queue, "a", theirs).granted
+
+
+def test_a_lease_that_never_was_is_a_bad_request():
+    queue = coordinated(4)
+    begin(queue)
+    with pytest.raises(BadRequest, match="lease 99 was never given out"):
+        queue.claim("a", 1, 99, now=0.0)
+
+
+def test_a_delivered_lease_is_not_granted_again():
+    queue = coordinated(4)
+    begin(queue, num_portions=2)
+    mine = lease(queue, "a")
+    claim(queue, "a", mine)
+    deliver(queue, "a", mine)
+    assert "was delivered by worker 'a' before" in claim(queue, "a", mine).message
+
+
+# Deliveries.
+
+
+def test_losses_are_added_in_the_order_of_portions_whenever_they_come():
+    losses = [1e16, 1.0, -1e16, 1.0, 3.0]
+    sums = set()
+    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 3, 4, 0, 2]):
+        queue = coordinated(5)
+        begin(queue, num_portions=5)
+        leases = {(answer := lease(queue, "a")).portion.portion_id: answer for _ in range(5)}
+        for portion_id in order:
+            claim(queue, "a", leases[portion_id])
+            deliver(queue, "a", leases[portion_id], stage_id=100 - portion_id, loss_sum=losses[portion_id])
+        done = outcome(queue)
+        assert done.stage_ids == (100, 99, 98, 97, 96)
+        sums.add(done.loss_sum)
+    assert sums == {math.fsum([1e16 + 1.0, -1e16, 1.0, 3.0])} or sums == {(((1e16 + 1.0) - 1e16) + 1.0) + 3.0}
+
+
+def test_several_portions_in_one_stage_are_one_stage():
+    queue = coordinated(6)
+    begin(queue, num_portions=3, portions_per_stage=2)
+    first, second, third = (lease(queue, "a") for _ in range(3))
+    for answer in (first, second, third):
+        claim(queue, "a", answer)
+    assert deliver(queue, "a", third, stage_id=7, loss_sum=1.0).accepted
+    assert not outcome(queue).complete
+    assert deliver(queue, "a", second, first, stage_id=8, loss_sum=2.0).accepted
+    assert outcome(queue) == PassOutcome(True, 3.0, 6, (8, 7))
+    assert counted(queue, 1) == list(range(6))
+
+
+def test_what_was_not_claimed_cannot_be_delivered_and_goes_back():
+    queue = coordinated(6)
+    begin(queue, num_portions=3, portions_per_stage=2)
+    claimed, unclaimed = lease(queue, "a"), lease(queue, "a")
+    claim(queue, "a", claimed)
+    refused = deliver(queue, "a", claimed, unclaimed)
+    assert refused.message == f"lease {unclaimed.lease_id} was not claimed: claim it before its gradient enters a sum"
+    assert queue.progress(0.0).pending == 3
+
+
+def test_a_delivery_repeated_in_another_stage_does_not_count():
+    queue = coordinated(4)
+    begin(queue, num_portions=2)
+    mine = lease(queue, "a")
+    claim(queue, "a", mine)
+    assert deliver(queue, "a", mine, stage_id=5).accepted
+    assert deliver(queue, "a", mine, stage_id=5).accepted
+    assert not deliver(queue, "a", mine, stage_id=6).accepted
+    rest = lease(queue, "a")
+    claim(queue, "a", rest)
+    deliver(queue, "a", rest, stage_id=9)
+    assert outcome(queue).stage_ids == (5, 9)
+
+
+def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
+    queue = coordinated(4)
+    begin(queue, num_portions=2)
+    first, second = lease(queue, "a"), lease(queue, "a")
+    claim(queue, "a", first)
+    claim(queue, "a", second)
+    deliver(queue, "a", first, stage_id=0, loss_sum=math.nan)
+    deliver(queue, "a", second, stage_id=4, loss_sum=1.0)
+    done = outcome(queue)
+    assert math.isnan(done.loss_sum)
+    assert (done.stage_ids, done.example_count) == ((4,), 4)
+
+
+def test_a_finite_loss_without_a_stage_is_refused():
+    queue = coordinated(4)
+    begin(queue, num_portions=2)
+    mine = lease(queue, "a")
+    claim(queue, "a", mine)
+    with pytest.raises(BadRequest, match="delivers a finite loss without a stage"):
+        deliver(queue, "a", mine, stage_id=0)
+
+
+def test_a_zombie_of_an_earlier_pass_changes_nothing():
+    queue = coordinated(4)
+    begin(queue, 1, num_portions=2)
+    old = lease(queue, "zombie")
+    claim(queue, "zombie", old)
+    begin(queue, 2, num_portions=2)
+    for answer in [lease(queue, "a"), lease(queue, "a")]:
+        claim(queue, "a", answer)
+        deliver(queue, "a", answer, stage_id=answer.lease_id)
+    before = outcome(queue, 2)
+    assert not deliver(queue, "zombie", old, stage_id=99).accepted
+    assert outcome(queue, 2) == before
+
+
+def test_a_worker_that_joins_late_gets_its_part():
+    queue = coordinated(8)
+    begin(queue, num_portions=8)
+    lease(queue, "a")
+    late = lease(queue, "late")
+    assert (late.portion.portion_id, late.pass_) == (4, 1)

@@ -1,0 +1,373 @@
+"""Plain work: epochs without a coordinator, each portion with one worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
+from pyps_wire.errors import BadRequest, Superseded, WaitTimedOut
+from work_crews import counted, plain
+
+
+def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, **more):
+    return queue.lease(name, more.pop("incarnation", 1), pass_=pass_, now=now, **more)
+
+
+def deliver(queue: WorkQueue, *leased: Leased, name: str = "a", now: float = 1.0, incarnation: int = 1):
+    return queue.deliver(
+        *(name, incarnation, [answer.lease_id for answer in leased]),
+        example_count=sum(answer.portion.num_examples for answer in leased),
+        now=now,
+    )
+
+
+def finish(queue: WorkQueue, pass_: int = 0, name: str = "a") -> None:
+    """Lets one worker do all that is left of a pass."""
+    while isinstance(answer := lease(queue, name, pass_), Leased):
+        assert deliver(queue, answer, name=name).accepted
+    assert answer == PassDone(pass_)
+
+
+class Woken:
+    """A wake function that counts."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self) -> None:
+        self.times += 1
+
+
+# Passes.
+
+
+def test_one_worker_goes_through_the_data_in_order():
+    queue, given = plain(10, 3), []
+    while isinstance(answer := lease(queue), Leased):
+        given.append((answer.portion.start, answer.portion.stop))
+        deliver(queue, answer)
+    assert given == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert answer == PassDone(0)
+    assert counted(queue, 0) == list(range(10))
+
+
+def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
+    queue = plain(6, 3)
+    finish(queue)
+    assert queue.pass_ == 0
+    assert lease(queue, pass_=0) == PassDone(0)
+    answer = lease(queue, pass_=1)
+    assert isinstance(answer, Leased) and answer.pass_ == queue.pass_ == 1
+
+
+def test_who_asks_for_no_pass_in_particular_gets_the_present_one_and_then_the_next():
+    queue = plain(3, 3)
+    first = lease(queue, pass_=None)
+    deliver(queue, first)
+    second = lease(queue, pass_=None)
+    assert (first.pass_, second.pass_) == (0, 1)
+
+
+def test_a_worker_that_starts_late_catches_up():
+    queue = plain(3, 3)
+    finish(queue, 0)
+    finish(queue, 1)
+    assert lease(queue, "late", 0) == PassDone(0)
+    assert lease(queue, "late", 1) == PassDone(1)
+
+
+def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
+    queue = plain(6, 3)
+    first, second = lease(queue, "a"), lease(queue, "b")
+    deliver(queue, first)
+    woken = Woken()
+    assert lease(queue, "a", 1, wake=woken) == NothingNow(0)
+    assert queue.waits_for("a") == ("b",)
+    deliver(queue, second, name="b")
+    assert woken.times == 1
+    assert lease(queue, "a", 1, wake=woken, again=True).pass_ == 1
+
+
+def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
+    queue = plain(6, 3)
+    deliver(queue, lease(queue, "a"))
+    lost = lease(queue, "b")
+    woken = Woken()
+    assert lease(queue, "a", 1, wake=woken) == NothingNow(0)
+    queue.release("b", now=5.0, lost=True)
+    assert woken.times == 1
+    answer = lease(queue, "a", 1, wake=woken, again=True)
+    assert (answer.pass_, answer.portion.portion_id) == (0, lost.portion.portion_id)
+
+
+def test_a_worker_ahead_of_a_restored_queue_takes_part_in_the_older_pass():
+    queue = plain(6, 3)
+    answer = lease(queue, pass_=7)
+    assert answer.pass_ == 0
+
+
+def test_portions_follow_the_growing_minibatch_of_the_server():
+    """A4: an epoch of N examples is ceil(N / (K b(e))) portions."""
+    queue = WorkQueue(stall_seconds=60, batch_size_of=lambda epoch: 4 * 2**epoch, accumulate=lambda: 2)
+    queue.open(DataSpec("train", 50, batch_size=32), worker_id="a")
+    sizes = []
+    for pass_ in range(3):
+        answer = lease(queue, pass_=pass_)
+        sizes.append((answer.batch_size, answer.portion.num_examples, queue.progress(0.0).num_portions))
+        deliver(queue, answer)
+        finish(queue, pass_)
+    assert sizes == [(4, 8, 7), (8, 16, 4), (16, 32, 2)]
+
+
+def test_portions_of_a_minibatch_where_the_server_has_no_growth():
+    queue = WorkQueue(stall_seconds=60, accumulate=lambda: 4)
+    queue.open(DataSpec("train", 50, batch_size=5), worker_id="a")
+    assert lease(queue).portion.num_examples == 20
+
+
+# Who gets what.
+
+
+def test_consecutive_portions_go_to_the_same_worker():
+    queue = plain(12, 1)
+    mine = {"a": [], "b": []}
+    for _ in range(4):
+        for name in mine:
+            answer = lease(queue, name)
+            mine[name].append(answer.portion.portion_id)
+            deliver(queue, answer, name=name)
+    assert mine == {"a": [0, 1, 2, 3], "b": [6, 7, 8, 9]}
+
+
+def test_a_worker_begins_each_pass_where_it_began_the_last():
+    queue = plain(12, 1)
+    first = {name: lease(queue, name) for name in "abc"}
+    for name, answer in first.items():
+        deliver(queue, answer, name=name)
+    finish(queue)
+    again = {name: lease(queue, name, 1) for name in "cba"}
+    assert {name: a.portion.start for name, a in again.items()} == {n: a.portion.start for n, a in first.items()}
+
+
+def test_a_faster_worker_gets_more():
+    queue, counts = plain(100, 1), {"fast": 0, "slow": 0}
+    slow = lease(queue, "slow")
+    for round_ in range(100):
+        answer = lease(queue, "fast")
+        if not isinstance(answer, Leased):
+            break
+        deliver(queue, answer, name="fast")
+        counts["fast"] += 1
+        if round_ % 4 == 3:
+            deliver(queue, slow, name="slow")
+            counts["slow"] += 1
+            slow = lease(queue, "slow")
+    assert counts["fast"] >= 3.5 * counts["slow"]
+
+
+def test_what_comes_next_is_told_and_not_held():
+    queue = plain(9, 3)
+    answer = lease(queue, "a")
+    assert (answer.next.portion_id, answer.next.lease_id) == (1, 0)
+    assert lease(queue, "a").portion.portion_id == 1
+    assert lease(queue, "b").next is None
+
+
+# Who is gone, and who comes back.
+
+
+def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused():
+    queue = plain(6, 3)
+    lost = lease(queue, "a")
+    queue.release("a", now=1.0, lost=True)
+    refused = deliver(queue, lost)
+    assert not refused.accepted
+    assert "worker 'a' was taken to be gone" in refused.message
+    finish(queue, 0, "b")
+    assert not deliver(queue, lost).accepted
+    assert counted(queue, 0) == list(range(6))
+    assert queue.progress(0.0).lost == 1
+
+
+def test_a_worker_that_left_by_itself_is_not_lost():
+    queue = plain(6, 3)
+    lease(queue, "a")
+    queue.release("a", now=1.0, lost=False)
+    assert queue.progress(0.0).lost == 0
+    assert queue.progress(0.0).pending == 2
+
+
+def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
+    queue = plain(6, 3)
+    former = lease(queue, "a", incarnation=1)
+    assert lease(queue, "a", incarnation=2) is not None
+    assert not deliver(queue, former, incarnation=2).accepted
+    with pytest.raises(Superseded, match="a newer process goes by the name of worker 'a'"):
+        deliver(queue, former, incarnation=1)
+
+
+def test_a_portion_whose_answer_was_lost_is_given_again():
+    queue = plain(6, 3)
+    lost = lease(queue, held=[])
+    again = lease(queue, held=[])
+    assert again.portion.portion_id == lost.portion.portion_id
+    assert again.lease_id > lost.lease_id
+    assert lease(queue, held=[again.lease_id]).portion.portion_id == 1
+    assert queue.progress(0.0).lost == 0
+
+
+def test_a_delivery_is_repeated_without_harm_also_in_the_next_pass():
+    queue = plain(3, 3)
+    answer = lease(queue)
+    assert deliver(queue, answer).accepted
+    assert deliver(queue, answer).accepted
+    lease(queue, pass_=1)
+    assert deliver(queue, answer).accepted
+    assert counted(queue, 0) == list(range(3))
+
+
+def test_another_worker_s_lease_is_refused():
+    queue = plain(6, 3)
+    mine, theirs = lease(queue, "a"), lease(queue, "b")
+    refused = deliver(queue, theirs, name="a")
+    assert refused.message == f"lease {theirs.lease_id} is worker 'b''s, not 'a''s"
+    assert deliver(queue, theirs, name="b").accepted
+    assert "was delivered by worker 'b' before" in deliver(queue, theirs, name="a").message
+    assert deliver(queue, mine, name="a").accepted
+
+
+def test_a_delivery_counts_as_a_whole_or_not_at_all():
+    queue = plain(9, 3)
+    first = lease(queue, "a")
+    queue.release("a", now=1.0, lost=True)
+    second = lease(queue, "a")
+    third = lease(queue, "a")
+    assert not deliver(queue, first, second, third).accepted
+    assert queue.progress(0.0).done == 0
+    assert queue.progress(0.0).pending == 3
+
+
+@pytest.mark.parametrize("leases", [[], [1, 1]])
+def test_a_delivery_names_leases_each_once(leases):
+    queue = plain(6, 3)
+    lease(queue)
+    with pytest.raises(BadRequest, match="expected one or more, each once"):
+        queue.deliver("a", 1, leases, example_count=3, now=0.0)
+
+
+@pytest.mark.parametrize("lease_id", [0, 2, 99])
+def test_a_lease_that_never_was_is_a_bad_request(lease_id):
+    queue = plain(6, 3)
+    lease(queue)
+    with pytest.raises(BadRequest, match=f"lease {lease_id} was never given out"):
+        queue.deliver("a", 1, [lease_id], example_count=3, now=0.0)
+
+
+def test_part_of_a_portion_is_no_delivery():
+    queue = plain(6, 3)
+    answer = lease(queue)
+    with pytest.raises(BadRequest, match="worker 'a' delivers 2 examples, but its portions have 3"):
+        queue.deliver("a", 1, [answer.lease_id], example_count=2, now=0.0)
+    assert deliver(queue, answer).accepted
+
+
+def test_plain_work_needs_no_claim_and_no_coordinator():
+    queue = plain(6, 3)
+    answer = lease(queue)
+    with pytest.raises(BadRequest, match="needs no claim"):
+        queue.claim("a", 1, answer.lease_id, now=0.0)
+    with pytest.raises(BadRequest, match=r"have them call pyps_client\.sandblaster"):
+        queue.begin_pass(1, coordinator_epoch=1, num_portions=2, copies_max=1, portions_per_stage=1, now=0.0)
+    with pytest.raises(BadRequest, match="has no coordinator who could end its work"):
+        queue.end(coordinator_epoch=1, message="done")
+
+
+# Stalls.
+
+
+def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothing():
+    told = []
+    queue = plain(3, 3, stall_seconds=10.0, tell=lambda kind, what, **facts: told.append((kind, what, facts)))
+    stuck = lease(queue, "stuck", now=0.0)
+    queue.tick(500.0)
+    woken = Woken()
+    assert lease(queue, "b", now=500.0, wake=woken) == NothingNow(0)
+    queue.tick(509.0)
+    assert not woken.times
+    queue.tick(510.5)
+    assert woken.times == 1
+    assert lease(queue, "b", now=510.5, wake=woken, again=True).portion.start == stuck.portion.start
+    refused = deliver(queue, stuck, name="stuck")
+    assert "worker 'stuck' gave nothing for 10.5 s, and others waited" in refused.message
+    assert queue.progress(0.0).lost == 1
+    assert told[-1][2]["worker"] == "stuck"
+
+
+def test_a_slow_portion_is_taken_away_after_twice_the_time_each_time():
+    queue = plain(3, 3, stall_seconds=10.0)
+    taken, now = [], 0.0
+    holder, other = "a", "b"
+    for _ in range(4):
+        lease(queue, holder, now=now, wake=lambda: None)
+        began = now
+        lease(queue, other, now=now, wake=lambda: None)
+        lost = queue.progress(now).lost
+        while queue.progress(now).lost == lost:
+            now += 1.0
+            queue.tick(now)
+        taken.append(now - began)
+        holder, other = other, holder
+    assert taken == [10, 20, 40, 80]
+
+
+def test_a_worker_gets_three_times_as_long_as_its_own_speed_says():
+    queue = plain(6, 3, stall_seconds=10.0)
+    answer = lease(queue, "slow", now=0.0)
+    deliver(queue, answer, name="slow", now=100.0)
+    lease(queue, "slow", now=100.0)
+    lease(queue, "b", now=100.0, wake=lambda: None)
+    queue.tick(399.0)
+    assert queue.progress(0.0).lost == 0
+    queue.tick(400.0)
+    assert queue.progress(0.0).lost == 1
+
+
+def test_nothing_is_taken_from_a_slow_worker_as_long_as_nobody_waits():
+    queue = plain(6, 3, stall_seconds=10.0)
+    lease(queue, "a", now=0.0)
+    queue.tick(1e6)
+    assert queue.progress(0.0).running == 1
+
+
+# Waits.
+
+
+def test_a_call_that_ended_is_not_woken():
+    queue = plain(3, 3)
+    lease(queue, "a")
+    woken = Woken()
+    lease(queue, "b", wake=woken)
+    queue.forget(woken)
+    queue.release("a", now=1.0, lost=True)
+    assert not woken.times
+
+
+def test_of_two_calls_of_one_worker_the_later_one_is_answered():
+    queue = plain(3, 3)
+    lease(queue, "a")
+    former, later = Woken(), Woken()
+    lease(queue, "b", wake=former)
+    lease(queue, "b", wake=later)
+    assert former.times == 1
+    with pytest.raises(WaitTimedOut, match="worker 'b' has asked anew since"):
+        lease(queue, "b", wake=former, again=True)
+    queue.release("a", now=1.0, lost=True)
+    assert (former.times, later.times) == (1, 1)
+    assert isinstance(lease(queue, "b", wake=later, again=True), Leased)
+
+
+def test_a_worker_that_waits_for_itself_alone_is_told_so():
+    queue = plain(3, 3)
+    lease(queue, "a")
+    lease(queue, "a")
+    assert queue.waits_for("a") == ("a",)
