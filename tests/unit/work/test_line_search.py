@@ -1,0 +1,171 @@
+"""Line searches on functions of one variable."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps.work.lbfgs_settings import LbfgsSettings
+from pyps.work.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
+from pyps_wire.errors import BadRequest
+
+Curve = Callable[[float], tuple[float, float]]
+SEARCHES = [Armijo(), StrongWolfe()]
+STRICT = StrongWolfe(c2=0.1)
+
+
+class Line:
+    """A function as a line; counts its passes and remembers where it was asked last."""
+
+    def __init__(self, curve: Curve) -> None:
+        self.curve = curve
+        self.steps: list[float] = []
+        self.slopes = 0
+
+    def loss(self, step: float) -> float:
+        self.steps.append(step)
+        return self.curve(step)[0]
+
+    def slope(self) -> float:
+        self.slopes += 1
+        return self.curve(self.steps[-1])[1]
+
+
+def search(kind: LineSearch, curve: Curve, *, step: float = 1.0) -> tuple[Found | None, Line, Start]:
+    line, (loss, slope) = Line(curve), curve(0.0)
+    start = Start(loss, slope, step)
+    return kind.search(line, start), line, start
+
+
+def parabola(least: float) -> Curve:
+    return lambda a: ((a - least) ** 2, 2.0 * (a - least))
+
+
+def walled(curve: Curve, wall: float, value: float) -> Curve:
+    """The curve, but beyond the wall a loss that is not finite."""
+    return lambda a: curve(a) if a < wall else (value, math.nan)
+
+
+def swing(a: float) -> tuple[float, float]:
+    """More and Thuente 1994, equation 5.1: -a / (a^2 + 2), falling slowly towards its least value at the root of 2."""
+    return -a / (a * a + 2.0), (a * a - 2.0) / (a * a + 2.0) ** 2
+
+
+def wiggle(a: float) -> tuple[float, float]:
+    """A wide parabola with waves on it: many places where the slope is 0."""
+    return a * a / 20.0 - a + 0.18 * math.sin(5.0 * a), a / 10.0 - 1.0 + 0.9 * math.cos(5.0 * a)
+
+
+def require_armijo(found: Found | None, start: Start, c1: float = 1e-4) -> Found:
+    assert found is not None
+    assert found.loss <= start.loss + c1 * found.step * start.slope
+    return found
+
+
+@pytest.mark.parametrize("kind", [*SEARCHES, STRICT], ids=lambda kind: str(kind))
+@pytest.mark.parametrize("curve", [parabola(1.0), parabola(0.01), parabola(30.0), swing, wiggle])
+@pytest.mark.parametrize("step", [1.0, 1e-3, 1e3])
+def test_the_step_found_holds_its_conditions_and_is_the_last_asked_for(
+    kind: LineSearch, curve: Curve, step: float
+) -> None:
+    found, line, start = search(kind, curve, step=step)
+    found = require_armijo(found, start)
+    if isinstance(kind, StrongWolfe):
+        assert abs(found.slope) <= kind.c2 * abs(start.slope)
+    assert line.steps[-1] == found.step
+    assert (found.loss, found.slope) == curve(found.step)
+
+
+@pytest.mark.parametrize("kind", [*SEARCHES, STRICT], ids=lambda kind: str(kind))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_means_that_the_step_was_too_long(kind: LineSearch, value: float) -> None:
+    found, line, start = search(kind, walled(parabola(1.0), 0.3, value), step=1.0)
+    if kind is STRICT:
+        # The slope never gets flat before the wall: the best step is taken all the same.
+        assert require_armijo(found, start).step < 0.3
+    else:
+        assert require_armijo(found, start).step in (0.25, 0.125)
+    assert line.steps[:3] == [1.0, 0.5, 0.25]
+
+
+def test_armijo_takes_the_first_step_that_is_low_enough_and_folds_nothing_before_it() -> None:
+    found, line, _ = search(Armijo(), parabola(0.2))
+    assert found == Found(0.25, *parabola(0.2)(0.25))
+    assert line.steps == [1.0, 0.5, 0.25]
+    assert line.slopes == 1
+
+
+def test_armijo_halves_on_where_the_loss_is_fine_and_the_gradient_is_not() -> None:
+    def curve(a: float) -> tuple[float, float]:
+        loss, slope = parabola(1.0)(a)
+        return loss, slope if a < 0.6 else math.nan
+
+    found, _, _ = search(Armijo(), curve)
+    assert found is not None and found.step == 0.5
+
+
+@pytest.mark.parametrize("kind", SEARCHES, ids=lambda kind: type(kind).__name__)
+def test_a_direction_along_which_no_trial_is_lower_ends_after_the_trials_allowed(kind: LineSearch) -> None:
+    def cliff(a: float) -> tuple[float, float]:
+        return (0.0, -1.0) if a == 0.0 else (1.0 + a, 1.0)
+
+    found, line, _ = search(kind, cliff)
+    assert found is None
+    assert len(line.steps) == 20
+
+
+def test_wolfe_goes_on_to_longer_steps_while_the_slope_is_steep() -> None:
+    found, line, _ = search(StrongWolfe(), parabola(1000.0))
+    assert found is not None and found.step > 50.0
+    assert line.steps[0] == 1.0
+    assert len(line.steps) < 6
+
+
+def test_wolfe_finds_the_least_point_of_a_parabola_in_two_trials() -> None:
+    for step in (0.4, 4.0):
+        found, line, _ = search(StrongWolfe(c2=0.01), parabola(1.0), step=step)
+        assert found is not None and found.step == pytest.approx(1.0)
+        assert len(line.steps) == 2
+
+
+def test_wolfe_takes_the_best_step_where_trials_run_out() -> None:
+    found, line, start = search(StrongWolfe(c2=0.01, trials_max=2), parabola(1000.0))
+    assert require_armijo(found, start).step == line.steps[1] == line.steps[2]
+
+
+@settings(deadline=None)
+@given(least=st.floats(1e-3, 1e3), step=st.floats(1e-3, 1e3), bend=st.floats(0.1, 100.0))
+def test_wolfe_holds_both_conditions_on_any_convex_curve(least: float, step: float, bend: float) -> None:
+    def curve(a: float) -> tuple[float, float]:
+        return bend * (math.hypot(1.0, a - least) - 1.0), bend * (a - least) / math.hypot(1.0, a - least)
+
+    found, _, start = search(STRICT, curve, step=step)
+    assert abs(require_armijo(found, start).slope) <= 0.1 * abs(start.slope)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("history", 0, "history is 0; expected at least 1"),
+        ("trials_max", 0, "trials_max is 0; expected at least 1"),
+        ("iterations_max", -1, "iterations_max is -1; expected at least 1"),
+        ("line_search", "exact", "line_search is exact; expected armijo or wolfe"),
+        ("c1", 1.0, "c1 is 1.0; expected a number between 0 and 1"),
+        ("c2", 1e-5, "c2 is 1e-05; expected a number between c1, 0.0001, and 1"),
+        ("backtrack", 0.0, "backtrack is 0.0; expected a number between 0 and 1"),
+        ("gradient_tolerance", -1.0, "gradient_tolerance is -1.0; expected a finite number of at least 0"),
+        ("loss_tolerance", math.nan, "loss_tolerance is nan; expected a finite number of at least 0"),
+        ("curvature", math.inf, "curvature is inf; expected a finite number of at least 0"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(name: str, value: object, expected: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        LbfgsSettings(**{name: value})  # type: ignore[arg-type]
+    assert str(refused.value) == expected
+
+
+def test_the_line_search_is_the_one_named() -> None:
+    assert LbfgsSettings(c1=0.01, backtrack=0.3).make_line_search() == Armijo(c1=0.01, backtrack=0.3)
+    assert LbfgsSettings(line_search="wolfe", trials_max=5).make_line_search() == StrongWolfe(trials_max=5)
