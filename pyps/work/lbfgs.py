@@ -125,7 +125,7 @@ class Lbfgs:
     def _begin(self) -> None:
         """Computes the loss and the gradient at the point itself. Nothing is committed: it can be done again."""
         state = self._state
-        evaluation = self._objective.evaluate({"iteration": state.iteration, "step_length": 0.0})
+        evaluation = self._objective.evaluate({"iteration": float(state.iteration), "step_length": 0.0})
         loss, norm = evaluation.loss, math.nan
         if math.isfinite(loss):
             (norm,) = self._machine.execute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,8 +46,8 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """The mean loss of an example."""
-        return self.loss_sum / self.example_count
+        """The mean loss of an example; NaN where there was none."""
+        return self.loss_sum / self.example_count if self.example_count else math.nan
 
 
 class Objective(Protocol):

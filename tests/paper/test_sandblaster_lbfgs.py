@@ -1,0 +1,370 @@
+"""Sandblaster L-BFGS: Dean et al. (NeurIPS 2012), section 4.2, over the vector machines of several servers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from losses import bowl, digits, quadratic, rosenbrock, rosenbrock_start
+from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.work.formulas import DIRECTION, GRADIENT, TRIAL_GRADIENT, add_scaled, copy, dot, subtract
+from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
+from pyps.work.lbfgs_state import Pair
+from pyps.work.line_search import Found, Line, LineSearch, Start
+from pyps.work.machine import Evaluation
+from pyps.work.two_loop import two_loop
+from pyps.work.vector_free import vector_free
+from pyps_wire.errors import NotFinite
+from vector_world import Doubles, Passes, PortionLoss, VectorWorld
+
+FORMS = [two_loop, vector_free]
+
+
+def minimise(
+    world: VectorWorld, portion_loss: PortionLoss, *, search: LineSearch | None = None, **settings: object
+) -> tuple[Summary, list[IterationReport]]:
+    """Runs until it ends, with a tolerance of the loss of 0 unless told otherwise."""
+    chosen = LbfgsSettings(**{"loss_tolerance": 0.0, "iterations_max": 100, **settings})  # type: ignore[arg-type]
+    reports: list[IterationReport] = []
+    lbfgs = Lbfgs(world, Passes(world, portion_loss), chosen, on_iteration=reports.append, line_search=search)
+    return lbfgs.run(*world.attach(history=chosen.history)), reports
+
+
+# B4: the direction.
+
+
+def inverse_hessian_times(q: Doubles, pairs: list[tuple[Doubles, Doubles]], gamma: float) -> Doubles:
+    """H q by definition, H' = (1 - rho s y') H (1 - rho y s') + rho s s' from gamma (Nocedal and Wright, 7.16)."""
+    if not pairs:
+        return gamma * q
+    *older, (s, y) = pairs
+    rho = 1.0 / (s @ y)
+    right = q - rho * (s @ q) * y
+    middle = inverse_hessian_times(right, older, gamma)
+    return middle - rho * (y @ middle) * s + rho * (s @ q) * s
+
+
+def make_history(size: int, num_pairs: int) -> tuple[Doubles, list[tuple[Doubles, Doubles]]]:
+    """A gradient, and pairs as a problem gives them whose curvatures lie between 1/2 and 2."""
+    random = np.random.default_rng(5)
+    curvatures = random.uniform(0.5, 2.0, size)
+    steps = [random.standard_normal(size) for _ in range(num_pairs)]
+    return random.standard_normal(size), [(s, curvatures * s) for s in steps]
+
+
+def loaded(
+    gradient: Doubles, history: list[tuple[Doubles, Doubles]], **layout: int
+) -> tuple[VectorWorld, tuple[Pair, ...]]:
+    """Servers with this gradient and history, in float32, and the pairs as the coordinator knows them."""
+    world = VectorWorld(np.zeros(gradient.size), **layout)
+    names = [Instruction(Operation.ALLOC, target=name) for name in ("x", "g", "t", "s", "y")]
+    world.attach(history=len(history))
+    world.execute(*names, Instruction(Operation.ALLOC, target=DIRECTION, precision=Precision.FLOAT64))
+    for s, y in history:
+        world.load_pair(s, y)
+    world.load(GRADIENT, gradient)
+    numbers = range(1, len(history) + 1)
+    products = [world.execute(dot(f"s{k}", f"y{k}"), dot(f"y{k}", f"y{k}")) for k in numbers]
+    return world, tuple(Pair(k, sy, yy) for k, (sy, yy) in zip(numbers, products, strict=True))
+
+
+def distance(world: VectorWorld, name: str, other: str) -> float:
+    """|d - z| / |z| in float64, without reading a vector."""
+    world.execute(Instruction(Operation.ALLOC, target="gap", precision=Precision.FLOAT64))
+    gap, size = world.execute(subtract("gap", name, other), dot("gap", "gap"), dot(other, other))
+    world.execute(Instruction(Operation.FREE, target="gap"))
+    return math.sqrt(gap / size)
+
+
+def keep(world: VectorWorld, name: str, values: Doubles) -> None:
+    """Writes a vector of float64: what float32 holds of it, and then what that leaves over."""
+    world.execute(Instruction(Operation.ALLOC, target=name, precision=Precision.FLOAT64))
+    high = values.astype(np.float32).astype(np.float64)
+    for part in (high, values - high):
+        world.load(TRIAL_GRADIENT, part)
+        world.execute(add_scaled(name, 1.0, TRIAL_GRADIENT))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", [{"num_shards": 1, "num_servers": 1}, {"num_shards": 5, "num_servers": 2}])
+def test_the_direction_is_that_of_a_single_node_in_float64(form, layout) -> None:
+    gradient, history = make_history(20_000, 10)
+    newest_s, newest_y = history[-1]
+    gamma = (newest_s @ newest_y) / (newest_y @ newest_y)
+    expected = -inverse_hessian_times(gradient, history, gamma)
+    world, pairs = loaded(gradient, history, **layout)
+    slope = form(world, pairs)
+    keep(world, "expected", expected)
+    assert distance(world, DIRECTION, "expected") <= 1e-6
+    assert slope == pytest.approx(expected @ gradient, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 10])
+def test_the_vector_free_form_makes_the_direction_of_the_two_loop_recursion(num_pairs: int) -> None:
+    """Chen et al. 2014."""
+    world, pairs = loaded(*make_history(20_000, num_pairs))
+    slope = two_loop(world, pairs)
+    world.execute(Instruction(Operation.ALLOC, target="twin", precision=Precision.FLOAT64), copy("twin", DIRECTION))
+    assert vector_free(world, pairs) == pytest.approx(slope, rel=1e-9)
+    assert distance(world, DIRECTION, "twin") <= 1e-9
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_history_whose_numbers_overflow_gives_no_direction(form) -> None:
+    gradient, history = make_history(100, 2)
+    world, (older, newer) = loaded(gradient, history)
+    assert math.isnan(form(world, (older, Pair(newer.number, 1e-320, newer.yy))))
+
+
+# Cost: commands, none of which has a vector.
+
+
+def sent_by(form: object, num_pairs: int, size: int = 100) -> tuple[int, int]:
+    world, pairs = loaded(*make_history(size, num_pairs))
+    world.sent.clear()
+    form(world, pairs)  # type: ignore[operator]
+    return len(world.sent), sum(map(len, world.sent))
+
+
+def test_a_direction_takes_4m_commands_in_2m_messages() -> None:
+    for num_pairs in (1, 5, 10):
+        assert sent_by(two_loop, num_pairs) == (2 * num_pairs + 1, 4 * num_pairs + 4)
+
+
+def test_a_vector_free_direction_takes_2_messages_whatever_the_history() -> None:
+    assert {sent_by(vector_free, num_pairs) for num_pairs in (1, 5, 10)} == {(2, 3)}
+
+
+@pytest.mark.parametrize(("free", "most"), [(False, 2 * 4 + 1 + 4), (True, 2 + 4)])
+def test_an_iteration_adds_a_few_commands_to_those_of_the_direction(free: bool, most: int) -> None:
+    """One trial: MOVE, BEGIN_PASS, what is measured of the trial, and the commit; one more after the last."""
+    world = VectorWorld(rosenbrock_start(20))
+    starts: list[int] = []
+    settings = LbfgsSettings(history=4, iterations_max=15, vector_free=free)
+    lbfgs = Lbfgs(
+        world, Passes(world, rosenbrock), settings, on_iteration=lambda report: starts.append(len(world.sent))
+    )
+    lbfgs.run(*world.attach())
+    assert len(starts) == 15
+    assert min(b - a for a, b in pairwise(starts[5:])) == most
+
+
+# B5: down, always.
+
+
+class Watched:
+    """A line search that notes what it was asked and what it found."""
+
+    def __init__(self, search: LineSearch) -> None:
+        self._search = search
+        self.found: list[tuple[Start, Found]] = []
+
+    def search(self, line: Line, start: Start) -> Found | None:
+        found = self._search.search(line, start)
+        if found is not None:
+            self.found.append((start, found))
+        return found
+
+
+@pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
+@pytest.mark.parametrize("free", [False, True])
+def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_search: str, free: bool) -> None:
+    watched = Watched(LbfgsSettings(line_search=line_search).make_line_search())
+    world = VectorWorld(rosenbrock_start(10))
+    summary, reports = minimise(world, rosenbrock, search=watched, vector_free=free)
+    assert summary.converged and summary.loss < 1e-8
+    assert np.abs(world.parameters - 1.0).max() < 1e-3
+    for report, (start, found) in zip(reports, watched.found, strict=True):
+        assert report.slope == start.slope < 0.0
+        assert report.loss == found.loss <= start.loss + 1e-4 * found.step * start.slope
+        if line_search == "wolfe":
+            assert abs(found.slope) <= 0.9 * abs(start.slope)
+    losses = [report.loss for report in reports]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
+def test_logistic_regression_on_the_digits_falls_with_every_iteration(line_search: str) -> None:
+    portion_loss, size = digits()
+    summary, reports = minimise(VectorWorld(np.zeros(size)), portion_loss, iterations_max=20, line_search=line_search)
+    losses = [math.log(10.0), *(report.loss for report in reports)]
+    assert losses == sorted(losses, reverse=True)
+    assert all(report.slope < 0.0 for report in reports)
+    assert (summary.iterations, summary.converged) == (20, False)
+    assert summary.loss <= 1.02 * scipys_loss(portion_loss, size, iterations=20)
+
+
+def scipys_loss(portion_loss: PortionLoss, size: int, *, iterations: int) -> float:
+    """How far a well-known L-BFGS on one node comes in as many iterations."""
+
+    def mean(parameters: Doubles) -> tuple[float, Doubles]:
+        losses, gradients, counts = zip(*(portion_loss(parameters, portion) for portion in range(3)), strict=True)
+        return sum(losses) / sum(counts), np.sum(gradients, axis=0) / sum(counts)
+
+    options = {"maxiter": iterations, "maxcor": 10}
+    return float(minimize(mean, np.zeros(size), jac=True, method="L-BFGS-B", options=options).fun)
+
+
+def test_the_first_step_along_the_gradient_is_short() -> None:
+    world = VectorWorld([3.0, -4.0, 2.0])
+    _, reports = minimise(world, quadratic(np.array([1.0, 1.0, 1.0])), iterations_max=1)
+    assert reports[0].pairs == 0
+    assert reports[0].step_length == pytest.approx(1.0 / 9.0)
+
+
+# B6: how the model is cut.
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_number_of_shards_and_servers_changes_nothing_but_rounding(free: bool) -> None:
+    portion_loss, size = digits()
+    ends = []
+    for num_shards, num_servers in ((1, 1), (3, 2), (16, 5)):
+        world = VectorWorld(np.zeros(size), num_shards=num_shards, num_servers=num_servers)
+        summary, _ = minimise(world, portion_loss, iterations_max=10, vector_free=free)
+        ends.append((summary.loss, world.parameters))
+    for loss, parameters in ends[1:]:
+        assert loss == pytest.approx(ends[0][0], rel=1e-6)
+        assert np.abs(parameters - ends[0][1]).max() <= 1e-4 * np.abs(ends[0][1]).max()
+
+
+# B7: quadratics.
+
+
+@dataclass
+class Exact:
+    """The least point of a parabola, from the slopes at two of its points."""
+
+    steps: list[float] = field(default_factory=list)
+
+    def search(self, line: Line, start: Start) -> Found:
+        line.loss(start.step)
+        step = start.step * start.slope / (start.slope - line.slope())
+        self.steps.append(step)
+        return Found(step, line.loss(step), line.slope())
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_a_quadratic_in_k_dimensions_takes_at_most_k_plus_1_iterations(size: int, free: bool) -> None:
+    """With exact line searches and a history as long, L-BFGS is the method of conjugate gradients."""
+    curvatures = np.geomspace(1.0, 20.0, size)
+    start = np.random.default_rng(1).standard_normal(size)
+    world = VectorWorld(start, num_shards=2)
+    first = float(np.abs(sum(quadratic(curvatures)(start, 0)[1:2])).max())
+    settings = {"history": size, "vector_free": free, "gradient_tolerance": 1e-5 * first}
+    summary, _ = minimise(world, quadratic(curvatures), search=Exact(), **settings)
+    assert summary.converged
+    assert summary.iterations <= size + 1
+
+
+# Curvature, restarts, losses that are not finite.
+
+
+def test_pairs_without_curvature_are_left_out_and_counted() -> None:
+    summary, reports = minimise(VectorWorld([8.0, -9.0, 7.0, 10.0]), bowl)
+    skipped = sum(not report.pair_kept for report in reports)
+    assert not reports[0].pair_kept
+    assert (summary.converged, summary.skipped) == (True, skipped)
+    assert all(report.pairs <= report.iteration - 1 - skipped for report in reports[skipped:])
+
+
+def test_the_history_never_grows_beyond_its_length() -> None:
+    world = VectorWorld(rosenbrock_start(10))
+    _, reports = minimise(world, rosenbrock, history=3, iterations_max=20)
+    assert max(report.pairs for report in reports) == 3
+    history = [name for name in world.servers[0].machine.names if name[1:].isdigit()]
+    assert len(history) == 6
+
+
+def test_a_direction_along_which_the_loss_does_not_fall_gives_way_to_the_gradient_and_the_history_goes() -> None:
+    world = VectorWorld(rosenbrock_start(4))
+    summary, _ = minimise(world, rosenbrock, iterations_max=5)
+    servers, text = world.attach()
+    lie = json.loads(text)
+    # Signs that no curvature test lets through: H is negative definite now.
+    lie["pairs"] = [[number, -sy, yy] for number, sy, yy in lie["pairs"]]
+    reports: list[IterationReport] = []
+    settings = LbfgsSettings(iterations_max=8)
+    after = Lbfgs(world, Passes(world, rosenbrock), settings, on_iteration=reports.append).run(servers, json.dumps(lie))
+    assert [(report.restarted, report.pairs) for report in reports] == [(True, 0), (False, 1), (False, 2)]
+    assert after.restarts == 1
+    assert [summary.loss, *(report.loss for report in reports)] == sorted(
+        [summary.loss, *(report.loss for report in reports)], reverse=True
+    )
+    history = [name for name in world.servers[0].machine.names if name[1:].isdigit()]
+    assert len(history) == 2 * 3
+
+
+class Walled(Passes):
+    """Passes whose loss is not a number where a step is longer than the wall."""
+
+    wall = 0.3
+
+    def evaluate(self, note: Mapping[str, float]) -> Evaluation:
+        evaluation = super().evaluate(note)
+        if note["step_length"] <= self.wall:
+            return evaluation
+        return Evaluation(math.nan, evaluation.example_count, ())
+
+
+@pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
+def test_a_trial_whose_loss_is_not_finite_is_taken_for_too_long(line_search: str) -> None:
+    world = VectorWorld(rosenbrock_start(4))
+    reports: list[IterationReport] = []
+    settings = LbfgsSettings(iterations_max=15, line_search=line_search)
+    passes = Walled(world, rosenbrock)
+    summary = Lbfgs(world, passes, settings, on_iteration=reports.append).run(*world.attach())
+    assert sum(note["step_length"] > Walled.wall for note in passes.notes) > 5
+    assert all(report.step_length <= Walled.wall for report in reports)
+    losses = [report.loss for report in reports]
+    assert losses == sorted(losses, reverse=True)
+    assert summary.iterations == 15
+
+
+def test_a_loss_that_is_not_finite_at_the_very_start_is_said_in_a_sentence() -> None:
+    def broken(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
+        return math.nan, np.zeros_like(parameters), 1
+
+    with pytest.raises(NotFinite, match=r"from the first parameters: it is nan; expected finite numbers"):
+        minimise(VectorWorld([1.0, 2.0]), broken)
+
+
+def test_where_no_step_lowers_the_loss_the_parameters_go_back_to_the_accepted_point() -> None:
+    def spike(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
+        return float((parameters != 1.0).any()), np.ones_like(parameters), 1
+
+    world = VectorWorld([1.0, 1.0, 1.0, 1.0])
+    summary, reports = minimise(world, spike)
+    assert (summary.converged, reports) == (False, [])
+    assert summary.reason == "no step along -g lowers the loss"
+    assert (world.parameters == 1.0).all()
+
+
+def test_it_ends_where_an_iteration_gains_next_to_nothing() -> None:
+    summary, reports = minimise(VectorWorld(rosenbrock_start(4)), rosenbrock, loss_tolerance=0.5)
+    assert summary.converged
+    assert summary.reason == "the last iteration lowered the loss by no more than 0.5 of it"
+    assert reports[-1].decrease <= 0.5 * reports[-1].loss
+
+
+def test_passes_are_told_what_people_want_to_know() -> None:
+    world = VectorWorld(rosenbrock_start(4))
+    passes = Passes(world, rosenbrock)
+    reports: list[IterationReport] = []
+    summary = Lbfgs(world, passes, LbfgsSettings(iterations_max=3), on_iteration=reports.append).run(*world.attach())
+    assert len(passes.notes) == summary.passes == 1 + sum(report.trials for report in reports)
+    assert passes.notes[0] == {"iteration": 0, "step_length": 0.0}
+    assert passes.notes[-1] == {
+        "iteration": 3.0,
+        "loss": reports[1].loss,
+        "gradient_norm": reports[1].gradient_norm,
+        "step_length": reports[2].step_length,
+    }

@@ -1,0 +1,180 @@
+"""Servers with vector machines in one process, a coordinator's machine over them, and passes over made-up data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps.core.arrays import Floats
+from pyps.core.gradient import Codec
+from pyps.core.instructions import Instruction, Operation
+from pyps.core.program import num_answers
+from pyps.core.shard import Shard
+from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine
+from pyps.work.formulas import (
+    GRADIENT_CHANGE,
+    POINT_CHANGE,
+    VECTORS_FLOAT32,
+    VECTORS_FLOAT64,
+    allocate,
+    fold,
+    push_history,
+)
+from pyps.work.machine import Evaluation, ServerStanding
+from shards import make_shard
+
+Doubles = npt.NDArray[np.float64]
+# The sum of the losses of a portion's examples at these parameters, its gradient, and the examples.
+PortionLoss = Callable[[Doubles, int], tuple[float, Doubles, int]]
+
+
+class Killed(Exception):
+    """The coordinator's process is gone."""
+
+
+class VectorServer:
+    """One server: its shards, and the machine on them."""
+
+    def __init__(self, shards: Mapping[int, Shard]) -> None:
+        self.shards = shards
+        self.machine = VectorMachine(shards, bytes_max=2**30)
+        self.coordinator_epoch = 0
+        self.op_seq = 0
+
+    def execute(self, instructions: Sequence[Instruction], commits_iteration: int, state: str) -> tuple[float, ...]:
+        self.op_seq += 1
+        program = Program(self.coordinator_epoch, self.op_seq, tuple(instructions), commits_iteration, state)
+        return self.machine.execute(program).scalars
+
+
+class VectorWorld:
+    """A machine over servers that hold shards in turn, as a coordinator's is; counts what it sends.
+
+    It is killed at the `kill_at`-th moment: before and after each server's execution, and within passes.
+    """
+
+    def __init__(self, parameters: npt.ArrayLike, *, num_shards: int = 4, num_servers: int = 2) -> None:
+        parts = np.array_split(np.asarray(parameters, np.float32), num_shards)
+        self.shards = [make_shard(part, shard_id=shard_id) for shard_id, part in enumerate(parts)]
+        self.servers = [
+            VectorServer({shard.shard_id: shard for shard in self.shards[server::num_servers]})
+            for server in range(num_servers)
+        ]
+        self.present_pass = 0
+        self.lives = 0
+        self.kill_at = 0
+        self.moment = 0
+        self.sent: list[tuple[Instruction, ...]] = []
+
+    def attach(self, *, history: int = 10) -> tuple[list[ServerStanding], str]:
+        """Makes the caller the coordinator; returns where the servers stand, and what server 0 has of the last one."""
+        plan = Plan(history, len(VECTORS_FLOAT32), len(VECTORS_FLOAT64), stages=16)
+        self.lives += 1
+        epoch, found = 0, []
+        for server in self.servers:
+            attachment = server.machine.attach(plan, coordinator_epoch=epoch, at_least=self.lives)
+            epoch = server.coordinator_epoch = attachment.coordinator_epoch
+            server.op_seq = 0
+            found.append(attachment)
+        return [ServerStanding(each.iteration, each.vectors) for each in found], found[0].state
+
+    def execute(self, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> list[float]:
+        self.sent.append(instructions)
+        # Servers are independent, but for commits: any order is as good.
+        order = range(len(self.servers)) if commits_iteration else reversed(range(len(self.servers)))
+        parts = {server: self._execute(server, instructions, commits_iteration, state) for server in order}
+        kinds = [each.operation for each in instructions for _ in range(num_answers(each))]
+        answers = zip(*(parts[server] for server in sorted(parts)), strict=False)
+        return [
+            largest(part) if kind == Operation.NORM_INF else sum(part)
+            for kind, part in zip(kinds, answers, strict=False)
+        ]
+
+    def execute_on(self, server: int, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> None:
+        self._execute(server, instructions, commits_iteration, state)
+
+    def happen(self) -> None:
+        """A moment at which the coordinator may be killed."""
+        self.moment += 1
+        if self.moment == self.kill_at:
+            raise Killed
+
+    def _execute(self, server: int, instructions: Sequence[Instruction], commits: int, state: str) -> tuple[float, ...]:
+        self.happen()
+        scalars = self.servers[server].execute(instructions, commits, state)
+        self.happen()
+        return scalars
+
+    @property
+    def parameters(self) -> Floats:
+        """A copy of all parameters, in order."""
+        return np.concatenate([shard.read(lambda _, parameters: parameters.copy()) for shard in self.shards])
+
+    def begin_pass(self) -> None:
+        self.present_pass += 1
+        self.execute(Instruction(Operation.BEGIN_PASS, count=self.present_pass))
+
+    def stage(self, gradient: Doubles, *, portion_id: int = 0) -> int:
+        """Lays a sum of gradients aside; returns the stage's id."""
+        values = gradient.astype(np.float32)
+        starts = np.cumsum([0, *(shard.length for shard in self.shards)])
+        for server in self.servers:
+            for shard_id in server.shards:
+                payload = values[starts[shard_id] : starts[shard_id + 1]].tobytes()
+                server.machine.stage(
+                    StagePart(
+                        pass_=self.present_pass,
+                        portion_id=portion_id,
+                        stage_id=portion_id + 1,
+                        shard_id=shard_id,
+                        num_shards=len(server.shards),
+                        codec=Codec.FLOAT32,
+                        payload=payload,
+                    )
+                )
+        return portion_id + 1
+
+    def load(self, name: str, values: Doubles) -> None:
+        """Writes a vector, rounded to float32, the way a gradient comes."""
+        self.begin_pass()
+        self.execute(fold(name, [self.stage(values)], 1))
+
+    def load_pair(self, s: Doubles, y: Doubles) -> None:
+        """Puts a pair into the history."""
+        self.load(POINT_CHANGE, s)
+        self.load(GRADIENT_CHANGE, y)
+        self.execute(push_history(), allocate(POINT_CHANGE), allocate(GRADIENT_CHANGE))
+
+
+def largest(parts: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, parts)) else max(parts)
+
+
+class Passes:
+    """An objective whose workers are a function: one stage a portion, in any order that the workers like."""
+
+    def __init__(self, world: VectorWorld, portion_loss: PortionLoss, *, num_portions: int = 3) -> None:
+        self.world = world
+        self.notes: list[dict[str, float]] = []
+        self._portion_loss = portion_loss
+        self._num_portions = num_portions
+
+    def evaluate(self, note: Mapping[str, float]) -> Evaluation:
+        self.notes.append(dict(note))
+        world = self.world
+        world.begin_pass()
+        parameters = world.parameters.astype(np.float64)
+        loss_sum, example_count = 0.0, 0
+        computed = [self._portion_loss(parameters, portion) for portion in range(self._num_portions)]
+        finite = all(np.isfinite(loss) and np.isfinite(gradient).all() for loss, gradient, _ in computed)
+        for portion, (loss, gradient, count) in enumerate(computed):
+            loss_sum += loss
+            example_count += count
+            if finite:
+                world.stage(gradient, portion_id=portion)
+        world.happen()
+        stage_ids = tuple(range(1, self._num_portions + 1)) if finite else ()
+        return Evaluation(loss_sum if finite else float("nan"), example_count, stage_ids)
