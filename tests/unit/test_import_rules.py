@@ -94,6 +94,13 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps.simulation")
         and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.core", "pyps.simulation"))
     ),
+    "work imports the standard library, numpy, the core's instructions and the errors, and is given the time": lambda i: (
+        i.is_by("pyps.work")
+        and not (
+            (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
+            or i.is_of("numpy", "pyps.core.instructions", "pyps_wire.errors", "pyps.work")
+        )
+    ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
     "grpc stays in service, server, cli and the client's transport": lambda i: (
         i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.server", "pyps.cli", *CLIENT_TRANSPORT)
