@@ -94,7 +94,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps.simulation")
         and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.core", "pyps.simulation"))
     ),
-    "work imports the standard library, numpy, the core's instructions and the errors, and is given the time": lambda i: (
+    "work imports the standard library, numpy, the core's instructions and the errors, and no clock": lambda i: (
         i.is_by("pyps.work")
         and not (
             (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
