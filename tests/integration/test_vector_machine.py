@@ -1,0 +1,263 @@
+"""Vectors and stages on a real server: what a coordinator and its workers call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from pyps_wire import parameter_server_pb2 as pb
+from pyps_wire.contract import METHODS
+from pyps_wire.partition import Model, Tensor
+from pyps_wire.vector_machine_pb2 import Instruction
+from support import ServerProcess
+from wire_coordinator import WireCoordinator, instruction, stage, stage_messages
+from wire_worker import WireWorker, refusal_of, values_of
+
+Start = Callable[..., ServerProcess]
+# Five shards, the last of which is shorter.
+MODEL = Model((Tensor("layer.weight", (10, 7)),), shard_size=16)
+SIZE = 70
+
+
+@contextlib.contextmanager
+def coordinated(server: ServerProcess, *, value: float = 0.0) -> Iterator[tuple[WireCoordinator, WireWorker]]:
+    """A worker whose parameters all have that value, and a coordinator that has attached."""
+    with WireWorker(server.data, model=MODEL) as worker:
+        worker.join(value)
+        coordinator = WireCoordinator(worker)
+        coordinator.attach()
+        yield coordinator, worker
+
+
+def whole(worker: WireWorker) -> np.ndarray:
+    return np.concatenate([values_of(shard) for shard in sorted(worker.observe(), key=lambda shard: shard.shard_id)])
+
+
+def numbers(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(SIZE).astype(np.float32)
+
+
+def test_a_step_of_a_search_is_made_of_instructions_and_workers_pull_it(start_server: Start) -> None:
+    g = numbers(1)
+    with coordinated(start_server("--protocol", "sandblaster"), value=2.0) as (coordinator, worker):
+        coordinator.execute(*(instruction("ALLOC", target=name) for name in "xgd"))
+        coordinator.execute(instruction("COPY", target="x", left="parameters"), instruction("BEGIN_PASS", count=1))
+        stage(worker, list(stage_messages(worker, g * 10)))
+
+        reply = coordinator.execute(
+            instruction("FOLD", target="g", stage_ids=[1], count=10),
+            instruction("COPY", target="d", left="g"),
+            instruction("SCALE", target="d", scalar=-1.0),
+            instruction("DOT", left="g", right="d"),
+            instruction("NORM1", left="d"),
+            instruction("NORM_INF", left="d"),
+            instruction("MOVE", left="x", right="d", scalar=0.5),
+        )
+
+        folded = (g * np.float32(10)).astype(np.float64) / 10
+        folded = folded.astype(np.float32).astype(np.float64)
+        assert list(reply.scalars) == pytest.approx(
+            [-(folded @ folded), np.abs(folded).sum(), np.abs(folded).max()], rel=1e-12
+        )
+        assert reply.version == 1
+        assert np.array_equal(whole(worker), (2.0 - 0.5 * folded).astype(np.float32))
+
+
+def test_a_pull_that_waits_for_a_version_is_answered_by_a_move(start_server: Start) -> None:
+    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
+        coordinator.execute(instruction("ALLOC", target="x"), instruction("FILL", target="x", scalar=3.0))
+        pulled: list[pb.Parameters] = []
+        wants = [pb.PullRequest.Want(shard_id=shard_id, held_version=0, min_version=1) for shard_id in range(5)]
+        thread = threading.Thread(target=lambda: pulled.extend(worker.pull(wants, wait_seconds=60)))
+        thread.start()
+
+        coordinator.execute(instruction("MOVE", left="x"))
+
+        thread.join(60)
+        assert {shard.version for shard in pulled} == {1}
+        assert all((values_of(shard) == 3).all() for shard in pulled)
+
+
+def test_a_program_sent_twice_is_executed_once(start_server: Start) -> None:
+    with coordinated(start_server("--protocol", "sandblaster"), value=1.0) as (coordinator, worker):
+        coordinator.execute(instruction("ALLOC", target="x"))
+        request = coordinator.request(
+            instruction("ADD", target="x", left="parameters", right="parameters"),
+            instruction("MOVE", left="x"),
+            instruction("NORM_INF", left="parameters"),
+        )
+
+        replies = [coordinator.stub.Execute(request, timeout=60) for _ in range(3)]
+
+        assert [list(reply.scalars) for reply in replies] == [[2.0]] * 3
+        assert (whole(worker) == 2).all()
+
+
+def test_a_coordinator_that_comes_back_finds_state_and_vectors_and_its_forerunner_is_refused(
+    start_server: Start,
+) -> None:
+    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
+        coordinator.execute(instruction("ALLOC", target="x"), commits=1, state='{"loss":1.5}')
+        successor = WireCoordinator(worker)
+
+        attached = successor.attach()
+
+        assert (attached.coordinator_epoch, attached.iteration, attached.state) == (2, 1, '{"loss":1.5}')
+        assert list(attached.vectors) == ["x"] and attached.num_parameters == SIZE
+        assert attached.planned_bytes == SIZE * (4 * (2 + 4 + 2) + 8)
+        status, name, text = refusal_of(coordinator.execute, instruction("NORM1", left="x"))
+        assert (status, name) == ("ABORTED", "Superseded")
+        assert text == "coordinator life 1 was replaced by life 2: end this one"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"operation": "OPERATION_DOT", "left": "q", "right": "g"}, "(DOT) names the vector 'q', which is not there"),
+        ({"operation": 77}, "instruction 2 has the operation 77; expected 1 to 19"),
+        ({}, "instruction 2 has the operation 0"),
+        ({"operation": "OPERATION_ALLOC", "target": "z"}, "instruction 2 (ALLOC) has the precision 0"),
+        ({"operation": "OPERATION_MOVE", "left": "g", "scalar": math.inf}, "has the scalar inf"),
+    ],
+)
+def test_a_program_that_cannot_be_executed_is_refused_in_one_sentence(
+    start_server: Start, wrong: dict[str, object], words: str
+) -> None:
+    server = start_server("--protocol", "sandblaster")
+    with coordinated(server) as (coordinator, _):
+        coordinator.execute(instruction("ALLOC", target="g"))
+
+        status, name, text = refusal_of(
+            coordinator.execute, instruction("FILL", target="g", scalar=1.0), Instruction(**wrong)
+        )
+
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert words in text and "\n" not in text
+        assert list(coordinator.execute(instruction("NORM1", left="g")).scalars) == [0.0]
+    assert "Traceback" not in server.output()
+
+
+@pytest.mark.parametrize("method", ["Attach", "Execute", "Stage"])
+def test_random_bytes_are_refused(start_server: Start, method: str) -> None:
+    with coordinated(start_server("--protocol", "sandblaster")) as (_, worker):
+        streams = method == "Stage"
+        maker = worker.channel.stream_unary if streams else worker.channel.unary_unary
+        blob = b"\xff" * 100
+
+        status, name, _ = refusal_of(maker(METHODS[method]), iter([blob]) if streams else blob, timeout=60)
+
+        assert (status, name) == ("INVALID_ARGUMENT", "MalformedFrame")
+
+
+def test_a_plan_beyond_the_memory_is_refused_with_settings_that_fit(start_server: Start) -> None:
+    server = start_server("--protocol", "sandblaster", "--max-vector-bytes", "6000")
+    with coordinated(server) as (coordinator, _):
+        status, name, text = refusal_of(coordinator.attach, history_pairs=2, stages=80, num_portions=80)
+
+        assert (status, name) == ("RESOURCE_EXHAUSTED", "LimitExceeded")
+        assert "--portions 11 or --fold group:k=8 (11 staged sums at once)" in text
+        assert "--max-vector-bytes 25200" in text
+        # A worker may leave one stage of fewer portions beside the 10 of groups of 8.
+        for stages in (11, 10 + 1):
+            coordinator.attach(history_pairs=2, stages=stages)
+
+
+def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start_server: Start) -> None:
+    with WireWorker(start_server().data, model=MODEL) as worker:
+        worker.join()
+
+        status, name, text = refusal_of(WireCoordinator(worker).attach)
+
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert text == (
+            "the protocol in force is async, under which workers push gradients: start the servers with --protocol "
+            "sandblaster for a coordinator"
+        )
+
+
+def test_a_server_that_logs_updates_takes_no_coordinator(start_server: Start, tmp_path) -> None:
+    server = start_server("--protocol", "sandblaster", "--update-log", str(tmp_path / "log"))
+    with WireWorker(server.data, model=MODEL) as worker:
+        worker.join()
+
+        assert "without --update-log" in refusal_of(WireCoordinator(worker).attach)[2]
+
+
+def test_a_coordinator_of_another_run_or_of_none_yet_is_refused(start_server: Start) -> None:
+    server = start_server("--protocol", "sandblaster")
+    with WireWorker(server.data, model=MODEL) as worker:
+        assert refusal_of(WireCoordinator(worker).attach)[1] == "NotInitialized"
+        worker.join()
+        assert refusal_of(WireCoordinator(worker, run_id="run-2").attach)[1] == "RunMismatch"
+
+
+def test_lives_are_counted_by_server_0_alone(start_server: Start) -> None:
+    server = start_server("--protocol", "sandblaster")
+    with WireWorker(server.data, model=MODEL, server_index=1, num_servers=2) as worker:
+        worker.initialize(1)
+        coordinator = WireCoordinator(worker)
+
+        assert "attach there first" in refusal_of(coordinator.attach)[2]
+        assert coordinator.attach(coordinator_epoch=5).coordinator_epoch == 5
+
+
+# Stages.
+
+
+def test_a_stage_that_was_sent_in_part_is_refused_and_may_be_sent_again(start_server: Start) -> None:
+    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
+        coordinator.execute(instruction("ALLOC", target="t"), instruction("BEGIN_PASS", count=1))
+        messages = list(stage_messages(worker, numbers(1), stage_id=7))
+
+        assert "stage 7 ended before each of its 5 shards was here" in refusal_of(stage, worker, messages[:3])[2]
+        text = refusal_of(coordinator.execute, instruction("FOLD", target="t", stage_ids=[7], count=1))[2]
+        assert "names the stage 7, of which 3 of 5 shards are here in pass 1" in text
+        stage(worker, messages)
+        coordinator.execute(instruction("FOLD", target="t", stage_ids=[7], count=1), instruction("MOVE", left="t"))
+
+        assert np.array_equal(whole(worker), numbers(1))
+
+
+def test_what_is_no_stage_of_the_present_pass_is_refused(start_server: Start) -> None:
+    server = start_server("--protocol", "sandblaster")
+    with coordinated(server) as (coordinator, worker):
+        coordinator.execute(instruction("BEGIN_PASS", count=1))
+        bad = numbers(1)
+        bad[40] = math.nan
+        mixed = [*list(stage_messages(worker, numbers(1)))[:2], *stage_messages(worker, numbers(1), stage_id=2)]
+
+        assert refusal_of(stage, worker, list(stage_messages(worker, numbers(1), **{"pass": 2})))[2] == (
+            "stage 1 is of pass 2, and pass 1 is under way here: throw it away and ask for another portion"
+        )
+        status, name, text = refusal_of(stage, worker, list(stage_messages(worker, bad)))
+        assert (status, name) == ("INVALID_ARGUMENT", "NotFinite")
+        assert "parameter 8 of shard 2" in text
+        assert "send one stage in a stream" in refusal_of(stage, worker, mixed)[2]
+        assert "Stage came without a message" in refusal_of(stage, worker, [])[2]
+        with WireWorker(server.data, "stranger", model=MODEL) as stranger:
+            assert refusal_of(stage, stranger, list(stage_messages(stranger, numbers(1))))[1] == "UnknownWorker"
+
+
+def test_a_stream_of_a_worker_that_vanishes_midway_leaves_the_server_well(start_server: Start) -> None:
+    server = start_server("--protocol", "sandblaster")
+    with coordinated(server) as (coordinator, worker):
+        coordinator.execute(instruction("ALLOC", target="t"), instruction("BEGIN_PASS", count=1))
+        begun, over = threading.Event(), threading.Event()
+
+        def messages():
+            yield next(stage_messages(worker, numbers(2), stage_id=3))
+            begun.set()
+            over.wait(60)
+
+        call = coordinator.stub.Stage.future(messages(), timeout=60)
+        assert begun.wait(60)
+        call.cancel()
+        over.set()
+
+        stage(worker, list(stage_messages(worker, numbers(1), stage_id=4)))
+        assert coordinator.execute(instruction("FOLD", target="t", stage_ids=[4], count=1)).version == 0
