@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import TOKEN_HELP, Control, Servers, control_addresses, read_token
+from pyps.cli.work_tables import work_tables
 from pyps.units import in_bytes
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
+from pyps_wire import work_pb2 as work_wire
 from pyps_wire.errors import PypsError
 
 SHARDS_SHOWN = 20
@@ -38,6 +40,8 @@ class Answer:
     shards: Sequence[pb.ShardInfo]
     # Oldest first.
     events: Sequence[pb.Event]
+    # Of server 0; empty of others, and where no worker shares a data set.
+    work: work_wire.WorkProgress
 
     def to_json(self) -> dict[str, Any]:
         """The answer as JSON, by the names that grpcurl gives."""
@@ -47,6 +51,7 @@ class Answer:
             "workers": [_plain(worker) for worker in self.workers],
             "shards": [_plain(shard) for shard in self.shards],
             "events": [_plain(event) for event in self.events],
+            "work": _plain(self.work),
         }
 
 
@@ -93,6 +98,7 @@ def _ask(address: str, token: str, *, num_events: int) -> Answer:
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
             control.call("ListShards", pb.ListShardsRequest()).shards,
             events[len(events) - min(num_events, len(events)) :],
+            control.call("GetWork", work_wire.GetWorkRequest()),
         )
 
 
@@ -105,6 +111,9 @@ def _show(answers: Sequence[Answer], *, shards_shown: int | None) -> None:
     begun = any(answer.shards for answer in answers)
     if begun or any(answer.workers for answer in answers):
         console.print(_workers_table(answers))
+    for answer in answers:
+        for table in work_tables(answer.work):
+            console.print(table)
     if begun:
         console.print(_shards_table(answers, shards_shown))
     else:

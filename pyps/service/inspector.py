@@ -19,8 +19,10 @@ from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
 from pyps.service.report import Addresses, histogram_of, learning_rates_of, shard_info, status_of, worker_info
 from pyps.service.security import require_loopback, text_of
+from pyps.service.work_messages import progress_to
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
+from pyps_wire import work_pb2 as work
 from pyps_wire.errors import METADATA_KEY, BadRequest, NotAllowed, NotInitialized, PypsError, RunFinished
 from pyps_wire.inspector_pb2_grpc import InspectorServicer
 
@@ -163,6 +165,11 @@ class Inspector(InspectorServicer):
             newest=events[-1].number if events else request.after,
             forgotten=kept[0].number - request.after - 1 if kept else 0,
         )
+
+    @_answering
+    def GetWork(self, request: work.GetWorkRequest, context: grpc.ServicerContext) -> work.WorkProgress:
+        """How far the workers are with the data set."""
+        return progress_to(self._run.work.progress(self._run.clock(), deliveries=request.deliveries))
 
     @_answering
     def GetMemory(self, request: pb.GetMemoryRequest, context: grpc.ServicerContext) -> pb.Memory:

@@ -35,6 +35,7 @@ from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
 from pyps.service.report import learning_rates_of
 from pyps.statistics import Statistics, Tally
+from pyps.work import Progress
 
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
@@ -61,6 +62,7 @@ class RunCollector(Collector):
         yield from self._about_time(statistics)
         yield from self._about_versions()
         yield from self._about_memory()
+        yield from _about_work(self._run.work.progress(self._run.clock()))
 
     def _about_run(self) -> Iterator[Metric]:
         run, texts = self._run, self._run.behaviour.texts
@@ -294,6 +296,33 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
         value=total.rate_scale_mean,
     )
     yield GaugeMetricFamily("pyps_step_lost", "Part of the step size that staleness took.", value=total.step_lost)
+
+
+def _about_work(work: Progress) -> Iterator[Metric]:
+    """Families of server 0, at 0 on others and where no worker shares a data set."""
+    portions = GaugeMetricFamily("pyps_work_portions", "Portions of the present pass, by state.", labels=["state"])
+    for state in ("done", "running", "pending"):
+        portions.add_metric([state], getattr(work, state))
+    yield portions
+    yield GaugeMetricFamily("pyps_work_pass", "The present pass over the data set.", value=work.pass_)
+    yield GaugeMetricFamily(
+        "pyps_work_seconds_left", "Until the present pass is done; -1 while unknown.", value=work.seconds_left
+    )
+    for name, what in (
+        ("passes", "Passes over the data set that are done."),
+        ("copies", "Backup copies of portions given out."),
+        ("stolen", "Portions that a backup copy finished first."),
+        ("lost", "Leases of portions whose workers died or gave nothing for too long."),
+        ("wasted", "Results of portions that were thrown away."),
+    ):
+        count = work.passes_done if name == "passes" else getattr(work, name)
+        yield CounterMetricFamily(f"pyps_work_{name}", what, value=count)
+    speeds = GaugeMetricFamily(
+        "pyps_work_examples_per_second", "Speed over a worker's last portions.", labels=["worker"]
+    )
+    for worker in work.workers:
+        speeds.add_metric([worker.worker_id], worker.examples_per_second)
+    yield speeds
 
 
 def _staleness_of_each(label: str, tallies: Mapping[str, Tally]) -> Metric:
