@@ -2,7 +2,8 @@
 
 One thread, 8.4 million parameters in shards, 21 vectors of them: what L-BFGS with a history of ten needs. Each
 operation has its milliseconds; the share of what a plain loop moves a second (each vector read or written counts once;
-the loop reads two arrays, writes one of them, and does one addition); and its speed in multiples of numpy's and torch's.
+the loop reads two arrays, writes one of them, and does one addition); and its speed in multiples of numpy's and of
+torch's.
 
 numpy and torch calculate in float32, the kernels in float64 with the same bits on every machine. Where those have no
 such operation they take one step a vector, as one would write it; the table of all products is one product of matrices.
