@@ -36,13 +36,15 @@ def queue(**settings: Any) -> WorkQueue:
 class QueueSession(RecordingSession):
     """A session whose server 0 is a queue in this process."""
 
-    def __init__(self, queue: WorkQueue, worker_id: str) -> None:
+    def __init__(
+        self, queue: WorkQueue, worker_id: str, *, wait_seconds: float = 60.0, server: str = "127.0.0.1:1"
+    ) -> None:
         super().__init__([np.zeros(SIZE, np.float32)])
-        self.launch = Launch(servers=("127.0.0.1:1",), worker_id=worker_id, wait_seconds=60.0)
+        self.launch = Launch(servers=(server,), worker_id=worker_id, wait_seconds=wait_seconds)
         self.sender = Sender(worker_id=worker_id, incarnation=next(_incarnations))
         self.batch_size = 0
         self.run_id = "run"
-        self.channel = QueueChannel(queue)
+        self.channel: Any = QueueChannel(queue)
 
     def ask_first(self, operation: Callable[[Any, threading.Event], Any]) -> Any:
         return operation(self.channel, threading.Event())

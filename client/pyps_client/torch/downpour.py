@@ -254,6 +254,8 @@ class Downpour:
             base_versions=self._versions,
             newest_base_versions=self._versions,
         )
+        if not self._gradients.minibatch_count:
+            self._sent = self.steps
         self._session.proceed()
         self._link.pull()
         self._link.wait_for_pull()

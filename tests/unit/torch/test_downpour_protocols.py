@@ -3,6 +3,7 @@
 import pytest
 
 from downpours import downpour, gradient, payloads
+from support import wait_until
 
 
 def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull() -> None:
@@ -110,3 +111,66 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
     # Once; what threads of earlier tests may still log is not counted.
     assert sum("hardsync takes gradients of the present version only" in text for text in caplog.messages) == 1
     assert sum(payloads(session)) == 6
+
+
+def test_what_was_answered_is_known_by_the_number_of_minibatches() -> None:
+    worker, session, _ = downpour(push_every=2, overlap="step")
+    worker.step(gradient(1.0))
+    assert worker.steps_answered == 0
+    session.gate.clear()
+    worker.step(gradient(1.0))
+    worker.step(gradient(1.0))
+    assert worker.steps_answered == 0
+    session.gate.set()
+    wait_until(lambda: worker.steps_answered == 2)
+    worker.flush()
+    assert worker.steps_answered == 3
+    # What has no gradient, or none that is finite, needs no answer.
+    worker.step([None])
+    assert worker.steps_answered == 4
+    worker.step(gradient(float("nan")))
+    assert worker.steps_answered == 5
+
+
+def test_where_the_protocol_sums_minibatches_a_portions_end_is_a_pushs_end() -> None:
+    """Zhang et al. 2013: the accumulation begins anew with each portion that a worker is given."""
+    worker, session, _ = downpour(session_has={"accumulate": 3})
+    worker.end_portion_after(3)
+    for _ in range(7):
+        worker.step(gradient(1.0))
+    assert [pushed.minibatch_count for pushed in session.pushes] == [3, 1, 3]
+
+
+def test_a_portions_end_leaves_the_workers_own_beat_alone() -> None:
+    worker, session, _ = downpour(push_every=3)
+    worker.end_portion_after(3)
+    for _ in range(6):
+        worker.step(gradient(1.0))
+    assert [pushed.minibatch_count for pushed in session.pushes] == [3, 3]
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+@pytest.mark.parametrize("name", ["current_version_only", "ask_to_proceed"])
+def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it(name, overlap) -> None:
+    worker, session, _ = downpour(session_has={name: True}, overlap=overlap)
+    worker.step(gradient(1.0))
+    pulls = session.pulls
+    worker.idle()
+    assert [pushed.present for pushed in session.pushes] == [[True], [False]]
+    assert (worker.steps, session.clock, session.pulls > pulls) == (2, 2, True)
+    assert worker.steps_answered == 2
+
+
+def test_an_idle_step_is_none_where_nobody_waits_for_it() -> None:
+    worker, session, _ = downpour()
+    worker.idle()
+    assert (session.pushes, worker.steps) == ([], 0)
+
+
+def test_a_run_found_to_be_over_leaves_its_parameters_in_the_model() -> None:
+    worker, session, parameter = downpour()
+    session.parameters[0][:] = 7
+    session.version += 1
+    worker.finish()
+    assert worker.finished
+    assert parameter.detach().flatten().tolist() == [7.0] * 4

@@ -1,0 +1,113 @@
+"""Asking server 0 for portions: what is said again, and what a server that knows nothing of portions answers."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from portion_world import QueueSession, queue
+from pyps.work.data_spec import DataSpec as Spec
+from pyps_client.channel import Channel
+from pyps_client.work import RemoteQueue
+from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
+from pyps_wire.work_pb2 import DataSpec, LeaseReply
+
+DATA = DataSpec(name="train", num_examples=10, portion_examples=5, batch_size=1)
+
+
+def opened(wait_seconds: float = 60.0):
+    """A queue with two portions, a session of its worker "a", and that one's view of it."""
+    work = queue()
+    session = QueueSession(work, "a", wait_seconds=wait_seconds)
+    remote = RemoteQueue(session)
+    remote.open(DATA)
+    return work, session, remote
+
+
+def test_a_lease_whose_answer_was_lost_goes_back_with_the_next_question() -> None:
+    work, session, remote = opened()
+    lost = work.lease("a", session.sender.incarnation, pass_=0, now=0.0)
+    reply = remote.lease(pass_number=0)
+    assert (reply.portion.start, reply.portion.stop) == (lost.portion.start, lost.portion.stop)
+    assert remote.held == (reply.portion.lease_id,)
+    assert work.progress(0.0).running == 1
+
+
+def test_what_is_held_stays_and_what_is_given_up_goes_back() -> None:
+    work, _, remote = opened()
+    first = remote.lease(pass_number=0).portion
+    second = remote.lease(pass_number=0).portion
+    assert work.progress(0.0).running == 2
+    remote.give_up([first.lease_id])
+    again = remote.lease(pass_number=0).portion
+    assert (again.start, again.lease_id > second.lease_id) == (first.start, True)
+
+
+def test_a_delivery_ends_a_lease_and_may_be_said_again() -> None:
+    work, _, remote = opened()
+    portion = remote.lease(pass_number=0).portion
+    assert remote.deliver([portion.lease_id], example_count=5).accepted
+    assert remote.held == ()
+    assert remote.deliver([portion.lease_id], example_count=5).accepted
+    assert work.progress(0.0).done == 1
+
+
+def test_without_a_wait_the_answer_is_that_there_is_nothing() -> None:
+    work, _, remote = opened()
+    for _ in range(2):
+        work.lease("b", 1, pass_=0, now=0.0)
+    assert remote.lease(pass_number=0, wait=False).outcome == LeaseReply.OUTCOME_NOTHING_NOW
+
+
+def test_a_wait_ends_with_the_portion_that_came_free() -> None:
+    work, _, remote = opened()
+    for _ in range(2):
+        work.lease("b", 1, pass_=0, now=0.0)
+    timer = threading.Timer(0.1, lambda: work.release("b", now=0.0, lost=True))
+    timer.start()
+    assert remote.lease(pass_number=0).outcome == LeaseReply.OUTCOME_LEASED
+    timer.join()
+
+
+def test_a_wait_ends_at_its_deadline_naming_the_setting() -> None:
+    work, _, remote = opened(wait_seconds=0.1)
+    for _ in range(2):
+        work.lease("b", 1, pass_=0, now=0.0)
+    with pytest.raises(WaitTimedOut, match="Raise wait_seconds"):
+        remote.lease(pass_number=0)
+
+
+def test_a_wait_ends_with_the_run(monkeypatch) -> None:
+    monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
+    work, session, remote = opened()
+    for _ in range(2):
+        work.lease("b", 1, pass_=0, now=0.0)
+    session.finished = True
+    with pytest.raises(RunFinished, match="The run is over"):
+        remote.lease(pass_number=0)
+
+
+def test_a_later_pass_is_asked_for_by_its_number() -> None:
+    work, _, remote = opened()
+    for number in range(2):
+        for _ in range(2):
+            reply = remote.lease(pass_number=number)
+            assert getattr(reply, "pass") == number
+            remote.deliver([reply.portion.lease_id], example_count=5)
+        assert remote.lease(pass_number=number).outcome == LeaseReply.OUTCOME_PASS_DONE
+    assert work.spec == Spec(name="train", num_examples=10, portion_examples=5, batch_size=1)
+
+
+def test_a_server_without_portions_is_named_with_what_to_do() -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    session = QueueSession(queue(), "a", server=f"127.0.0.1:{port}")
+    session.channel = Channel(session.launch.servers[0], token="", use_proxy=False)
+    try:
+        with pytest.raises(ProtocolMismatch, match=rf"Server 0 \(127.0.0.1:{port}\) hands out no portions .* earlier"):
+            RemoteQueue(session).open(DATA)
+    finally:
+        session.channel.close()
+        server.stop(None)
