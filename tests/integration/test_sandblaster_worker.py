@@ -1,0 +1,399 @@
+"""Workers that compute portions for a coordinator (pyps_client.sandblaster), over real servers, led by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pyps_client
+from client_support import CuttingProxy, addresses, start_servers
+from conductor import Conductor
+from inspection import inspect
+from pyps_client import SandblasterResult
+from pyps_wire.errors import BadRequest, ServerUnavailable
+from sandblasting import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
+from support import PythonProcess, ServerProcess, wait_until
+
+Start = Callable[..., ServerProcess]
+StartPython = Callable[..., PythonProcess]
+Floats = npt.NDArray[np.float32]
+FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
+
+
+class Crew:
+    """Workers in threads of this process, each with a session of its own, and their conductor."""
+
+    def __init__(self, servers: list[ServerProcess]) -> None:
+        self.servers = servers
+        self.conductor = Conductor(servers)
+        self.models: list[nn.Module] = []
+        self._pool = ThreadPoolExecutor(8)
+        self._workers: list[Future[SandblasterResult]] = []
+
+    def hire(self, count: int = 1, *, seed: int = 5, loss: Any = functional.cross_entropy, **options: Any) -> None:
+        """Starts workers; the first of all is waited for until it has opened the data set."""
+        settings = {"servers": addresses(self.servers), "run_id": "blast", "shard_size": 32, "batch_size": 4} | options
+        for _ in range(count):
+            model = make_model(seed)
+            worker_id = f"worker-{len(self.models)}"
+            self.models.append(model)
+            job = self._pool.submit(
+                pyps_client.sandblaster, model, loss, make_dataset(), worker_id=worker_id, **settings
+            )
+            self._workers.append(job)
+        if self._workers and self.conductor.epoch == 0:
+            wait_until(self._opened, what="a data set's opening")
+            self.conductor.attach()
+
+    def end(self) -> list[SandblasterResult]:
+        """Ends the work and returns what the workers say."""
+        self.conductor.end()
+        return [worker.result(60) for worker in self._workers]
+
+    def result(self, index: int) -> SandblasterResult:
+        """What a worker says that ends by itself."""
+        return self._workers[index].result(60)
+
+    def close(self) -> None:
+        # Workers of a test that failed would wait for more.
+        with contextlib.suppress(grpc.RpcError):
+            self.conductor.end()
+        self.conductor.__exit__(None, None, None)
+        self._pool.shutdown(wait=False)
+
+    def _opened(self) -> bool:
+        failed = next((worker for worker in self._workers if worker.done()), None)
+        if failed is not None:
+            failed.result()
+        return self.conductor.opened()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are left over do not look for servers that are gone."""
+    monkeypatch.setenv("PYPS_LOSS_WAIT_SECONDS", "30")
+
+
+@pytest.fixture
+def hire(start_server: Start) -> Iterator[Callable[..., Crew]]:
+    crews: list[Crew] = []
+
+    def make(count: int = 1, *, num_servers: int = 2, **options: Any) -> Crew:
+        crew = Crew(start_servers(start_server, num_servers, *FLAGS))
+        crews.append(crew)
+        crew.hire(count, **options)
+        return crew
+
+    yield make
+    for crew in crews:
+        crew.close()
+
+
+def flat(parameters: dict[str, Floats]) -> Floats:
+    return np.concatenate([values.reshape(-1) for values in parameters.values()])
+
+
+def values_of(model: nn.Module) -> Floats:
+    return np.asarray(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
+
+
+def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pass(hire: Callable[..., Crew]) -> None:
+    crew = hire(2)
+    conductor = crew.conductor
+    model = make_model()
+    for _ in range(3):
+        before = flat(conductor.parameters())
+        np.testing.assert_array_equal(before, values_of(model))
+        loss, gradient = mean_loss_and_gradient(model)
+        outcome = conductor.run_pass(portions=7)
+        assert outcome.example_count == NUM_EXAMPLES
+        assert outcome.loss_sum / outcome.example_count == pytest.approx(loss, rel=1e-6)
+        conductor.step(0.5)
+        moved = flat(conductor.parameters())
+        np.testing.assert_allclose(before - moved, 0.5 * gradient, rtol=1e-3, atol=1e-6)
+        nn.utils.vector_to_parameters(torch.from_numpy(moved.copy()), model.parameters())
+    results = crew.end()
+    assert {result.message for result in results} == {"enough"}
+    assert sum(result.num_examples for result in results) == 3 * NUM_EXAMPLES
+    assert sum(result.num_portions for result in results) == 3 * 7
+    for worker in crew.models:
+        np.testing.assert_array_equal(values_of(worker), flat(conductor.parameters()))
+        assert all(parameter.grad is None for parameter in worker.parameters())
+
+
+def bits_after(crew: Crew, **described: Any) -> Floats:
+    for _ in range(3):
+        crew.conductor.run_pass(portions=9, **described)
+        crew.conductor.step(0.7)
+    parameters = flat(crew.conductor.parameters())
+    crew.end()
+    return parameters
+
+
+def test_where_each_portion_is_a_stage_the_bits_are_the_same_with_one_worker_and_with_three(
+    hire: Callable[..., Crew],
+) -> None:
+    alone = bits_after(hire(1, num_servers=1))
+    np.testing.assert_array_equal(alone, bits_after(hire(3, num_servers=2)))
+
+
+def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Crew]) -> None:
+    crew = hire(1)
+    _, gradient = mean_loss_and_gradient(make_model())
+    before = flat(crew.conductor.parameters())
+    outcome = crew.conductor.run_pass(portions=10, per_stage=4)
+    assert len(outcome.stage_ids) == 3, "4, 4 and the 2 that were left"
+    crew.conductor.step(1.0)
+    np.testing.assert_allclose(before - flat(crew.conductor.parameters()), gradient, rtol=1e-3, atol=1e-6)
+    # From the next pass on each goes alone.
+    assert len(crew.conductor.run_pass(portions=10, per_stage=1).stage_ids) == 10
+    crew.end()
+
+
+@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Crew], codec: str, transport: str) -> None:
+    crew = hire(1, gradient_dtype=codec, parameter_dtype="float32", transport=transport)
+    _, gradient = mean_loss_and_gradient(make_model())
+    before = flat(crew.conductor.parameters())
+    crew.conductor.run_pass(portions=5)
+    crew.conductor.step(1.0)
+    moved = before - flat(crew.conductor.parameters())
+    np.testing.assert_allclose(moved, gradient, rtol=0.02, atol=1e-3)
+    assert not np.allclose(moved, gradient, rtol=1e-6, atol=1e-8)
+    crew.end()
+
+
+def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable[..., Crew]) -> None:
+    seen: list[tuple[int, Floats]] = []
+    crew = hire(0)
+    crew.hire(1, on_pass=lambda number: seen.append((number, values_of(crew.models[0]).copy())))
+    wanted = []
+    for _ in range(3):
+        wanted.append(flat(crew.conductor.parameters()))
+        crew.conductor.run_pass(portions=5)
+        crew.conductor.step(0.5)
+    crew.end()
+    assert [number for number, _ in seen] == [1, 2, 3]
+    for (_, values), expected in zip(seen, wanted, strict=True):
+        np.testing.assert_array_equal(values, expected)
+
+
+def test_a_loss_that_is_not_finite_is_delivered_without_a_gradient_and_the_next_pass_is_sound(
+    hire: Callable[..., Crew],
+) -> None:
+    broken = [True]
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets) * (math.nan if broken[0] else 1.0)
+
+    crew = hire(1, loss=loss)
+    outcome = crew.conductor.run_pass(portions=5)
+    assert math.isnan(outcome.loss_sum) and not outcome.stage_ids
+    broken[0] = False
+    outcome = crew.conductor.run_pass(portions=5)
+    expected, _ = mean_loss_and_gradient(make_model())
+    assert outcome.loss_sum / NUM_EXAMPLES == pytest.approx(expected, rel=1e-6)
+    assert len(outcome.stage_ids) == 5
+    crew.end()
+
+
+class Gate:
+    """A loss that stops, once, at the first batch of some worker until it is let through."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not self.reached.is_set():
+            self.reached.set()
+            assert self.opened.wait(60)
+        return functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize("per_stage", [1, 3])
+def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(
+    hire: Callable[..., Crew], per_stage: int
+) -> None:
+    gate = Gate()
+    crew = hire(1, loss=gate)
+    crew.conductor.begin(portions=5, per_stage=per_stage)
+    assert gate.reached.wait(60)
+    crew.conductor.begin(portions=6, per_stage=per_stage)
+    gate.opened.set()
+    outcome = crew.conductor.outcome()
+    assert outcome.example_count == NUM_EXAMPLES
+    assert len(outcome.stage_ids) == math.ceil(6 / per_stage)
+    (result,) = crew.end()
+    assert result.num_thrown_away >= 1
+    assert result.num_portions == 6
+
+
+def test_of_two_copies_of_a_portion_the_first_counts(hire: Callable[..., Crew]) -> None:
+    gate = Gate()
+    crew = hire(1, loss=gate)
+    crew.conductor.begin(portions=3, copies=2)
+    assert gate.reached.wait(60)
+    crew.hire(1)
+    outcome = crew.conductor.outcome()
+    assert outcome.example_count == NUM_EXAMPLES
+    gate.opened.set()
+    assert crew.conductor.run_pass(portions=3).example_count == NUM_EXAMPLES
+    slow, _ = crew.end()
+    assert slow.num_thrown_away == 1
+
+
+def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hire: Callable[..., Crew]) -> None:
+    calls: list[int] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("the third batch is odd")
+        return functional.cross_entropy(outputs, targets)
+
+    crew = hire(1, loss=loss)
+    crew.conductor.begin(portions=4)
+    with pytest.raises(ValueError, match="the third batch is odd"):
+        crew.result(0)
+    assert not any(parameter.grad is not None for parameter in crew.models[0].parameters())
+    crew.hire(1)
+    assert crew.conductor.outcome().example_count == NUM_EXAMPLES
+
+
+def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> None:
+    (server,) = start_servers(start_server, 1, *FLAGS)
+    proxy = CuttingProxy(server.data)
+    crew = Crew([server])
+    try:
+        crew.hire(1, servers=proxy.address, transport="grpc")
+        first = crew.conductor.run_pass(portions=5)
+        # Amid the passes to come: wherever it is, the same thing is said again.
+        for after in (200, 900, 1700):
+            proxy.cut_after(after)
+            outcome = crew.conductor.run_pass(portions=5)
+            assert outcome.loss_sum == first.loss_sum
+            assert len(outcome.stage_ids) == 5
+        assert proxy.num_cuts == 3
+        crew.end()
+    finally:
+        crew.close()
+        proxy.close()
+
+
+def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
+    server = start_server("--run-id", "blast")
+    with pytest.raises(BadRequest, match=r"run the protocol 'async.*need servers started with --protocol sandblaster"):
+        pyps_client.sandblaster(make_model(), functional.cross_entropy, make_dataset(), servers=server.data)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"dataset": (n for n in range(3))}, r"^The data set \(generator\) has no length"),
+        ({"dataset": []}, r"^The data set \(list\) is empty"),
+        ({"model": nn.ReLU()}, r"^The model \(ReLU\) has no parameters that require a gradient"),
+        ({"batch_size": 0}, r"^batch_size is 0; expected 1 or more\.$"),
+        ({"threads": 0}, r"^threads is 0; expected 1 or more, or None\.$"),
+        ({"loss": None}, r"^Neither of loss and loss_of were given"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_any_server_hears_of_it(wrong: dict[str, Any], words: str) -> None:
+    call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()} | wrong
+    with pytest.raises(BadRequest, match=words):
+        pyps_client.sandblaster(**call, servers="127.0.0.1:1")
+
+
+def test_what_would_make_the_loss_another_function_is_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYPS_START_WAIT_SECONDS", "0")
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Dropout(0.0), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ServerUnavailable):
+        pyps_client.sandblaster(model, functional.cross_entropy, make_dataset(), servers="127.0.0.1:1")
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(message.startswith("2: in training mode that draws at random, and the line") for message in messages)
+    assert any(message.startswith("1: in training mode that depends on the batch, and the") for message in messages)
+    assert any(message.startswith("the parameter 0.weight is not trained and not shared") for message in messages)
+    assert any(message.startswith("the buffer 1.running_mean and 1 other are not trained") for message in messages)
+
+
+WORKER = """
+import sys, torch
+from torch import nn
+import pyps_client
+from sandblasting import make_dataset, make_model
+
+def loss(outputs, targets):
+    if sys.argv[2] == "vector":
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+    if sys.argv[2] == "hangs":
+        print("computes", flush=True)
+        import threading
+        threading.Event().wait(300)
+    return nn.functional.cross_entropy(outputs, targets)
+
+pyps_client.sandblaster(
+    make_model(), loss, make_dataset(), servers=sys.argv[1], run_id="blast", worker_id="apart", shard_size=32,
+    batch_size=4,
+)
+"""
+
+
+def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
+    hire: Callable[..., Crew], start_python: StartPython
+) -> None:
+    crew = hire(1)
+    worker = start_python("-c", WORKER, addresses(crew.servers), "vector")
+    wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
+    # One portion is not given to the same worker pass after pass.
+    wait_until(lambda: not worker.running or crew.conductor.run_pass(portions=20) is None, what="the worker's end")
+    assert worker.wait() == 1
+    assert "pyps: The loss is a tensor of shape [4]; expected one number, the mean over the batch's" in worker.output()
+    assert "Traceback" not in worker.output()
+    assert crew.conductor.run_pass(portions=5).example_count == NUM_EXAMPLES
+    crew.end()
+
+
+@pytest.mark.parametrize("how", ["kill", "interrupt"])
+def test_a_worker_that_is_killed_or_interrupted_amid_a_portion_costs_nothing_but_time(
+    hire: Callable[..., Crew], start_python: StartPython, how: str
+) -> None:
+    crew = hire(1)
+    expected = crew.conductor.run_pass(portions=6).loss_sum
+    worker = start_python("-c", WORKER, addresses(crew.servers), "hangs")
+    wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
+
+    def computes() -> bool:
+        if "computes" in worker.output():
+            return True
+        if crew.conductor.state().complete:
+            crew.conductor.begin(portions=6)
+        return False
+
+    wait_until(computes, what="the second worker's portion")
+    if how == "kill":
+        worker.kill()
+    else:
+        worker.signal(signal.SIGINT)
+        worker.wait()
+        assert "interrupted: leaving run blast; its portions go to other workers" in worker.output()
+    outcome = crew.conductor.outcome()
+    assert outcome.loss_sum == expected
+    assert outcome.example_count == NUM_EXAMPLES
+    assert len(outcome.stage_ids) == 6
+    crew.end()
