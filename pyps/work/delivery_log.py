@@ -10,8 +10,8 @@ from pyps.work.portions import Portion
 
 # The present pass and those before it.
 PASSES_REMEMBERED = 8
-# Where portions are many, the oldest are forgotten before that.
-DELIVERIES_REMEMBERED = 100_000
+# Where portions are many, the oldest are forgotten before that: so many fit into one message.
+DELIVERIES_REMEMBERED = 50_000
 
 
 class DeliveryLog:

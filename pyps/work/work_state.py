@@ -103,7 +103,7 @@ class WorkState:
         self.next_lease += 1
         portion = work_pass.portion(lease)
         hand.next_portion = portion_id + 1
-        if hand.began is None:
+        if hand.began is None and not lease.copy:
             hand.began = portion.start
         following = work_pass.choose(hand, others_next=self._others_next(hand))
         return Leased(

@@ -199,6 +199,18 @@ def test_one_copy_at_most_means_none():
     assert lease(queue, "b") == NothingNow(1)
 
 
+def test_a_backup_copy_does_not_move_anybody_s_place_in_the_next_pass():
+    queue = coordinated(4)
+    begin(queue, 1, num_portions=2)
+    first = [lease(queue, "a", now=5.0), lease(queue, "a", now=0.0)]
+    assert lease(queue, "b", now=6.0).portion.portion_id == 1
+    for answer in first:
+        claim(queue, "a", answer)
+        deliver(queue, "a", answer)
+    begin(queue, 2, num_portions=2)
+    assert lease(queue, "b").portion.portion_id == 0
+
+
 def test_a_claimed_portion_gets_no_copies():
     queue = coordinated(2)
     begin(queue, num_portions=1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps.work import WorkQueue
+from pyps.work import Leased, NothingNow, WorkQueue
 from work_crews import Chance, begin, coordinated, counted, plain
 
 
@@ -93,3 +96,28 @@ def test_a_pass_that_is_given_up_leaves_nothing_in_the_next(seed):
     outcome = chance.queue.await_pass(7, coordinator_epoch=1, now=0.0)
     assert outcome.example_count == 30
     assert counted(chance.queue, 7) == list(range(30))
+
+
+def test_threads_share_passes_and_none_sleeps_for_ever():
+    queue, passes = plain(200, 3, stall_seconds=1e9), 5
+
+    def work(name: str) -> None:
+        for pass_ in range(passes):
+            while True:
+                woken = threading.Event()
+                answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set)
+                while isinstance(answer, NothingNow):
+                    assert woken.wait(60), f"{name} sleeps: {queue.progress(0.0)}"
+                    woken.clear()
+                    answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set, again=True)
+                if not isinstance(answer, Leased):
+                    break
+                examples = answer.portion.num_examples
+                done = queue.deliver(name, 1, [answer.lease_id], example_count=examples, now=time.monotonic())
+                assert done.accepted
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work, f"w{index}") for index in range(8)]:
+            done.result(120)
+    for pass_ in range(passes):
+        assert counted(queue, pass_) == list(range(200))
