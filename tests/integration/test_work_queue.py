@@ -352,7 +352,8 @@ def test_the_queue_goes_on_after_the_server_was_killed(start_server, tmp_path):
     folder = ("--checkpoint-dir", str(tmp_path))
     server = start_server(*folder)
     with opened(server) as [a, b]:
-        assert a.deliver(a.lease(0)).accepted
+        delivered = a.lease(0)
+        assert a.deliver(delivered).accepted
         running = b.lease(0)
         inspect(server.control, "SaveCheckpoint")
         late = a.lease(0)
@@ -363,6 +364,7 @@ def test_the_queue_goes_on_after_the_server_was_killed(start_server, tmp_path):
         for worker in workers:
             worker.hello()
         a, b = map(Portions, workers)
+        assert work_of(server).done == 1
         a.open()
         for who, leased in ((a, late), (b, running)):
             who.held = [leased.portion.lease_id]
@@ -372,6 +374,8 @@ def test_the_queue_goes_on_after_the_server_was_killed(start_server, tmp_path):
         a.deliver(fresh)
         a.finish(0)
         assert counted(server, 0) == list(range(20))
+        log = work_of(server, deliveries=True).deliveries
+        assert delivered.portion in [done.portion for done in log]
 
 
 # What people see.
