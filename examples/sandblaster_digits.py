@@ -48,8 +48,7 @@ def main() -> None:
         _, error = score(model, held_out)
         print(f"training loss {loss:.4f}, held-out error {100 * error:.2f} %: {result.message}", flush=True)
         if arguments.picture:
-            curve.note(-1)
-            curve.draw(arguments.picture)
+            curve.draw(arguments.picture, last_error=error)
             print(f"Picture: {arguments.picture.resolve()}", flush=True)
 
 
@@ -70,32 +69,38 @@ class Curve:
         self._model = model
         self._training = training
         self._held_out = held_out
+        self._passes: list[int] = []
         self._losses: list[float] = []
         self._errors: list[float] = []
 
-    def note(self, _: int) -> None:
-        """Scores the model as it is now."""
+    def note(self, number: int) -> None:
+        """Scores the model as it is at the beginning of a pass; one that others are through with is not told of."""
+        self._passes.append(number)
         self._losses.append(score(self._model, self._training)[0])
         self._errors.append(100 * score(self._model, self._held_out)[1])
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: Path, *, last_error: float) -> None:
         """Writes the picture."""
         # Figure alone draws without a display, which pyplot might ask for.
         from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
 
         figure = Figure(figsize=(8, 4), layout="constrained")
         loss_axis = figure.subplots()
-        passes = range(1, len(self._losses) + 1)
-        loss_axis.plot(passes, self._losses, color="tab:orange", marker=".", label="training loss (left)")
+        loss_axis.plot(self._passes, self._losses, color="tab:orange", marker=".", label="training loss (left)")
         loss_axis.set(xlabel="passes over the training images", ylabel="training loss (logarithmic)", yscale="log")
         loss_axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        loss_axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        loss_axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        loss_axis.minorticks_off()
         error_axis = loss_axis.twinx()
-        error_axis.plot(passes, self._errors, color="tab:blue", marker=".", label="held-out error (right)")
+        error_axis.plot(self._passes, self._errors, color="tab:blue", marker=".", label="held-out error (right)")
         error_axis.set(ylabel="held-out error, %", ylim=(0, None))
         lines = [*loss_axis.get_lines(), *error_axis.get_lines()]
         loss_axis.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
-        figure.suptitle(f"Sandblaster L-BFGS on digits: held-out error {self._errors[-1]:.2f} %")
+        figure.suptitle(
+            f"Sandblaster L-BFGS on digits: {100 * last_error:.2f} % of held-out images mistaken at the end"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
 
