@@ -130,7 +130,12 @@ class ContentFactory:
         header = restored.header
         plan = partition(header.model, num_servers=header.num_servers)
         states = dict(restored.shards)
-        return self._make(header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now)
+        content = self._make(
+            header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now
+        )
+        if restored.machine is not None:
+            content.machine.restore(restored.machine)
+        return content
 
     def _make(
         self,

@@ -101,7 +101,7 @@ class Run(RunFacts):
             accumulate=lambda: self.aggregation.accumulate,
             tell=self.events.add,
             # A checkpoint may not know of leases that were given out before the server ended.
-            first_lease=time.time_ns() // 1_000_000,
+            first_lease=time.time_ns() // 1_000,
         )
         self._attendance.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
         self._ending = Ending(config.stop_condition, on_end=self._ended)
@@ -212,6 +212,8 @@ class Run(RunFacts):
             self.conduct.adopt(kept)
             content = self._factory().restored(restored, now=self.clock())
             self.statistics.restore_examples({i: shard.examples for i, shard in content.shards.items()})
+            if restored.work is not None:
+                self.work.restore(restored.work)
             self._set_content(content)
         self.conduct.adopt(in_force)
         if in_force != kept:
