@@ -86,17 +86,12 @@ def static_seconds(seed: int) -> float:
 
 def run_crew(mode: str, seed: int) -> tuple[VirtualCrew, list[float]]:
     """Makes the passes with the queue, and returns the crew and how many seconds each pass took."""
-    crew = VirtualCrew(
-        timings(seed),
-        num_examples=PORTIONS * PORTION_EXAMPLES,
-        num_portions=PORTIONS,
-        copies_max=COPIES_MAX if mode == "backup" else 1,
-        seed=seed,
-    )
+    crew = VirtualCrew(timings(seed), num_examples=PORTIONS * PORTION_EXAMPLES, seed=seed)
     seconds = []
     for number in range(1, PASSES + 1):
         began = crew.now
-        outcome = crew.run_pass(number)
+        crew.begin_pass(number, num_portions=PORTIONS, copies_max=COPIES_MAX if mode == "backup" else 1)
+        outcome = crew.await_pass(number)
         assert outcome.example_count == PORTIONS * PORTION_EXAMPLES
         seconds.append(crew.now - began)
     # Copies that were beaten in the last pass are computed to their ends too.

@@ -8,7 +8,7 @@ take no time; computing does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -91,16 +91,13 @@ class Worker:
 
 
 class VirtualCrew:
-    """Workers and their queue; `run_pass` makes one pass over the data set."""
+    """Workers and their queue; `begin_pass` and `await_pass` make one pass over the data set."""
 
     def __init__(
         self,
         timings: Sequence[Timing],
         *,
         num_examples: int,
-        num_portions: int,
-        copies_max: int = 2,
-        portions_per_stage: int = 1,
         numerics: Numerics | None = None,
         seed: int = 0,
     ) -> None:
@@ -108,8 +105,7 @@ class VirtualCrew:
         self.spans: list[Span] = []
         # What was sent, by kind of message: fetches, stages, leases, claims, deliveries.
         self.messages: Counter[str] = Counter()
-        self._num_portions, self._copies_max = num_portions, copies_max
-        self._portions_per_stage = portions_per_stage
+        self._num_workers = len(timings)
         self._numerics = numerics
         self._scheduler = Scheduler()
         spec = DataSpec(name="training", num_examples=num_examples, coordinated=True)
@@ -126,17 +122,33 @@ class VirtualCrew:
         """The virtual time, in seconds."""
         return self._scheduler.now
 
-    def run_pass(self, pass_: int) -> PassOutcome:
-        """Makes a pass and returns what it came to; copies that were beaten go on into the next."""
+    @property
+    def num_workers(self) -> int:
+        """How many there are; none dies."""
+        return self._num_workers
+
+    def begin_pass(
+        self,
+        pass_: int,
+        *,
+        num_portions: int,
+        copies_max: int = 2,
+        portions_per_stage: int = 1,
+        scalars: Mapping[str, float] | None = None,
+    ) -> None:
+        """Begins a pass; copies of the last one that were beaten go on into it."""
         self.queue.begin_pass(
             pass_,
             coordinator_epoch=COORDINATOR_EPOCH,
-            num_portions=self._num_portions,
-            copies_max=self._copies_max,
-            portions_per_stage=self._portions_per_stage,
-            scalars={},
+            num_portions=num_portions,
+            copies_max=copies_max,
+            portions_per_stage=portions_per_stage,
+            scalars=scalars,
             now=self.now,
         )
+
+    def await_pass(self, pass_: int) -> PassOutcome:
+        """Goes on until the pass is done, and returns what it came to."""
         while not (outcome := self._outcome(pass_)).complete:
             assert self._scheduler.step(), "the pass is not done and nobody has anything to do"
         return outcome
@@ -151,7 +163,7 @@ class VirtualCrew:
         return (span for span in self.spans if span.pass_ == pass_)
 
     def _outcome(self, pass_: int) -> PassOutcome:
-        return self.queue.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH, now=self.now, wake=_nothing)
+        return self.queue.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH, now=self.now)
 
     # A worker's turns.
 
@@ -222,7 +234,3 @@ class VirtualCrew:
 
     def _forget(self, worker: Worker) -> None:
         worker.claimed, worker.gradient, worker.loss_sum = [], None, 0.0
-
-
-def _nothing() -> None:
-    """Nobody sleeps while a pass runs in virtual time: nobody is to be woken at its end."""

@@ -1,0 +1,202 @@
+"""A Sandblaster run in one process: the servers' machines for vectors, and a coordinator that sends them its messages.
+
+Coordinator, machines and queue are those of `pyps sandblaster`; messages are written, counted and read as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import numpy as np
+from google.protobuf.message import Message
+
+from experiments.sandblaster_crew import Stage, VirtualCrew
+from pyps.cli.coordination.link import Link
+from pyps.cli.coordination.memory import Fold, MemoryPlan
+from pyps.cli.coordination.remote_machine import RemoteMachine
+from pyps.cli.coordination.remote_objective import PassSettings, RemoteObjective
+from pyps.cli.coordination.traffic import Traffic, TrafficMeter
+from pyps.core import aggregation, staleness
+from pyps.core.arrays import Floats
+from pyps.core.behaviour import Behaviour
+from pyps.core.gradient import Codec
+from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.core.shard import Shard
+from pyps.core.update_rules import RULES
+from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine
+from pyps.service.work_messages import progress_to
+from pyps.work.lbfgs import IterationReport, Lbfgs
+from pyps.work.lbfgs_settings import LbfgsSettings
+from pyps_client.launch import Launch
+from pyps_wire import vector_machine_pb2 as machine_pb
+from pyps_wire import work_pb2 as work_pb
+from pyps_wire.common_pb2 import Sender
+
+Reply = TypeVar("Reply", bound=Message)
+
+NUM_SERVERS = 2
+BYTES_MAX = 2**30
+
+
+class LocalServers:
+    """Servers with one shard each."""
+
+    def __init__(self, parameters: Floats, *, num_servers: int = NUM_SERVERS) -> None:
+        behaviour = Behaviour(aggregation.parse("sandblaster"), staleness.parse("none"))
+        self._shards = [
+            Shard(shard_id, part, rule=RULES["sgd"], hyperparameters={"learning_rate": 1.0}, behaviour=behaviour)
+            for shard_id, part in enumerate(np.array_split(parameters, num_servers))
+        ]
+        self.machines = [VectorMachine({shard.shard_id: shard}, bytes_max=BYTES_MAX) for shard in self._shards]
+
+    def parameters(self) -> Floats:
+        """Returns a copy of all parameters."""
+        return np.concatenate([shard.state().parameters for shard in self._shards])
+
+    def stage(self, stage: Stage) -> None:
+        """Lays a sum of gradients aside, each server its part."""
+        parts = np.array_split(stage.gradient, len(self._shards))
+        for machine, shard, part in zip(self.machines, self._shards, parts, strict=True):
+            complete = machine.stage(
+                StagePart(
+                    pass_=stage.pass_,
+                    portion_id=stage.portion_id,
+                    stage_id=stage.stage_id,
+                    shard_id=shard.shard_id,
+                    num_shards=1,
+                    codec=Codec.FLOAT32,
+                    payload=part.tobytes(),
+                )
+            )
+            assert complete
+
+
+class LocalLink:
+    """What a coordinator asks of its connections (`pyps.cli.coordination.link.Link`), answered on the spot."""
+
+    def __init__(self, servers: LocalServers, crew: VirtualCrew) -> None:
+        self.launch = Launch(servers=tuple(f"server-{index}" for index in range(len(servers.machines))))
+        self.sender = Sender(run_id="run-0a1b2c3d", worker_id="coordinator", incarnation=1)
+        self.num_servers = len(servers.machines)
+        self._servers, self._crew = servers, crew
+        self._meter = TrafficMeter()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Everything said since the beginning."""
+        return self._meter.total
+
+    def note_epochs(self) -> None:
+        """Servers in this process are never restored."""
+
+    def ask_all(self, method: str, requests: Sequence[Message], reply: type[Reply], **_: float) -> list[Reply]:
+        return [self.ask(server, method, request, reply) for server, request in enumerate(requests)]
+
+    def ask_others(self, method: str, requests: Sequence[Message], reply: type[Reply], **_: float) -> list[Reply]:
+        return [self.ask(server, method, request, reply) for server, request in enumerate(requests, start=1)]
+
+    def ask(self, server: int, method: str, request: Message, reply: type[Reply], **_: float) -> Reply:
+        answers: dict[str, Callable[[int, bytes], Message]] = {
+            "Attach": self._attach,
+            "Execute": self._execute,
+            "BeginPass": self._begin_pass,
+            "AwaitPass": self._await_pass,
+        }
+        answer = reply.FromString(answers[method](server, request.SerializeToString()).SerializeToString())
+        self._meter.count(request, answer, of_instructions=method == "Execute")
+        return answer
+
+    def _attach(self, server: int, message: bytes) -> Message:
+        request = machine_pb.AttachRequest.FromString(message)
+        plan = Plan(request.history_pairs, request.vectors_float32, request.vectors_float64, request.stages)
+        attached = self._servers.machines[server].attach(plan, coordinator_epoch=request.coordinator_epoch)
+        return machine_pb.AttachReply(
+            coordinator_epoch=attached.coordinator_epoch,
+            iteration=attached.iteration,
+            state=attached.state,
+            vectors=attached.vectors,
+            num_parameters=attached.num_parameters,
+            planned_bytes=attached.planned_bytes,
+        )
+
+    def _execute(self, server: int, message: bytes) -> Message:
+        request = machine_pb.ExecuteRequest.FromString(message)
+        program = Program(
+            request.coordinator_epoch,
+            request.op_seq,
+            tuple(map(_instruction, request.instructions)),
+            request.commits_iteration,
+            request.state,
+        )
+        results = self._servers.machines[server].execute(program)
+        return machine_pb.ExecuteReply(scalars=results.scalars, version=results.version)
+
+    def _begin_pass(self, _: int, message: bytes) -> Message:
+        request = work_pb.BeginPassRequest.FromString(message)
+        self._crew.begin_pass(
+            getattr(request, "pass"),
+            num_portions=request.num_portions,
+            copies_max=request.copies_max,
+            portions_per_stage=request.portions_per_stage,
+            scalars=request.scalars,
+        )
+        return work_pb.BeginPassReply(num_workers=self._crew.num_workers)
+
+    def _await_pass(self, _: int, message: bytes) -> Message:
+        request = work_pb.AwaitPassRequest.FromString(message)
+        outcome = self._crew.await_pass(getattr(request, "pass"))
+        return work_pb.AwaitPassReply(
+            complete=outcome.complete,
+            loss_sum=outcome.loss_sum,
+            example_count=outcome.example_count,
+            stage_ids=outcome.stage_ids,
+            progress=progress_to(self._crew.queue.progress(self._crew.now)),
+        )
+
+
+def coordinate(
+    servers: LocalServers,
+    crew: VirtualCrew,
+    settings: LbfgsSettings,
+    *,
+    num_portions: int,
+    copies: int = 2,
+    on_iteration: Callable[[IterationReport, Traffic], None],
+) -> None:
+    """Lowers the crew's loss as a coordinator does; `on_iteration` hears what was said since it attached, too."""
+    local = LocalLink(servers, crew)
+    link = cast(Link, local)
+    plan = MemoryPlan(settings.history, num_portions, crew.num_workers, Fold())
+    machine = RemoteMachine.attach(link, plan)
+    # Where parameters are counted, the number of its digits tells in the answer.
+    attached = local.traffic
+    objective = RemoteObjective(
+        link,
+        machine,
+        PassSettings(plan, copies),
+        coordinator_epoch=machine.coordinator_epoch,
+        last_pass=0,
+        on_progress=lambda progress: None,
+    )
+
+    def note(report: IterationReport) -> None:
+        on_iteration(report, local.traffic - attached)
+
+    Lbfgs(machine, objective, settings, on_iteration=note).run(machine.standings, machine.state)
+
+
+def _instruction(plain: machine_pb.Instruction) -> Instruction:
+    return Instruction(
+        Operation(plain.operation),
+        target=plain.target,
+        left=plain.left,
+        right=plain.right,
+        scalar=plain.scalar,
+        precision=Precision(plain.precision) if plain.precision else Precision.FLOAT32,
+        names=tuple(plain.names),
+        others=tuple(plain.others),
+        scalars=tuple(plain.scalars),
+        stage_ids=tuple(plain.stage_ids),
+        count=plain.count,
+    )

@@ -1,0 +1,32 @@
+"""How little Sandblaster says: no vector to its coordinator, few to its workers (Dean et al. 2012, section 4.2)."""
+
+from __future__ import annotations
+
+from experiments import sandblaster_traffic as traffic
+
+
+def test_a_coordinators_bytes_do_not_depend_on_the_number_of_parameters() -> None:
+    small, large = (
+        [(row.iteration, row.messages, row.bytes) for row in traffic.coordinator_traffic(parameters)]
+        for parameters in (1_000, 200_000)
+    )
+
+    assert len(small) == traffic.LBFGS.iterations_max
+    assert small == large
+
+
+def test_workers_with_a_fair_share_of_a_pass_exchange_a_tenth_of_downpours_bytes_at_most() -> None:
+    assert traffic.worker_traffic(4).share <= 0.1
+
+
+def test_sums_of_gradients_are_sent_as_often_as_portions_are_grouped() -> None:
+    workers = 4
+    vector_bytes = sum(map(len, traffic.payloads()))
+    groups = traffic.PORTIONS_PER_WORKER * workers / traffic.PORTIONS_PER_STAGE
+
+    row = traffic.worker_traffic(workers)
+
+    # One vector a group; each worker's last group may be smaller, and headers take a little.
+    most = 1.05 * vector_bytes * (groups + workers)
+    assert vector_bytes * groups <= row.gradients * traffic.EXAMPLES <= most
+    assert vector_bytes * workers <= row.parameters * traffic.EXAMPLES <= 1.05 * vector_bytes * workers
