@@ -91,8 +91,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def hire(start_server: Start) -> Iterator[Callable[..., Crew]]:
     crews: list[Crew] = []
 
-    def make(count: int = 1, *, num_servers: int = 2, **options: Any) -> Crew:
-        crew = Crew(start_servers(start_server, num_servers, *FLAGS))
+    def make(count: int = 1, *, num_servers: int = 2, flags: tuple[str, ...] = (), **options: Any) -> Crew:
+        crew = Crew(start_servers(start_server, num_servers, *FLAGS, *flags))
         crews.append(crew)
         crew.hire(count, **options)
         return crew
@@ -373,7 +373,7 @@ def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
 def test_a_worker_that_is_killed_or_interrupted_amid_a_portion_costs_nothing_but_time(
     hire: Callable[..., Crew], start_python: StartPython, how: str
 ) -> None:
-    crew = hire(1)
+    crew = hire(1, flags=("--lease-seconds", "5"))
     expected = crew.conductor.run_pass(portions=6).loss_sum
     worker = start_python("-c", WORKER, addresses(crew.servers), "hangs")
     wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
