@@ -373,7 +373,7 @@ def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
 def test_a_worker_that_is_killed_or_interrupted_amid_a_portion_costs_nothing_but_time(
     hire: Callable[..., Crew], start_python: StartPython, how: str
 ) -> None:
-    crew = hire(1, flags=("--lease-seconds", "5"))
+    crew = hire(1, flags=("--lease-seconds", "5", "--heartbeat-seconds", "1"))
     expected = crew.conductor.run_pass(portions=6).loss_sum
     worker = start_python("-c", WORKER, addresses(crew.servers), "hangs")
     wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
