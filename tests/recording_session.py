@@ -60,6 +60,7 @@ class RecordingSession:
     ask_to_proceed: bool = False
     accumulate: int = 0
     current_version_only: bool = False
+    gives_out_data: bool = False
     codec: str = "float32"
     pull_codec: str = "float32"
     checks_first: bool = False

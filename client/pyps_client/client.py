@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from pyps_client.launch import Launch
 from pyps_client.session import Session
 from pyps_client.trainer import Trainer, others_wait
 from pyps_client.vectors import Vector
+from pyps_client.work import LeaseCall
 from pyps_wire.codecs import codec_of, decode, encode
 from pyps_wire.common_pb2 import REASON_EPOCH, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
+from pyps_wire.work_pb2 import LeaseReply
 
 Optimizer = tuple[str, Mapping[str, float]]
 
@@ -248,6 +250,10 @@ class _ClientTrainer:
     @property
     def finished(self) -> bool:
         return self.session.finished
+
+    def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
+        # What a pull returns is the caller's own: parameters that came with a portion would reach nobody.
+        return ask(None)
 
     def tell_examples(self, count: int) -> None:
         self._client.examples_in_batch = count

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pyps_client.batch_count import BatchCount
 from pyps_client.log import logger
 from pyps_client.trainer import HasTrainer, Trainer, others_wait
-from pyps_client.work import RemoteQueue
+from pyps_client.work import LeaseCall, RemoteQueue
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 
@@ -202,7 +202,7 @@ class Portions:
         while not trainer.finished:
             steps_on = wait and others_wait(trainer.session)
             try:
-                reply = self._insist(partial(self._queue.lease, pass_number=self._epoch, wait=wait and not steps_on))
+                reply = self._insist(partial(trainer.lease, partial(self._lease, wait=wait and not steps_on)))
             except RunFinished:
                 break
             outcome = reply.outcome
@@ -221,6 +221,9 @@ class Portions:
             trainer.idle()
         self._end_with_run()
         return None
+
+    def _lease(self, call: LeaseCall | None, *, wait: bool) -> LeaseReply:
+        return self._queue.lease(pass_number=self._epoch, wait=wait, call=call)
 
     def _insist(self, call: Callable[[], T]) -> T:
         try:

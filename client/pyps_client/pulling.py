@@ -13,11 +13,12 @@ from pyps_client.parking import Parking
 from pyps_client.retry import LinkLost
 from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.codecs import item_size
-from pyps_wire.common_pb2 import Role, Sender
+from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Role, Sender
 from pyps_wire.errors import PypsError, WaitTimedOut
 from pyps_wire.framing import split
 from pyps_wire.local_pb2 import LocalPull, LocalRequest
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
+from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
 
 class IncomingPull:
@@ -33,8 +34,13 @@ class IncomingPull:
         min_versions: Mapping[int, int],
         parking: Parking,
         lent: bool = False,
+        portion: LeaseRequest | None = None,
     ) -> None:
-        """`min_versions`: shard id to the version to wait for, while `parking` lasts. `lent`: the vectors are."""
+        """`min_versions`: shard id to the version to wait for, while `parking` lasts. `lent`: the vectors are.
+
+        With `portion` the server leases one too, in the moment of which the parameters are: `lease` then has its
+        answer, and without a portion no parameters come.
+        """
         self._sender = sender
         self._role = role
         self._intake = intake
@@ -43,6 +49,8 @@ class IncomingPull:
         self._min_versions = min_versions
         self._parking = parking
         self._lent = lent
+        self._portion = portion
+        self.lease = LeaseReply()
         self._waiting = set(self._held.shards)
         self._changed: set[int] = set()
 
@@ -54,7 +62,8 @@ class IncomingPull:
             asked = sorted(self._waiting)
             request = self._request(asked)
             num_bytes = item_size(self._intake.codec) * sum(self._held.shards[i].length for i in asked)
-            timeout_seconds = request.wait_milliseconds / 1000 + call_seconds(num_bytes)
+            waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
+            timeout_seconds = waited_milliseconds / 1000 + call_seconds(num_bytes)
             before = len(self._changed)
             try:
                 self._ask(channel, request, timeout_seconds, num_bytes)
@@ -70,7 +79,7 @@ class IncomingPull:
         return self._changed
 
     def _ask(self, channel: Channel, request: PullRequest, timeout_seconds: float, num_bytes: int) -> None:
-        link = self._connection.link_to_use() if self._lent else None
+        link = self._connection.link_to_use() if self._lent and not request.HasField("portion") else None
         if link is not None and link.begin(parks=request.wait_milliseconds > 0):
             try:
                 self._ask_locally(link, request, timeout_seconds)
@@ -82,6 +91,10 @@ class IncomingPull:
         for message in channel.read("Pull", request, timeout_seconds=timeout_seconds):
             header, payload = split(message)
             reply = Parameters.FromString(header)
+            if reply.HasField("lease"):
+                self.lease, self._portion = reply.lease, None
+            if reply.codec == CODEC_UNSPECIFIED:
+                continue
             self._intake.write(reply.shard_id, reply.codec, payload)
             self._accept(reply)
 
@@ -100,6 +113,7 @@ class IncomingPull:
             epoch=self._held.epoch,
             codec=self._intake.codec,  # type: ignore[arg-type]
             wait_milliseconds=round(self._parking.call_seconds * 1000) if waits else 0,
+            portion=self._portion,
         )
         for shard_id in asked:
             request.wants.add(

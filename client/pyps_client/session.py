@@ -13,6 +13,7 @@ from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.fork import ForkGuard
+from pyps_client.getting import GetCall
 from pyps_client.handshake import Handshake
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.holdings import Holdings
@@ -177,6 +178,15 @@ class Session:
         self._standing.note_version(self._holdings.largest_version)
         return changed
 
+    def with_parameters(self, vectors: Vectors) -> GetCall:
+        """What leases a portion as RemoteQueue asks for it, and brings what is newer into `vectors`, of that moment.
+
+        GET of Zhang et al. 2013, for a run on one server; `vectors` as for `pull`. Without a portion nothing comes.
+        """
+        self._check_open()
+        lent = self._sharing.are_parameters(vectors)
+        return GetCall(self.sender, self._intakes(vectors)[0], connection=self._servers.connections[0], lent=lent)
+
     def snapshot(self, vectors: Sequence[Vector]) -> Versions:
         """Writes the parameters as they are now into `vectors` (one a group), each shard of one version.
 
@@ -305,6 +315,12 @@ class Session:
     def current_version_only(self) -> bool:
         """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
         return self._standing.terms.current_version_only
+
+    @property
+    def gives_out_data(self) -> bool:
+        """Whether the protocol in force hands out data and parameters under one mutex (asgd, on one server)."""
+        name, _, settings = self.protocol.partition(":")
+        return name == "asgd" and "mutex=shard" not in settings
 
     @property
     def refused(self) -> dict[str, int]:

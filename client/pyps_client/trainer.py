@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from pyps_client.session import Session
+from pyps_client.work import LeaseCall
+from pyps_wire.work_pb2 import LeaseReply
 
 
 class Trainer(Protocol):
@@ -25,6 +28,9 @@ class Trainer(Protocol):
     @property
     def finished(self) -> bool:
         """True when the run is over."""
+
+    def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
+        """Asks for a portion, and in one for the parameters where the protocol hands out both under one mutex."""
 
     def tell_examples(self, count: int) -> None:
         """Says how many examples the minibatch that comes next has."""

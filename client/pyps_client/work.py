@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
@@ -30,6 +30,9 @@ from pyps_wire.work_pb2 import (
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=Message)
+
+# Asks server 0 for a portion.
+LeaseCall: TypeAlias = Callable[[Channel, LeaseRequest, threading.Event], LeaseReply]
 
 # A free worker looks this often whether the run, as its heartbeats know it, is over.
 LOOK_SECONDS = 5.0
@@ -81,8 +84,8 @@ class RemoteQueue:
                 "earlier version. Install the same version of pyps at both ends."
             ) from None
 
-    def lease(self, *, pass_number: int | None = None, wait: bool = True) -> LeaseReply:
-        """Asks for a portion: of a pass, or of whichever is on.
+    def lease(self, *, pass_number: int | None = None, wait: bool = True, call: LeaseCall | None = None) -> LeaseReply:
+        """Asks for a portion: of a pass, or of whichever is on. `call` asks in another way than Lease.
 
         With `wait` the answer is never NOTHING_NOW, but WaitTimedOut is raised after the launch's `wait_seconds`,
         naming those who were waited for, and RunFinished soon after the run is known to be over.
@@ -90,7 +93,7 @@ class RemoteQueue:
         parking = Parking(self._session.launch.wait_seconds)
 
         def operation(channel: Channel, stop: threading.Event) -> LeaseReply:
-            return self._lease(channel, stop, parking if wait else None, pass_number)
+            return self._lease(channel, stop, parking if wait else None, pass_number, call or _lease)
 
         reply = self._session.ask_first(operation)
         if reply.outcome == LeaseReply.OUTCOME_LEASED:
@@ -127,7 +130,12 @@ class RemoteQueue:
             self._held = [lease_id for lease_id in self._held if lease_id not in lease_ids]
 
     def _lease(
-        self, channel: Channel, stop: threading.Event, parking: Parking | None, pass_number: int | None
+        self,
+        channel: Channel,
+        stop: threading.Event,
+        parking: Parking | None,
+        pass_number: int | None,
+        call: LeaseCall,
     ) -> LeaseReply:
         waits = 0
         while True:
@@ -137,7 +145,7 @@ class RemoteQueue:
                 # The field's name is a keyword of Python's.
                 setattr(request, "pass", pass_number)
             try:
-                reply = channel.call("Lease", request, LeaseReply, timeout_seconds=seconds + CALL_SECONDS)
+                reply = call(channel, request, stop)
             except WaitTimedOut as unanswered:
                 if parking is None:
                     return LeaseReply(outcome=LeaseReply.OUTCOME_NOTHING_NOW)
@@ -153,6 +161,11 @@ class RemoteQueue:
                 raise RunFinished("The run is over: no more portions of its data are handed out.")
             parking.go_on(problem, stop=stop)
             waits += 1
+
+
+def _lease(channel: Channel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+    seconds = request.wait_milliseconds / 1000
+    return channel.call("Lease", request, LeaseReply, timeout_seconds=seconds + CALL_SECONDS)
 
 
 class _Question(Generic[Reply]):

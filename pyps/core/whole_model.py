@@ -57,9 +57,20 @@ class WholeModel:
                 for shard_id, gradient in gradients
             ]
 
-    def read(self, readers: Mapping[int, Callable[[int, Floats], T]], *, worker_id: str | None = None) -> dict[int, T]:
-        """Returns what each shard's `reader(version, parameters)` makes of it, all of one state of the model."""
+    def read(
+        self,
+        readers: Mapping[int, Callable[[int, Floats], T]],
+        *,
+        worker_id: str | None = None,
+        provided: Callable[[], bool] = lambda: True,
+    ) -> dict[int, T]:
+        """Returns what each shard's `reader(version, parameters)` makes of it, all of one state of the model.
+
+        `provided` is called first, of the same moment: nothing is read where it says no.
+        """
         with self.held():
+            if not provided():
+                return {}
             return {
                 shard_id: self.shards[shard_id].read(reader, worker_id=worker_id)
                 for shard_id, reader in readers.items()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pyps.core.shard import Shard
 from pyps.core.whole_model import WholeModel
 from pyps.run import Run
 from pyps.service import convert
-from pyps.service.calls import Context
+from pyps.service.calls import Context, Writer
+from pyps.service.leasing import Ask, LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.replies import Replies
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.waiting import Arrivals
+from pyps.service.work_messages import lease_reply
 from pyps.service.workbench import Workbench
+from pyps.work import LeaseAnswer, Leased
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.errors import BadRequest
 
 # Shards of one call in memory: one is framed while another is sent.
 FRAMES_MAX = 2
@@ -68,6 +72,9 @@ class PullStream:
             worker_id=self._worker_id,
             wait_seconds=request.wait_milliseconds / 1000,
         )
+        if request.HasField("portion"):
+            await self._serve_with_portion(whole, shards, arrivals)
+            return
         async with arrivals:
             if whole is None:
                 await self._send_each(arrivals)
@@ -75,6 +82,42 @@ class PullStream:
             while await arrivals.next() is not None:
                 continue
         await self._send_whole(whole, shards)
+
+    async def _serve_with_portion(self, whole: WholeModel | None, shards: list[Shard], arrivals: Arrivals) -> None:
+        """Leases a portion, then sends what is newer: of that very moment where one mutex is held for the model.
+
+        Whoever gets no portion gets no parameters either.
+        """
+        self._require_worker()
+        call = LeaseCall(self._run, self._work, self._request.portion)
+        if whole is None:
+            answer = await call.answer()
+            await self._send([_lease_frame(answer)])
+            if isinstance(answer, Leased):
+                async with arrivals:
+                    await self._send_each(arrivals)
+            return
+        wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
+        num_bytes = sum(each.payload_bytes for each in wanted.values())
+        frames: list[bytes] = []
+
+        async def within(ask: Ask) -> LeaseAnswer:
+            with self._budget.holding(num_bytes):
+                # Not on the loop: the mutex may be held by a push.
+                answer, frames[:] = await self._work.off_loop(partial(self._lease_and_take, whole, wanted, ask))
+            return answer
+
+        answer = await call.answer(within)
+        with self._budget.holding(sum(map(len, frames))):
+            await self._send([_lease_frame(answer), *frames])
+
+    async def _send(self, messages: Sequence[bytes]) -> None:
+        writer = Writer(self._context)
+        try:
+            for message in messages:
+                await writer.send(message)
+        finally:
+            writer.close()
 
     async def _send_each(self, arrivals: Arrivals) -> None:
         async with Replies(self._context, self._work, self._budget, ahead_max=FRAMES_MAX) as replies:
@@ -104,9 +147,32 @@ class PullStream:
             job = partial(self._take_whole, whole, wanted)
             await replies.add(-1, job, num_bytes=num_bytes, held_bytes=num_bytes, shards=shards)
 
-    def _take_whole(self, whole: WholeModel, wanted: Mapping[int, Wanted]) -> list[bytes]:
+    def _lease_and_take(
+        self, whole: WholeModel, wanted: Mapping[int, Wanted], ask: Ask
+    ) -> tuple[LeaseAnswer, list[bytes]]:
+        answers: list[LeaseAnswer] = []
+
+        def leased() -> bool:
+            answers.append(ask())
+            return isinstance(answers[0], Leased)
+
+        frames = self._take_whole(whole, wanted, provided=leased)
+        return answers[0], frames
+
+    def _require_worker(self) -> None:
+        """Refuses a portion to whom could not deliver it."""
+        portion, request = self._request.portion, self._request
+        if self._observes or portion.sender != request.sender:
+            raise BadRequest(
+                f"{request.sender.worker_id!r} pulls {'as an observer ' if self._observes else ''}and wants a portion "
+                f"as {portion.sender.worker_id!r}: ask as the worker that pulls"
+            )
+
+    def _take_whole(
+        self, whole: WholeModel, wanted: Mapping[int, Wanted], *, provided: Callable[[], bool] = lambda: True
+    ) -> list[bytes]:
         readers = {shard_id: each.frame for shard_id, each in wanted.items()}
-        frames = whole.read(readers, worker_id=self._worker_id or None)
+        frames = whole.read(readers, worker_id=self._worker_id or None, provided=provided)
         for shard_id, frame in frames.items():
             if frame is not None:
                 self._run.statistics.pulled(self._worker_id or "observer", wanted[shard_id].payload_bytes)
@@ -115,3 +181,7 @@ class PullStream:
     def _wanted(self, shard: Shard) -> Wanted:
         of_round = self._min_versions.get(shard.shard_id, 0) > 0
         return Wanted(shard, self._codec, self._held_versions.get(shard.shard_id, -1), of_round)
+
+
+def _lease_frame(answer: LeaseAnswer) -> bytes:
+    return wire.Parameters(lease=lease_reply(answer)).SerializeToString()

@@ -13,18 +13,26 @@ from pyps.run import Run, RunState
 from pyps.run.handshake import check_run
 from pyps.service import convert
 from pyps.service.calls import Context, guarded
-from pyps.service.waiting import Parking, names_in_words
+from pyps.service.leasing import (
+    LeaseCall,
+    check_few,
+    in_words,
+    of_first_server,
+    pass_of,
+    queue_of,
+    refuse_when_replaced,
+)
+from pyps.service.waiting import Parking
 from pyps.service.work_messages import lease_reply, progress_to, spec_from, spec_to
 from pyps.service.workbench import Workbench
-from pyps.work import Ended, LeaseAnswer, NothingNow, PassOutcome, WorkQueue
+from pyps.work import PassOutcome, WorkQueue
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import WORK_QUEUE
-from pyps_wire.errors import BadRequest, NotInitialized, RunFinished, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import BadRequest, NotInitialized, RunFinished, WaitTimedOut
 
-# Figures of its own that a coordinator may tell, and leases that a worker may name.
+# Figures of its own that a coordinator may tell.
 SCALARS_MAX = 256
-LEASES_MAX = 100_000
 
 
 class WorkQueueService:
@@ -63,8 +71,8 @@ class WorkQueueService:
     async def lease(self, message: bytes, context: Context) -> bytes:
         """Answers with a portion when there is one, or with why none will come."""
         request = convert.parse(wire.LeaseRequest, message)
-        _check_few(len(request.held))
-        return lease_reply(await self._leased(request)).SerializeToString()
+        answer = await LeaseCall(self._run, self._work, request).answer()
+        return lease_reply(answer).SerializeToString()
 
     async def claim(self, message: bytes, context: Context) -> bytes:
         """Answers whether a portion's result counts."""
@@ -76,7 +84,7 @@ class WorkQueueService:
     async def deliver(self, message: bytes, context: Context) -> bytes:
         """Takes portions in."""
         request = convert.parse(wire.DeliverRequest, message)
-        _check_few(len(request.lease_ids))
+        check_few(len(request.lease_ids))
         sender, queue = request.sender, self._queue_of(request.sender)
         delivery = queue.deliver(
             sender.worker_id,
@@ -99,7 +107,7 @@ class WorkQueueService:
         queue = self._coordinated_by(request.sender)
         self._refuse_when_over()
         queue.begin_pass(
-            _pass_of(request),
+            pass_of(request),
             coordinator_epoch=request.coordinator_epoch,
             num_portions=request.num_portions,
             copies_max=request.copies_max,
@@ -132,52 +140,12 @@ class WorkQueueService:
 
     # Waits.
 
-    async def _leased(self, request: wire.LeaseRequest) -> LeaseAnswer:
-        run, sender, wait_seconds = self._run, request.sender, request.wait_milliseconds / 1000
-        queue = self._queue_of(sender)
-        pass_ = _pass_of(request) if request.HasField("pass") else None
-
-        def describe() -> str:
-            return f"{sender.worker_id} waits for a portion, for {_words(queue.waits_for(sender.worker_id))}"
-
-        parking = Parking(
-            run,
-            self._work,
-            worker_id=sender.worker_id,
-            wait_seconds=wait_seconds,
-            describe=describe,
-            waits_for=lambda: queue.waits_for(sender.worker_id),
-        )
-        held, again = set(request.held), False
-        try:
-            while True:
-                parking.look()
-                if run.state is RunState.FINISHED:
-                    return Ended(queue.pass_, "the run has finished")
-                self._refuse_when_replaced(queue)
-                answer = queue.lease(
-                    sender.worker_id,
-                    sender.incarnation,
-                    pass_=pass_,
-                    now=run.clock(),
-                    wake=parking.wake if wait_seconds else None,
-                    held=held,
-                    again=again,
-                )
-                self._require_alive(queue, sender)
-                if not (isinstance(answer, NothingNow) and wait_seconds):
-                    return answer
-                await parking.wait()
-                again = True
-        finally:
-            queue.forget(parking.wake)
-
     async def _awaited(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> PassOutcome:
-        run, pass_, wait_seconds = self._run, _pass_of(request), request.wait_milliseconds / 1000
+        run, pass_, wait_seconds = self._run, pass_of(request), request.wait_milliseconds / 1000
 
         def describe() -> str:
             what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
-            return f"the coordinator waits for {what}, for {_words(queue.waits_for(''))}"
+            return f"the coordinator waits for {what}, for {in_words(queue.waits_for(''))}"
 
         parking = Parking(
             run,
@@ -191,7 +159,7 @@ class WorkQueueService:
             while True:
                 parking.look()
                 self._refuse_when_over()
-                self._refuse_when_replaced(queue)
+                refuse_when_replaced(self._run, queue)
                 outcome = queue.await_pass(
                     pass_, coordinator_epoch=request.coordinator_epoch, now=run.clock(), wake=parking.wake
                 )
@@ -206,51 +174,15 @@ class WorkQueueService:
     # Who may ask.
 
     def _queue_of(self, sender: Sender) -> WorkQueue:
-        """The queue, for a worker of the run: its call is a sign of life."""
-        self._run.heard(sender.run_id, sender.worker_id, sender.incarnation)
-        return self._of_first_server()
+        return queue_of(self._run, sender)
 
     def _coordinated_by(self, sender: Sender) -> WorkQueue:
         """The queue, for a coordinator of the run."""
         if self._run.partition is None:
             raise NotInitialized("this server holds no run yet: a worker that starts brings it")
         check_run(sender.run_id, self._run.holding(), observer=True)
-        return self._of_first_server()
-
-    def _of_first_server(self) -> WorkQueue:
-        if self._run.server_index != 0:
-            raise BadRequest(f"this is server {self._run.server_index}: ask server 0, which hands out the data set")
-        return self._run.work
-
-    def _require_alive(self, queue: WorkQueue, sender: Sender) -> None:
-        """Gives back what a worker was given while it left or its lease ran out; WaitTimedOut for such a one."""
-        member = self._run.membership.get(sender.worker_id)
-        if member is None or not member.alive:
-            queue.release(sender.worker_id, now=self._run.clock(), lost=False)
-            raise WaitTimedOut(
-                f"worker {sender.worker_id!r} left, or was silent for too long, while it asked: ask again"
-            )
-
-    def _refuse_when_replaced(self, queue: WorkQueue) -> None:
-        if self._run.state is RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
-        if self._run.work is not queue:
-            raise NotInitialized("the run was reset while the call waited")
+        return of_first_server(self._run)
 
     def _refuse_when_over(self) -> None:
         if self._run.state is RunState.FINISHED:
             raise RunFinished("the run has finished: no pass over its data set ends any more")
-
-
-def _check_few(leases: int) -> None:
-    if leases > LEASES_MAX:
-        raise BadRequest(f"a message names {leases} leases; expected {LEASES_MAX} at most")
-
-
-def _pass_of(message: wire.LeaseRequest | wire.BeginPassRequest | wire.AwaitPassRequest) -> int:
-    # The field's name is a keyword of Python's.
-    return int(getattr(message, "pass"))
-
-
-def _words(names: tuple[str, ...]) -> str:
-    return names_in_words(names) or "workers"

@@ -36,8 +36,10 @@ from pyps_client.torch.pace import Pace, Tempo
 from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_client.torch.pinned import PinnedPages
 from pyps_client.torch.shared_buffers import SharedBuffers
+from pyps_client.work import LeaseCall
 from pyps_wire.common_pb2 import REASON_FINISHED, REASON_NOT_FINITE, Receipt
 from pyps_wire.errors import RunFinished
+from pyps_wire.work_pb2 import LeaseReply
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
 # worker waits for the one under way. A worker that ran on without bound would at last push a sum that no rate
@@ -180,6 +182,16 @@ class Downpour:
                 self._sent = self.steps
         except RunFinished:
             self._finished = True
+
+    def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
+        """Asks for a portion; the parameters come with it where one mutex is held for both, and no gradient gathers."""
+        if self._blocking is None or not self._session.gives_out_data or self._gradients.minibatch_count:
+            return ask(None)
+        with torch.no_grad():
+            try:
+                return self._blocking.lease(ask)
+            finally:
+                self._take_pulled()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The servers' parameters as they are now, by name. The model keeps its own until the next pull."""

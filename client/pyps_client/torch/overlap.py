@@ -20,7 +20,9 @@ from pyps_client.pushes import Description
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_client.vectors import Vectors
+from pyps_client.work import LeaseCall
 from pyps_wire.common_pb2 import Receipt
+from pyps_wire.work_pb2 import LeaseReply
 
 T = TypeVar("T")
 Versions = Mapping[int, int]
@@ -40,6 +42,8 @@ class SessionLike(Protocol):
     def proceed(self) -> None: ...
 
     def pull(self, vectors: Sequence[npt.NDArray[Any]]) -> set[int]: ...
+
+    def with_parameters(self, vectors: Sequence[npt.NDArray[Any]]) -> LeaseCall: ...
 
     def snapshot(self, vectors: Sequence[npt.NDArray[np.float32]]) -> Versions: ...
 
@@ -63,6 +67,9 @@ class SessionLike(Protocol):
 
     @property
     def checks_first(self) -> bool: ...
+
+    @property
+    def gives_out_data(self) -> bool: ...
 
     @property
     def finished(self) -> bool: ...
@@ -150,6 +157,14 @@ class BlockingLink:
 
     def pull(self) -> None:
         self._pulled = _pull(self._session, self._parameters)
+
+    def lease(self, ask: Callable[[LeaseCall], LeaseReply]) -> LeaseReply:
+        """Asks for a portion with which the parameters come."""
+        self._parameters.wait_until_free()
+        try:
+            return ask(self._session.with_parameters(self._parameters.vectors))
+        finally:
+            self._pulled = self._session.held_versions
 
     def take_pulled(self) -> Versions | None:
         pulled, self._pulled = self._pulled, None

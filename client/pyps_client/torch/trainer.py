@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pyps_client.session import Session
 from pyps_client.torch.downpour import Downpour
+from pyps_client.work import LeaseCall
+from pyps_wire.work_pb2 import LeaseReply
 
 if TYPE_CHECKING:
     from pyps_client.torch.remote_optimizer import RemoteOptimizer
@@ -30,6 +33,9 @@ class TorchTrainer:
     @property
     def finished(self) -> bool:
         return self._downpour.finished
+
+    def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
+        return self._downpour.lease(ask)
 
     def tell_examples(self, count: int) -> None:
         self._optimizer.examples_in_batch = count

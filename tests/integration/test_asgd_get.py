@@ -1,0 +1,154 @@
+"""GET of ASGD over gRPC: a portion of the data and a snapshot of the parameters in one call, of one moment.
+
+Zhang, Zhang, You, Zheng, Xu (ICASSP 2013); the invariants A2, A3 and A4 of the algorithm notes, section 2.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from client_support import SGD, addresses
+from inspection import inspect
+from pyps_client import Client, RemoteOptimizer
+from pyps_client.data import Portions
+from pyps_client.work import RemoteQueue
+from pyps_wire.errors import BadRequest
+from pyps_wire.inspector_pb2 import GetStatusRequest
+from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
+from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
+from shards import run_together
+from support import ROOT, PythonProcess, ServerProcess
+
+StartServer = Callable[..., ServerProcess]
+StartPython = Callable[..., PythonProcess]
+
+# Several shards, so that a snapshot could be torn.
+TENSORS = {f"tensor-{i}": np.zeros(100, np.float32) for i in range(5)}
+DATA = DataSpec(name="train", num_examples=300, portion_examples=10, batch_size=10)
+EPOCHS = 2
+
+
+def client(server: ServerProcess, name: str) -> Client:
+    return Client(TENSORS, SGD, shard_size=96, servers=addresses([server]), run_id="get", worker_id=name)
+
+
+def delivered(server: ServerProcess) -> dict[int, list[int]]:
+    """The examples that were delivered, by epoch; each as often as it was."""
+    places: dict[int, list[int]] = {}
+    for delivery in inspect(server.control, "GetWork", GetWorkRequest(deliveries=True)).deliveries:
+        portion = delivery.portion
+        places.setdefault(getattr(delivery, "pass"), []).extend(range(portion.start, portion.stop))
+    return {epoch: sorted(of_epoch) for epoch, of_epoch in places.items()}
+
+
+def test_four_clients_get_each_portion_once_with_parameters_of_one_moment(start_server) -> None:
+    """A2 and A3: what comes is a state of the whole model, and no portion is given out twice."""
+    server = start_server("--protocol", "asgd", "--staleness", "none")
+    clients = [client(server, name) for name in "abcd"]
+    gradients = {name: np.ones(values.size, np.float32) for name, values in TENSORS.items()}
+    got: list[tuple[str, int, frozenset[int], frozenset[float]]] = []
+
+    def work(worker: Client) -> None:
+        session = worker.session
+        queue = RemoteQueue(session)
+        queue.open(DATA)
+        vectors = [np.zeros(500, np.float32)]
+        for epoch in range(EPOCHS):
+            while True:
+                reply = queue.lease(pass_number=epoch, call=session.with_parameters(vectors))
+                if reply.outcome == LeaseReply.OUTCOME_PASS_DONE:
+                    break
+                assert reply.outcome == LeaseReply.OUTCOME_LEASED
+                lease_id = reply.portion.lease_id
+                versions = frozenset(session.held_versions.values())
+                got.append((session.launch.worker_id, lease_id, versions, frozenset(vectors[0].tolist())))
+                worker.push(gradients, examples=10)
+                assert queue.deliver([lease_id], example_count=10).accepted
+
+    run_together([partial(work, worker) for worker in clients])
+    for worker in clients:
+        worker.close()
+
+    assert len({lease_id for _, lease_id, _, _ in got}) == len(got) == EPOCHS * 30
+    assert delivered(server) == {epoch: list(range(300)) for epoch in range(EPOCHS)}
+    learning_rate = SGD[1]["learning_rate"]
+    for _, _, versions, values in got:
+        [version], [value] = versions, values
+        assert value == pytest.approx(-learning_rate * version, rel=1e-4)
+
+
+def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_given_out(start_server) -> None:
+    server = start_server("--protocol", "asgd")
+    dataset = torch.utils.data.TensorDataset(torch.randn(12, 4))
+    models = [torch.nn.Linear(4, 1, bias=False) for _ in range(2)]
+    optimizers = [
+        RemoteOptimizer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            servers=addresses([server]),
+            run_id="get",
+            worker_id=f"worker-{index}",
+        )
+        for index, model in enumerate(models)
+    ]
+    draws = [iter(Portions(dataset, optimizer, batch_size=1, portion_batches=1)) for optimizer in optimizers]
+
+    def step(index: int) -> None:
+        batch = next(draws[index])
+        optimizers[index].zero_grad()
+        models[index](dataset.tensors[0][batch]).sum().backward()
+        optimizers[index].step()
+
+    step(0)
+    step(1)
+    held = models[0].weight.detach().clone()
+    next(draws[0])
+
+    assert not torch.equal(held, models[0].weight)
+    assert torch.equal(optimizers[0].snapshot()["weight"], models[0].weight)
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server, start_python) -> None:
+    """A4: b(e) never falls, and an epoch has ceil(N / (K b(e))) updates, whoever makes them."""
+    num_examples, accumulate, epochs = 100, 2, 4
+    growth = ("--batch-growth", "start=4,maximum=16,every=1", "--epoch-examples", str(num_examples))
+    server = start_server("--protocol", f"asgd:accumulate={accumulate}", *growth)
+    worker = str(ROOT / "tests" / "portion_worker.py")
+    flags = ("--examples", str(num_examples), "--epochs", str(epochs))
+    places = [{"PYPS_SERVERS": addresses([server]), "PYPS_WORKER_ID": name, "PYPS_RUN_ID": "portions"} for name in "ab"]
+    workers = [start_python(worker, *flags, env=place) for place in places]
+    for process in workers:
+        assert process.wait() == 0, process.output()
+
+    deliveries = inspect(server.control, "GetWork", GetWorkRequest(deliveries=True)).deliveries
+    portions = [[each.portion for each in deliveries if getattr(each, "pass") == epoch] for epoch in range(epochs)]
+
+    sizes = [4, 8, 16, 16]
+    assert [len(of_epoch) for of_epoch in portions] == [math.ceil(num_examples / (accumulate * b)) for b in sizes]
+    assert delivered(server) == {epoch: list(range(num_examples)) for epoch in range(epochs)}
+    status = inspect(server.control, "GetStatus", GetStatusRequest())
+    assert status.version_max == sum(map(len, portions))
+
+
+def test_a_portion_for_another_than_the_caller_is_refused(start_server) -> None:
+    server = start_server("--protocol", "asgd")
+    with client(server, "a") as worker:
+        RemoteQueue(worker.session).open(DATA)
+        other = type(worker.session.sender)()
+        other.CopyFrom(worker.session.sender)
+        other.worker_id = "b"
+        request = PullRequest(sender=worker.session.sender, role=1, portion=LeaseRequest(sender=other))
+
+        def ask(channel, stop):
+            return [Parameters.FromString(m) for m in channel.read("Pull", request, timeout_seconds=30)]
+
+        with pytest.raises(BadRequest, match="'a' pulls and wants a portion as 'b': ask as the worker that pulls"):
+            worker.session.ask_first(ask)
