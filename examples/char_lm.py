@@ -6,8 +6,10 @@ with 64 gated recurrent units, and is judged by the bits that each held-out char
 
     pyps run --servers 2 --workers 4 -- python examples/char_lm.py --picture char_lm.png
 
-Worker 0 scores the model now and then. `evaluate` is what `pyps eval examples/char_lm.py` calls with a running
-model's parameters.
+All workers share each epoch: the servers hand out portions of the text, a quicker worker gets more of them, and what a
+dead one held goes to another. Worker 0 scores the model now and then, and the others do more meanwhile.
+
+`evaluate` is what `pyps eval examples/char_lm.py` calls with a running model's parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client import RemoteOptimizer
-from pyps_client.data import count_examples, worker_sampler
+from pyps_client.data import Portions
 from pyps_wire.errors import PypsError
 
 TRAINING_BYTES = 2_000_000
@@ -48,7 +50,7 @@ def main() -> None:
     arguments = parse_arguments()
     # Each worker uses the cores that OMP_NUM_THREADS leaves it; the launcher sets that.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    training, held_out = standard_library()
+    training, held_out = standard_library(arguments.training_bytes)
     model = Network().to(device)
     # What is done once for all workers is done by the first.
     is_first = os.environ.get("PYPS_WORKER_INDEX", "0") == "0"
@@ -61,18 +63,24 @@ def main() -> None:
         push_every=arguments.push_every,
         overlap=arguments.overlap,
     )
-    loader = DataLoader(training, batch_size=arguments.batch_size, sampler=worker_sampler(training, seed=1))
+    portions = Portions(training, optimizer, batch_size=arguments.batch_size, seed=1)
+    loader = DataLoader(training, batch_sampler=portions)
     scores = Scores(model, held_out) if is_first else None
     for epoch in range(arguments.epochs):
-        for (text,) in count_examples(loader, optimizer):
+        batches, loss_sum = 0, 0.0
+        for (text,) in loader:
             optimizer.zero_grad()
             loss = loss_of(model, text.to(device))
             loss.backward()
             optimizer.step()
+            batches, loss_sum = batches + 1, loss_sum + loss.item()
             if scores is not None:
                 scores.look()
-        optimizer.report(loss=loss.item())
-        print(f"epoch {epoch}  update {optimizer.global_step:5d}  loss {loss.item():.4f}", flush=True)
+        # For a worker that comes late the others may have done all of an epoch.
+        if batches:
+            optimizer.report(loss=loss_sum / batches)
+            told = f"{batches:4d} batches here, loss {loss_sum / batches:.4f}"
+            print(f"epoch {epoch}  update {optimizer.global_step:5d}  {told}", flush=True)
     optimizer.close()
     if scores is not None:
         score = bits_per_character(model, held_out)
@@ -133,8 +141,9 @@ class Scores:
         return bits_per_character(self._model, self._held_out, every=LOOK_EVERY)
 
 
-def standard_library() -> tuple[TensorDataset, TensorDataset]:
+def standard_library(training_bytes: int = TRAINING_BYTES) -> tuple[TensorDataset, TensorDataset]:
     """The text for training, and that held out: rows of LENGTH characters, a row's last the next one's first."""
+    # What is held out is the same however much is trained on.
     wanted = TRAINING_BYTES + HELD_OUT_BYTES
     text = b""
     for path in sources(Path(sysconfig.get_path("stdlib"))):
@@ -144,7 +153,7 @@ def standard_library() -> tuple[TensorDataset, TensorDataset]:
     else:
         sys.exit(f"char_lm.py: the standard library has {len(text):,} bytes of source; {wanted:,} are needed.")
     characters = torch.tensor(np.frombuffer(text[:wanted], np.uint8), dtype=torch.int64)
-    training, held_out = characters.split((TRAINING_BYTES, HELD_OUT_BYTES))
+    training, held_out = characters[:training_bytes], characters[TRAINING_BYTES:]
     return (
         TensorDataset(training.unfold(0, LENGTH, LENGTH - 1)),
         TensorDataset(held_out.unfold(0, LENGTH, LENGTH - 1)),
@@ -185,12 +194,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a character model on Python's own source through pyps.")
     parser.add_argument("--servers", help="host:port[,host:port]; PYPS_SERVERS by default")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the text, of all workers together")
+    parser.add_argument("--training-bytes", type=int, default=TRAINING_BYTES, help="of the text, the first so many")
     parser.add_argument("--batch-size", type=int, default=32, help="stretches of 64 characters in a minibatch")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="Adagrad's")
     parser.add_argument("--push-every", type=int, help="minibatches summed in a push; 1, or what the servers ask for")
     parser.add_argument("--overlap", choices=["off", "step"], default="off")
     parser.add_argument("--picture", type=Path, help="where worker 0 draws bits per character over time")
     arguments = parser.parse_args()
+    if not LENGTH <= arguments.training_bytes <= TRAINING_BYTES:
+        parser.error(f"--training-bytes is {arguments.training_bytes}; expected {LENGTH} to {TRAINING_BYTES:,}")
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--picture needs matplotlib: pip install 'pyps[demo]'")
     return arguments
