@@ -1,0 +1,92 @@
+"""A Sandblaster job of real processes for tests: servers, workers that run one script, coordinators."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from client_support import addresses, start_servers
+from inspection import inspect
+from pyps_wire.work_pb2 import GetWorkRequest
+from support import ROOT, PythonProcess, ServerProcess, wait_until
+
+SCRIPT = ROOT / "tests" / "sandblaster_script.py"
+FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
+# Enough for many iterations of a small model on a machine that is busy with others.
+END_SECONDS = 120.0
+
+
+class Coordinated:
+    """The processes of one job; those that start them end them too."""
+
+    def __init__(
+        self,
+        start_server: Callable[..., ServerProcess],
+        start_python: Callable[..., PythonProcess],
+        *,
+        servers: int = 2,
+        server_flags: Sequence[str] = (),
+    ) -> None:
+        self._start_python = start_python
+        self.servers = start_servers(start_server, servers, *FLAGS, *server_flags)
+        self.addresses = addresses(self.servers)
+        self.workers: list[PythonProcess] = []
+
+    def hire(self, count: int = 1, *arguments: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
+        """Starts workers and returns the last of them."""
+        for _ in range(count):
+            self.workers.append(self._start_python(str(SCRIPT), *arguments, env=self._worker_environment(env)))
+        return self.workers[-1]
+
+    def coordinate(self, *flags: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
+        """Starts a coordinator that tells what it does as JSON."""
+        command = ("-m", "pyps", "coordinate", "--servers", self.addresses, "--run-id", "blast", "--json")
+        return self._start_python(*command, *flags, env={"PYPS_START_WAIT_SECONDS": "60", **(env or {})})
+
+    def work(self) -> Any:
+        """Where the work stands, as server 0 says."""
+        return inspect(self.servers[0].control, "GetWork", GetWorkRequest())
+
+    def wait_for_data(self) -> None:
+        """Waits until a worker has opened the data set."""
+        wait_until(lambda: self.work().HasField("data"), what="a data set's opening")
+
+    def bits(self) -> str:
+        """The bits of the parameters with which all workers ended that are still there, the same for all."""
+        found = set()
+        for worker in self.workers:
+            if worker.returncode == -9:
+                continue
+            assert worker.wait(END_SECONDS) == 0, worker.output()
+            match = re.search(r"^bits (\w+)$", worker.output(), re.M)
+            assert match is not None, worker.output()
+            found.add(match[1])
+        assert len(found) == 1
+        return found.pop()
+
+    def _worker_environment(self, env: Mapping[str, str | None] | None) -> dict[str, str | None]:
+        own = {
+            "PYPS_SERVERS": self.addresses,
+            "PYPS_RUN_ID": "blast",
+            "PYPS_WORKER_ID": f"worker-{len(self.workers)}",
+            "OMP_NUM_THREADS": "1",
+        }
+        return {**own, **(env or {})}
+
+
+def figures(coordinator: PythonProcess) -> list[dict[str, Any]]:
+    """What a coordinator told of its iterations so far."""
+    return [line for line in _lines(coordinator) if "iteration" in line]
+
+
+def summary(coordinator: PythonProcess) -> dict[str, Any]:
+    """How a coordinator ended, which must have gone well."""
+    assert coordinator.wait(END_SECONDS) == 0, coordinator.output()
+    return next(line["summary"] for line in _lines(coordinator) if "summary" in line)
+
+
+def _lines(coordinator: PythonProcess) -> list[dict[str, Any]]:
+    complete = coordinator.output().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines() if line.startswith("{")]

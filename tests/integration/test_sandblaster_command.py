@@ -1,0 +1,129 @@
+"""`pyps sandblaster`: servers, coordinator and workers of one job, by one command."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from coordinated import END_SECONDS, SCRIPT
+from support import ROOT, PythonProcess, wait_until
+
+StartPython = Callable[..., PythonProcess]
+
+DIGITS = ROOT / "examples" / "sandblaster_digits.py"
+# What the papers' method reaches in 20 iterations with room to spare, of 360 held-out images.
+ERROR_PERCENT_MAX = 6.0
+
+
+def coordinator_of(launcher: PythonProcess) -> psutil.Process | None:
+    """The job's present coordinator."""
+    children = psutil.Process(launcher.pid).children()
+    return next((child for child in children if "coordinate" in _command_line(child)), None)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def test_digits_are_learned_by_four_workers_over_two_servers(start_python: StartPython) -> None:
+    pytest.importorskip("sklearn")
+    launcher = start_python("-m", "pyps", "sandblaster", "--servers", "2", "--workers", "4", str(DIGITS))
+
+    assert launcher.wait(300) == 0, launcher.output()
+    output = launcher.output()
+    error = re.search(r"worker-0 +\| .*held-out error ([\d.]+) %", output)
+    assert error is not None, output
+    assert float(error[1]) <= ERROR_PERCENT_MAX
+    iterations = [int(number) for number in re.findall(r"^coordinator \| iteration +(\d+)  loss ", output, re.M)]
+    assert iterations == list(range(1, len(iterations) + 1))
+    assert 1 <= len(iterations) <= 20
+    # Ten portions a worker, of which the line tells.
+    assert "  portions 40 (" in output
+
+
+def test_a_coordinator_that_is_killed_is_started_again_and_the_job_ends_well(
+    start_python: StartPython, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    hold = ("--hold-at", "70", "--release", str(go))
+    flags = ("--servers", "2", "--iterations", "6", "--portions", "8")
+    launcher = start_python("-m", "pyps", "sandblaster", *flags, str(SCRIPT), *hold)
+    launcher.wait_for_output("worker-0    | held")
+    coordinator = coordinator_of(launcher)
+    assert coordinator is not None
+
+    coordinator.send_signal(signal.SIGKILL)
+    launcher.wait_for_output("coordinator was killed by SIGKILL: another one goes on from the last iteration.")
+    go.touch()
+
+    assert launcher.wait(END_SECONDS) == 0, launcher.output()
+    output = launcher.output()
+    assert [int(number) for number in re.findall(r"\| iteration +(\d+)  loss ", output)] == [1, 2, 3, 4, 5, 6]
+    assert re.search(r"^coordinator \| ended after 6 iterations and 7 passes, loss ", output, re.M)
+    assert re.search(r"^worker-0    \| bits ", output, re.M)
+
+
+def test_a_plan_beyond_the_servers_memory_ends_the_job_with_its_sentence(start_python: StartPython) -> None:
+    launcher = start_python("-m", "pyps", "sandblaster", "--max-vector-bytes", "5000", str(SCRIPT))
+
+    assert launcher.wait(END_SECONDS) == 1
+    output = launcher.output()
+    assert re.search(
+        r"^coordinator \| pyps: 10 pairs of history.* this would fit: .*--max-vector-bytes \d+", output, re.M
+    )
+    assert "coordinator ended with status 2; its last lines say why." in output
+    assert "Traceback" not in output
+
+
+def test_workers_that_all_fail_end_the_job_at_once(start_python: StartPython) -> None:
+    launcher = start_python("-m", "pyps", "sandblaster", "--workers", "2", "--", "python", "-c", "raise SystemExit(3)")
+
+    assert launcher.wait(END_SECONDS) == 1
+    assert "worker-1 ended with status 3" in launcher.output()
+
+
+def test_one_interrupt_ends_the_whole_job(start_python: StartPython, tmp_path: Path) -> None:
+    hold = ("--hold-at", "20", "--release", str(tmp_path / "never"))
+    launcher = start_python("-m", "pyps", "sandblaster", "--portions", "8", str(SCRIPT), *hold)
+    launcher.wait_for_output("worker-0    | held")
+    everybody = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(everybody) >= 3
+
+    launcher.signal(signal.SIGINT)
+
+    assert launcher.wait(END_SECONDS) == 128 + signal.SIGINT
+    wait_until(lambda: not any(process.is_running() for process in everybody), what="the end of all processes")
+    assert "another one goes on" not in launcher.output()
+
+
+def test_a_checkpointed_job_goes_on_where_it_ended(start_python: StartPython, tmp_path: Path) -> None:
+    command = ("-m", "pyps", "sandblaster", "--portions", "8", "--checkpoint-dir", str(tmp_path / "kept"))
+    first = start_python(*command, "--iterations", "2", str(SCRIPT))
+    assert first.wait(END_SECONDS) == 0, first.output()
+
+    second = start_python(*command, "--iterations", "4", "--resume", str(SCRIPT))
+
+    assert second.wait(END_SECONDS) == 0, second.output()
+    assert [int(number) for number in re.findall(r"\| iteration +(\d+)  loss ", second.output())] == [3, 4]
+
+
+def test_what_cannot_be_used_is_refused_before_anything_is_started(start_python: StartPython) -> None:
+    for flags, sentence in (
+        (("--fold", "whole"), "--fold is 'whole'; expected portion, or group:k=4"),
+        (("--line-search", "golden"), "--line-search is 'golden'; expected armijo or wolfe"),
+        (("--resume",), "--resume needs a folder to resume from"),
+    ):
+        launcher = start_python("-m", "pyps", "sandblaster", *flags, str(SCRIPT))
+        assert launcher.wait() == 2
+        assert sentence in launcher.output()
+    missing = start_python("-m", "pyps", "sandblaster", "nowhere.py")
+    assert missing.wait() == 2
+    assert "there is no script nowhere.py" in missing.output()

@@ -1,0 +1,286 @@
+"""`pyps coordinate` over real servers and workers: whatever is killed, the same bits come out."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from coordinated import Coordinated, figures, summary
+from support import PythonProcess, ServerProcess, wait_until
+
+StartServer = Callable[..., ServerProcess]
+StartPython = Callable[..., PythonProcess]
+
+ITERATIONS = 6
+PORTIONS = 8
+FLAGS = ("--iterations", str(ITERATIONS), "--portions", str(PORTIONS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    """The bits that one worker on one server comes to, with nobody killed."""
+    started: list[PythonProcess] = []
+
+    def start(*arguments: str, env: dict[str, str | None] | None = None) -> PythonProcess:
+        started.append(PythonProcess(*arguments, env=env))
+        return started[-1]
+
+    def start_server(*flags: str, wait: bool = True) -> ServerProcess:
+        server = ServerProcess(*flags, wait=wait)
+        started.append(server)
+        return server
+
+    try:
+        job = Coordinated(start_server, start, servers=2)
+        job.hire()
+        assert summary(job.coordinate(*FLAGS))["iterations"] == ITERATIONS
+        return job.bits()
+    finally:
+        for process in started:
+            process.close()
+
+
+def test_one_worker_and_four_come_to_the_same_bits(
+    start_server: StartServer, start_python: StartPython, undisturbed: str
+) -> None:
+    job = Coordinated(start_server, start_python)
+    job.hire(4)
+
+    coordinator = job.coordinate(*FLAGS)
+
+    assert summary(coordinator)["iterations"] == ITERATIONS
+    assert job.bits() == undisturbed
+    losses = [line["loss"] for line in figures(coordinator)]
+    assert losses == sorted(losses, reverse=True), "the loss falls from iteration to iteration"
+
+
+def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+) -> None:
+    job = Coordinated(start_server, start_python)
+    # A portion has two batches: amid the fifth pass.
+    worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
+    first = job.coordinate(*FLAGS)
+    worker.wait_for_output("held")
+    done = len(figures(first))
+    assert 0 < done < ITERATIONS
+
+    first.kill()
+    (tmp_path / "go").touch()
+    second = job.coordinate(*FLAGS)
+
+    assert summary(second)["iterations"] == ITERATIONS
+    assert [line["iteration"] for line in figures(second)][-1] == ITERATIONS
+    assert figures(second)[0]["iteration"] == done + 1, "it goes on, and begins nothing again that was committed"
+    assert job.bits() == undisturbed
+
+
+def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
+    start_server: StartServer, start_python: StartPython, undisturbed: str
+) -> None:
+    job = Coordinated(start_server, start_python)
+    job.hire(2)
+    for _ in range(3):
+        coordinator = job.coordinate(*FLAGS)
+        # Whatever it does by then: a commit, a pass, a direction; or it has ended.
+        wait_until(lambda: figures(coordinator) or not coordinator.running, what="an iteration")  # noqa: B023
+        coordinator.kill()
+
+    assert job.coordinate(*FLAGS).wait() == 0
+    assert job.bits() == undisturbed
+
+
+def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+) -> None:
+    leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "3")
+    job = Coordinated(start_server, start_python, server_flags=leases)
+    # Both are amid their first portions.
+    job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "go"))
+    job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "never"))
+    # The portion of the one comes to the other only when it is dead: nobody computes copies.
+    coordinator = job.coordinate(*FLAGS, "--copies", "1")
+    for worker in job.workers:
+        worker.wait_for_output("held")
+
+    job.workers[1].kill()
+    (tmp_path / "go").touch()
+
+    assert summary(coordinator)["iterations"] == ITERATIONS
+    assert job.bits() == undisturbed
+    assert job.work().lost >= 1
+
+
+def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+) -> None:
+    job = Coordinated(start_server, start_python)
+    for name in ("go", "much-later"):
+        job.hire(1, "--hold-at", "0", "--release", str(tmp_path / name))
+    coordinator = job.coordinate(*FLAGS)
+    for worker in job.workers:
+        worker.wait_for_output("held")
+
+    (tmp_path / "go").touch()
+
+    assert summary(coordinator)["iterations"] == ITERATIONS
+    assert job.work().stolen >= 1
+    (tmp_path / "much-later").touch()
+    assert job.bits() == undisturbed
+
+
+def test_the_coordinator_says_as_much_for_a_model_of_a_million_parameters_as_for_one_of_a_thousand(
+    start_server: StartServer, start_python: StartPython
+) -> None:
+    said = {}
+    for num_parameters, shard_size in ((1_000, 256), (1_000_000, 250_000)):
+        job = Coordinated(start_server, start_python)
+        job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
+        coordinator = job.coordinate("--iterations", "4", "--portions", "4", "--copies", "1")
+        summary(coordinator)
+        said[num_parameters] = figures(coordinator)
+        job.bits()
+
+    small, large = said.values()
+    kinds = ("iteration", "trials", "pairs", "pair_kept")
+    assert [[line[kind] for kind in kinds] for line in small] == [[line[kind] for kind in kinds] for line in large]
+    for one, other in zip(small, large, strict=True):
+        for figure in ("instruction_messages", "instruction_bytes"):
+            assert one["traffic"][figure] == other["traffic"][figure]
+        # Passes are told of with progress: some lines a worker, and more often where a pass takes longer.
+        assert one["traffic"]["pass_bytes"] < 20_000
+
+
+def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
+    start_server: StartServer, start_python: StartPython
+) -> None:
+    job = Coordinated(start_server, start_python)
+    job.hire(2)
+    first = summary(job.coordinate(*FLAGS, "--fold", "group:k=3"))
+    assert first["iterations"] == ITERATIONS
+    job.bits()
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
+    start_server: StartServer, start_python: StartPython
+) -> None:
+    # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
+    job = Coordinated(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
+    job.hire()
+    job.wait_for_data()
+    flags = {"--iterations": "1000", "--portions": "40"}
+
+    refused = job.coordinate(*chain(*flags.items()))
+
+    assert refused.wait() == 2
+    message = refused.output()
+    assert len(message.splitlines()) == 1
+    assert "50000" in message
+    for pattern in (r"--history \d+", r"--portions \d+", r"--fold group:k=\d+"):
+        match = re.search(pattern, message)
+        assert match is not None, message
+        given = flags | dict([match[0].split()])
+        tried = job.coordinate(*chain(*given.items()))
+        # However far it gets: what does not fit is refused before the first pass.
+        tried.wait_for_output('"iteration": ')
+        tried.kill()
+
+
+def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+) -> None:
+    job = Coordinated(start_server, start_python)
+    worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
+    older = job.coordinate(*FLAGS)
+    worker.wait_for_output("held")
+
+    newer = job.coordinate(*FLAGS)
+
+    assert older.wait() == 3
+    assert older.output().splitlines()[-1].startswith("pyps: another coordinator came after this one and goes on: ")
+    (tmp_path / "go").touch()
+    assert summary(newer)["iterations"] == ITERATIONS
+    assert job.bits() == undisturbed
+
+
+def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
+    start_server: StartServer, start_python: StartPython, tmp_path: Path
+) -> None:
+    job = Coordinated(start_server, start_python)
+    worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
+    coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
+    worker.wait_for_output("held")
+
+    job.servers[1].kill()
+
+    assert coordinator.wait() == 2
+    told = coordinator.output().splitlines()[-1]
+    assert re.match(r"pyps: Waited \d+ s for server 1 \(127\.0\.0\.1:\d+\): connection refused", told)
+    assert "Traceback" not in coordinator.output()
+
+
+def test_a_server_that_comes_back_from_its_checkpoint_is_taken_up_again(
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+) -> None:
+    job = Coordinated(start_server, start_python, servers=1)
+    folder = tmp_path / "server-1"
+    one = start_server("--protocol", "sandblaster", "--run-id", "blast", "--checkpoint-dir", str(folder))
+    job.servers.append(one)
+    job.addresses += f",{one.data}"
+    worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
+    coordinator = job.coordinate(*FLAGS, "--save-every", "1")
+    worker.wait_for_output("held")
+
+    one.kill()
+    port = one.data.rpartition(":")[2]
+    again = start_server("--protocol", "sandblaster", "--port", port, "--checkpoint-dir", str(folder), "--resume")
+    job.servers[1] = again
+    coordinator.wait_for_output("was restored from a checkpoint: taking the run up again")
+    (tmp_path / "go").touch()
+
+    assert summary(coordinator)["iterations"] == ITERATIONS
+    assert job.bits() == undisturbed
+
+
+def test_an_interrupted_coordinator_says_how_to_go_on(
+    start_server: StartServer, start_python: StartPython, tmp_path: Path
+) -> None:
+    job = Coordinated(start_server, start_python, servers=1)
+    worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
+    coordinator = job.coordinate(*FLAGS)
+    worker.wait_for_output("held")
+
+    coordinator.signal(signal.SIGINT)
+
+    assert coordinator.wait() == 130
+    assert coordinator.output().splitlines()[-1].startswith("pyps: interrupted; `pyps coordinate` goes on")
+
+
+def test_a_coordinator_of_servers_under_another_protocol_is_refused(
+    start_server: StartServer, start_python: StartPython
+) -> None:
+    server = start_server("--run-id", "other")
+    code = "import numpy, pyps_client\nwith pyps_client.Client({'w': numpy.ones(4, 'f4')}) as c: c.pull()"
+    assert start_python("-c", code, env={"PYPS_SERVERS": server.data, "PYPS_RUN_ID": "other"}).wait() == 0
+
+    coordinator = start_python("-m", "pyps", "coordinate", "--servers", server.data)
+
+    assert coordinator.wait() == 2
+    assert "a coordinator needs 'sandblaster': start the servers with --protocol sandblaster" in coordinator.output()
+
+
+def test_a_coordinator_without_workers_says_what_it_waited_for(
+    start_server: StartServer, start_python: StartPython
+) -> None:
+    job = Coordinated(start_server, start_python, servers=1)
+
+    coordinator = job.coordinate(env={"PYPS_START_WAIT_SECONDS": "0.5"})
+
+    assert coordinator.wait() == 2
+    assert re.search(r"pyps: Waited \d s for the first parameters", coordinator.output())
+    assert "Traceback" not in coordinator.output()

@@ -1,0 +1,93 @@
+"""A worker of Sandblaster as a user writes it, for tests: tells the bits of the parameters that it ends with.
+
+`--hold-at N` stops before the batch N (from 0) that this process computes, until the file `--release` is there; it says
+"held" meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pyps_client
+from pyps_wire.errors import PypsError
+
+NUM_EXAMPLES = 120
+NUM_USED = 1000
+
+
+class Wide(nn.Module):
+    """A regression with some numbers of any size of model: it has the same losses and gradients, whatever the size."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.zeros(num_parameters))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs @ self.numbers[:NUM_USED]
+
+
+def classification() -> tuple[nn.Module, TensorDataset]:
+    """Some 200 parameters, so hard to fit that L-BFGS does not end by itself."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    random = torch.Generator().manual_seed(8)
+    inputs = torch.randn(NUM_EXAMPLES, 8, generator=random)
+    return model, TensorDataset(inputs, torch.randint(4, (NUM_EXAMPLES,), generator=random))
+
+
+def regression(num_parameters: int) -> tuple[nn.Module, TensorDataset]:
+    random = torch.Generator().manual_seed(8)
+    inputs = torch.randn(NUM_EXAMPLES, NUM_USED, generator=random)
+    return Wide(num_parameters), TensorDataset(inputs, torch.randn(NUM_EXAMPLES, generator=random))
+
+
+class Held:
+    """A loss that waits at one of its calls."""
+
+    def __init__(self, loss: nn.Module, *, at: int, release: Path) -> None:
+        self._loss = loss
+        self._at = at
+        self._release = release
+        self._calls = 0
+
+    def __call__(self, outputs: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+        if self._calls == self._at:
+            print("held", flush=True)
+            while not self._release.exists():
+                time.sleep(0.02)
+        self._calls += 1
+        value: torch.Tensor = self._loss(outputs, *targets)
+        return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parameters", type=int, help="a regression with so many, in place of a classification")
+    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--release", type=Path, default=Path("/nowhere"))
+    parser.add_argument("--shard-size", type=int, default=32)
+    arguments = parser.parse_args()
+    if arguments.parameters:
+        (model, dataset), loss = regression(arguments.parameters), nn.MSELoss()
+    else:
+        (model, dataset), loss = classification(), nn.CrossEntropyLoss()
+    held = Held(loss, at=arguments.hold_at, release=arguments.release)
+    # Shards so small that every server has some.
+    pyps_client.sandblaster(model, held, dataset, batch_size=8, shard_size=arguments.shard_size)
+    bits = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).numpy().tobytes()
+    print("bits", hashlib.sha256(bits).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PypsError as error:
+        sys.exit(f"sandblaster_script.py: {error}")
