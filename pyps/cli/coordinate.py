@@ -76,6 +76,6 @@ def coordinate(
     except RunFinished as finished:
         typer.echo(f"pyps: {finished}", err=True)
     except Superseded as superseded:
-        fail(f"{superseded}", status=SUPERSEDED)
+        fail(f"another coordinator came after this one and goes on: {superseded}", status=SUPERSEDED)
     except KeyboardInterrupt:
         fail("interrupted; `pyps coordinate` goes on from the last iteration that it told of", status=INTERRUPTED)

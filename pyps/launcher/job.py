@@ -237,6 +237,8 @@ class Job:
         """True where nobody waits for the coordinator any more, the workers being gone."""
         if self.coordinator is None or self.coordinator.done:
             return True
+        if all(worker.returncode != 0 for worker in self.workers):
+            return True
         if self._workers_gone_at is None:
             self._workers_gone_at = time.monotonic()
         return time.monotonic() > self._workers_gone_at + self.settings.coordinator_end_seconds

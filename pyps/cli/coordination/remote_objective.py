@@ -15,7 +15,7 @@ from pyps_wire import work_pb2 as pb
 from pyps_wire.errors import WaitTimedOut
 
 # Server 0 is asked to hold the question for so long; between two the other servers are looked after.
-AWAIT_SECONDS = 5.0
+AWAIT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
