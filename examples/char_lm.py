@@ -53,9 +53,9 @@ def main() -> None:
     training, held_out = standard_library(arguments.training_bytes)
     model = Network().to(device)
     # What is done once for all workers is done by the first.
-    is_first = os.environ.get("PYPS_WORKER_INDEX", "0") == "0"
-    if is_first:
-        print(f"held-out text, untrained: {bits_per_character(model, held_out):.3f} bits/char", flush=True)
+    scores = Scores(model, held_out) if os.environ.get("PYPS_WORKER_INDEX", "0") == "0" else None
+    if scores is not None:
+        print(f"held-out text, untrained: {scores.seen[0][1]:.3f} bits/char", flush=True)
     optimizer = RemoteOptimizer(
         model,
         torch.optim.Adagrad(model.parameters(), lr=arguments.learning_rate),
@@ -65,7 +65,6 @@ def main() -> None:
     )
     portions = Portions(training, optimizer, batch_size=arguments.batch_size, seed=1)
     loader = DataLoader(training, batch_sampler=portions)
-    scores = Scores(model, held_out) if is_first else None
     for epoch in range(arguments.epochs):
         batches, loss_sum = 0, 0.0
         for (text,) in loader:
@@ -75,7 +74,7 @@ def main() -> None:
             optimizer.step()
             batches, loss_sum = batches + 1, loss_sum + loss.item()
             if scores is not None:
-                scores.look()
+                scores.look_if_due()
         # For a worker that comes late the others may have done all of an epoch.
         if batches:
             optimizer.report(loss=loss_sum / batches)
@@ -83,8 +82,9 @@ def main() -> None:
             print(f"epoch {epoch}  update {optimizer.global_step:5d}  {told}", flush=True)
     optimizer.close()
     if scores is not None:
-        score = bits_per_character(model, held_out)
-        print(f"held-out text, after {scores.seconds:.0f} s: {score:.3f} bits/char", flush=True)
+        scores.look()
+        seconds, score = scores.seen[-1]
+        print(f"held-out text, after {seconds:.0f} s: {score:.3f} bits/char", flush=True)
         if arguments.picture is not None:
             draw(arguments.picture, scores.seen)
 
@@ -125,20 +125,18 @@ class Scores:
         self._model, self._held_out = model, held_out
         self._began = time.monotonic()
         # (seconds, bits/char) pairs.
-        self.seen = [(0.0, self._score())]
+        self.seen: list[tuple[float, float]] = []
+        self.look()
 
-    @property
-    def seconds(self) -> float:
-        """Since the first score."""
-        return time.monotonic() - self._began
+    def look_if_due(self) -> None:
+        """Scores the model by a part of the text, now and then."""
+        if time.monotonic() - self._began >= self.seen[-1][0] + LOOK_SECONDS:
+            self.look(every=LOOK_EVERY)
 
-    def look(self) -> None:
-        """Scores the model if it is time to."""
-        if self.seconds >= self.seen[-1][0] + LOOK_SECONDS:
-            self.seen.append((self.seconds, self._score()))
-
-    def _score(self) -> float:
-        return bits_per_character(self._model, self._held_out, every=LOOK_EVERY)
+    def look(self, *, every: int = 1) -> None:
+        """Scores the model by every so manyth example."""
+        seconds = time.monotonic() - self._began
+        self.seen.append((seconds, bits_per_character(self._model, self._held_out, every=every)))
 
 
 def standard_library(training_bytes: int = TRAINING_BYTES) -> tuple[TensorDataset, TensorDataset]:
