@@ -134,14 +134,25 @@ def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
     assert job.bits() == undisturbed
 
 
-def test_the_coordinator_says_as_much_for_a_model_of_a_million_parameters_as_for_one_of_a_thousand(
-    start_server: StartServer, start_python: StartPython
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        pytest.param({1_000: 256, 1_000_000: 250_000}, ("--history", "10", "--portions", "4"), id="thousand, million"),
+        pytest.param(
+            {1_000_000: 1_047_552, 100_000_000: 1_047_552},
+            ("--history", "2", "--portions", "2"),
+            id="up to 100 million",
+        ),
+    ],
+)
+def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
+    start_server: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
 ) -> None:
     said = {}
-    for num_parameters, shard_size in ((1_000, 256), (1_000_000, 250_000)):
+    for num_parameters, shard_size in sizes.items():
         job = Coordinated(start_server, start_python)
         job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
-        coordinator = job.coordinate("--iterations", "4", "--portions", "4", "--copies", "1")
+        coordinator = job.coordinate("--iterations", "4", *flags, "--copies", "1")
         summary(coordinator)
         said[num_parameters] = figures(coordinator)
         job.bits()
