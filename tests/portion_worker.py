@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--push-every", type=int, default=None)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="how slow this worker is")
     parser.add_argument("--no-shuffle", action="store_true")
+    parser.add_argument("--release", type=Path, default=None, help="a file to wait for after the first epoch")
     options = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO)
@@ -54,6 +56,8 @@ def main() -> None:
             count += len(x)
             time.sleep(options.step_seconds)
         print(f"epoch {epoch} over, {count} examples here", flush=True)
+        while options.release is not None and not options.release.exists():
+            time.sleep(0.02)
         if optimizer.finished:
             break
     with torch.no_grad():

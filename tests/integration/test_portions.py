@@ -115,15 +115,18 @@ def test_faster_workers_get_more_portions(start_server, start_python) -> None:
     assert delivered(progress) == {0: list(range(EXAMPLES))}
 
 
-def test_a_worker_that_joins_late_and_one_that_comes_back_take_their_parts(start_server, start_python) -> None:
+def test_a_worker_that_joins_late_and_one_that_comes_back_take_their_parts(
+    start_server, start_python, tmp_path: Path
+) -> None:
     [server] = start_servers(start_server, 1, *IMPATIENT)
-    flags = ("--epochs", "4", "--portion-batches", "2", "--step-seconds", "0.02")
-    first = start_worker(start_python, [server], "a", *flags)
-    wait_until(lambda: getattr(work(server), "pass") == 1)
-    late = start_worker(start_python, [server], "b", *flags)
+    flags = ("--epochs", "4", "--portion-batches", "2")
+    first = start_worker(start_python, [server], "a", *flags, "--release", str(tmp_path / "go"))
+    first.wait_for_output("epoch 0 over")
+    late = start_worker(start_python, [server], "b", *flags, "--step-seconds", "0.2")
     late.wait_for_output("epoch 0 over, 0 examples here")
     wait_until(lambda: any(worker.worker_id == "b" and worker.done for worker in work(server).workers))
     late.kill()
+    (tmp_path / "go").touch()
     again = start_worker(start_python, [server], "b", *flags)
     ended_well([first, again])
     assert delivered(work(server)) == {epoch: list(range(EXAMPLES)) for epoch in range(4)}
