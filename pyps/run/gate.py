@@ -10,6 +10,9 @@ from pyps.run.handshake import Holding
 from pyps.run.initialization import Opening
 from pyps_wire.errors import RunMismatch, Superseded
 
+# An initialiser that is silent for so long has died: another takes its place.
+ELECTION_LEASE_SECONDS = 10.0
+
 
 class InitializationGate:
     """Lets one initialiser through. Guarded by its run's lock.
@@ -19,7 +22,8 @@ class InitializationGate:
     """
 
     def __init__(self, *, lease_seconds: float, first_term: int):
-        self._election = Election(lease_seconds=lease_seconds, first_term=first_term)
+        """`lease_seconds`: the workers' own, which may be shorter than an initialiser's."""
+        self._election = Election(lease_seconds=min(ELECTION_LEASE_SECONDS, lease_seconds), first_term=first_term)
         self._newest_run = ""
         self._newest_term = 0
 

@@ -14,6 +14,7 @@ from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolM
 from pyps_wire.partition import Model, Partition, first_difference, partition
 
 if TYPE_CHECKING:
+    from pyps.checkpoint import RunHeader
     from pyps.config import ServerConfig
     from pyps.run.content import Content
     from pyps.run.initialization import Opening
@@ -207,6 +208,16 @@ def check_joining(greeting: Greeting, content: Content, *, holding: Holding, wai
     if greeting.optimizer is not None:
         num_groups = content.partition.model.num_groups
         settle(content.settings, greeting.optimizer, num_groups=num_groups, source=f"that of run {content.run_id!r}")
+
+
+def check_restoring(header: RunHeader, *, run_id: str, told: RuleSettings | None) -> None:
+    """Refuses a checkpoint that contradicts what the server was told: its run, or its optimizer."""
+    if run_id and header.run_id != run_id:
+        raise RunMismatch(
+            f"the checkpoint is of run {header.run_id!r}, but this server was started for "
+            f"{run_id!r}: drop --run-id, or name another --checkpoint-dir"
+        )
+    settle(told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer", asker="the checkpoint")
 
 
 def _ago(seconds: float) -> str:

@@ -26,7 +26,7 @@ from pyps.run.facts import RunFacts
 from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Greeting, Pulse, Welcome
 from pyps.run.initialization import Initialization, Opening
-from pyps.run.settings import RuleSettings, settle
+from pyps.run.settings import RuleSettings
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from pyps.config import ServerConfig
 
 SOFTWARE = f"pyps {__version__}"
-# An initialiser that is silent for so long has died: another takes its place.
-ELECTION_LEASE_SECONDS = 10.0
 
 log = logs.get("pyps.run")
 
@@ -91,7 +89,7 @@ class Run(RunFacts):
             recorder=self.recorder,
         )
         self.gate = InitializationGate(
-            lease_seconds=min(ELECTION_LEASE_SECONDS, config.lease_seconds),
+            lease_seconds=config.lease_seconds,
             # The other servers remember terms over a restart of this one.
             first_term=time.time_ns() // 1_000_000,
         )
@@ -170,9 +168,8 @@ class Run(RunFacts):
         with self._lock:
             if self._already_initialized(opening):
                 return None
-            plan, settings = handshake.check_founding(
-                opening, config=self.config, told=self.told, protocol=self.aggregation
-            )
+            told, protocol = self.told, self.aggregation
+            plan, settings = handshake.check_founding(opening, config=self.config, told=told, protocol=protocol)
             plan.of_server(opening.server_index)
             return Initialization(opening, plan, settings)
 
@@ -196,13 +193,7 @@ class Run(RunFacts):
         What was changed while the run went on stays in force, unless the server is told otherwise than before.
         """
         header = restored.header
-        if self.config.run_id and header.run_id != self.config.run_id:
-            raise RunMismatch(
-                f"the checkpoint is of run {header.run_id!r}, but this server was started for "
-                f"{self.config.run_id!r}: drop --run-id, or name another --checkpoint-dir"
-            )
-        num_groups = header.model.num_groups
-        settle(self.told, header.optimizer, num_groups=num_groups, source="--optimizer", asker="the checkpoint")
+        handshake.check_restoring(header, run_id=self.config.run_id, told=self.told)
         told, kept = self.behaviour, Behaviour.parse(**header.behaviour)
         in_force = kept if told.texts == header.told else told
         handshake.check_servers(in_force.aggregation, header.num_servers)
@@ -211,7 +202,7 @@ class Run(RunFacts):
             # Gradients that wait are settled by the protocol that kept them, should another be told now.
             self.conduct.adopt(kept)
             content = self._factory().restored(restored, now=self.clock())
-            self.statistics.restore_examples({i: shard.examples for i, shard in content.shards.items()})
+            self.statistics.restore_examples({i: each.examples for i, each in content.shards.items()})
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._set_content(content)
