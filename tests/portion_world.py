@@ -18,7 +18,7 @@ from pyps_client.launch import Launch
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.trainer import TorchTrainer
+from pyps_client.torch.stepper import TorchStepper
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import WaitTimedOut
@@ -113,7 +113,7 @@ class Worker:
         self.downpour = Downpour(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
         self.downpour.start()
         self.examples_in_batch: int | None = None
-        self.trainer = TorchTrainer(self, self.session, self.downpour)  # type: ignore[arg-type]
+        self.stepper = TorchStepper(self, self.session, self.downpour)  # type: ignore[arg-type]
 
     def step(self) -> None:
         self.downpour.step([torch.ones(1, SIZE)], example_count=self.examples_in_batch or 0)

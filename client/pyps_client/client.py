@@ -14,7 +14,7 @@ from pyps_client import departure, uncaught
 from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.launch import Launch
 from pyps_client.session import Session
-from pyps_client.trainer import Trainer, others_wait
+from pyps_client.stepper import Stepper, others_wait
 from pyps_client.vectors import Vector
 from pyps_client.work import LeaseCall
 from pyps_wire.codecs import codec_of, decode, encode
@@ -145,9 +145,9 @@ class Client:
         return self.session.finished
 
     @property
-    def trainer(self) -> Trainer:
+    def stepper(self) -> Stepper:
         """What `pyps_client.data.Portions` asks of it."""
-        return _ClientTrainer(self)
+        return _ClientStepper(self)
 
     def report(self, **scalars: float) -> None:
         """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
@@ -232,7 +232,7 @@ class Client:
         return np.concatenate([np.asarray(tensors[tensor.name]).reshape(-1) for tensor in self._model.tensors])
 
 
-class _ClientTrainer:
+class _ClientStepper:
     """A client's steps as portions of data see them: each is answered when it returns."""
 
     def __init__(self, client: Client) -> None:

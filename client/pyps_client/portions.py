@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pyps_client.batch_count import BatchCount
 from pyps_client.log import logger
-from pyps_client.trainer import HasTrainer, Trainer, others_wait
+from pyps_client.stepper import HasStepper, Stepper, others_wait
 from pyps_client.work import LeaseCall, RemoteQueue
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
@@ -46,7 +46,7 @@ class Portions:
     def __init__(
         self,
         dataset: Sized,
-        optimizer: HasTrainer,
+        optimizer: HasStepper,
         *,
         batch_size: int = 32,
         portion_batches: int | None = None,
@@ -62,14 +62,14 @@ class Portions:
         these must be the same in all workers. `name`: for people.
         """
         length = _length_of(dataset)
-        self._trainer = trainer = _trainer_of(optimizer)
+        self._stepper = stepper = _stepper_of(optimizer)
         _check_whole("batch_size", batch_size)
         if portion_batches is not None:
             _check_whole("portion_batches", portion_batches)
         if not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise BadRequest(f"seed is {seed!r}; expected 0 to {2**32 - 1}.")
         if portion_batches is None:
-            left_to_servers = trainer.session.accumulate or trainer.session.batch_size
+            left_to_servers = stepper.session.accumulate or stepper.session.batch_size
             portion_batches = 0 if left_to_servers else PORTION_BATCHES
         self._spec = DataSpec(
             name=name,
@@ -79,7 +79,7 @@ class Portions:
             shuffle=shuffle,
             seed=seed,
         )
-        self._queue = RemoteQueue(trainer.session)
+        self._queue = RemoteQueue(stepper.session)
         self._queue.open(self._spec)
         self._order = _Order(self._spec)
         self._batch_size = batch_size
@@ -94,7 +94,7 @@ class Portions:
         self._ended = False
         # Whether `epoch` has begun an iteration, and counts.
         self._within_epoch = False
-        self._count = BatchCount(trainer)
+        self._count = BatchCount(stepper)
 
     @property
     def batch_size(self) -> int:
@@ -152,10 +152,10 @@ class Portions:
         """Begins an iteration: settles what one that was broken off, or ran ahead, has left."""
         self._over = False
         if self._ended:
-            self._trainer.stop()
+            self._stepper.stop()
         self._at_hand = None
         if self._portions:
-            self._trainer.flush()
+            self._stepper.flush()
             self._deliver()
             left = [portion.lease_id for portion in self._portions]
             self._queue.give_up(left)
@@ -177,7 +177,7 @@ class Portions:
                 if stop == portion.stop:
                     portion.last_batch = number
                 yield self._order.indices(portion.epoch, start, stop)
-                if len(self._portions) > 1 or self._trainer.finished:
+                if len(self._portions) > 1 or self._stepper.finished:
                     # Pushes go on beside the computation: an earlier one may be answered by now.
                     self._deliver()
                 if self._over:
@@ -192,17 +192,17 @@ class Portions:
         if portion is not None or self._over or self._count.ahead:
             return portion
         # Nobody has one to give, and others may wait for those that are this worker's.
-        self._trainer.flush()
+        self._stepper.flush()
         self._deliver(all_taken=True)
         return None if self._over else self._ask(wait=True)
 
     def _ask(self, *, wait: bool) -> _Portion | None:
         """Leases a portion of the epoch. The one place where portions are asked for."""
-        trainer = self._trainer
-        while not trainer.finished:
-            steps_on = wait and others_wait(trainer.session)
+        stepper = self._stepper
+        while not stepper.finished:
+            steps_on = wait and others_wait(stepper.session)
             try:
-                reply = self._insist(partial(trainer.lease, partial(self._lease, wait=wait and not steps_on)))
+                reply = self._insist(partial(stepper.lease, partial(self._lease, wait=wait and not steps_on)))
             except RunFinished:
                 break
             outcome = reply.outcome
@@ -218,7 +218,7 @@ class Portions:
             if not steps_on:
                 return None
             # Others cannot end their portions while they wait for this worker's step.
-            trainer.idle()
+            stepper.idle()
         self._end_with_run()
         return None
 
@@ -235,11 +235,11 @@ class Portions:
 
     def _deliver(self, *, all_taken: bool = False) -> None:
         """Delivers the portions whose gradients are with the servers. `all_taken`: nothing else will come of any."""
-        if self._trainer.finished:
+        if self._stepper.finished:
             # Which of the last gradients were taken is not known, and nobody goes on.
             self._end_with_run()
             return
-        answered = self._trainer.steps_answered
+        answered = self._stepper.steps_answered
         while self._portions:
             portion = self._portions[0]
             if portion.until is None and self._count.has_taken(portion.last_batch):
@@ -260,7 +260,7 @@ class Portions:
         self._over = self._ended = True
         # Not where the optimizer was closed.
         with contextlib.suppress(RunFinished):
-            self._trainer.finish()
+            self._stepper.finish()
 
 
 class _Portion:
@@ -315,13 +315,13 @@ def _length_of(dataset: Any) -> int:
     return length
 
 
-def _trainer_of(optimizer: object) -> Trainer:
-    if not isinstance(optimizer, HasTrainer):
+def _stepper_of(optimizer: object) -> Stepper:
+    if not isinstance(optimizer, HasStepper):
         raise BadRequest(
             f"optimizer is a {type(optimizer).__name__}; expected a pyps_client.RemoteOptimizer or a "
             "pyps_client.Client, whose servers hand out the portions."
         )
-    return optimizer.trainer
+    return optimizer.stepper
 
 
 def _check_whole(name: str, value: object) -> None:

@@ -21,7 +21,7 @@ from pyps_client.torch.pace import Pace
 from pyps_client.torch.parameter_buffer import initial_values
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
 from pyps_client.torch.shared_buffers import MODES, shared_buffers
-from pyps_client.torch.trainer import TorchTrainer
+from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.translate import translate, translation_of
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
@@ -236,9 +236,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._downpour.skipped
 
     @property
-    def trainer(self) -> TorchTrainer:
+    def stepper(self) -> TorchStepper:
         """What `pyps_client.data.Portions` asks of it."""
-        return TorchTrainer(self, self._session, self._downpour)
+        return TorchStepper(self, self._session, self._downpour)
 
     def report(self, **scalars: float) -> None:
         """Sends figures of this worker, such as loss=0.3, to the servers with its next heartbeat."""

@@ -10,7 +10,7 @@ from pyps_client.work import LeaseCall
 from pyps_wire.work_pb2 import LeaseReply
 
 
-class Trainer(Protocol):
+class Stepper(Protocol):
     """One worker's steps, as its portions see them. Used by the thread that trains."""
 
     @property
@@ -52,11 +52,11 @@ class Trainer(Protocol):
 
 
 @runtime_checkable
-class HasTrainer(Protocol):
+class HasStepper(Protocol):
     """What can train on portions: RemoteOptimizer and Client are such."""
 
     @property
-    def trainer(self) -> Trainer: ...
+    def stepper(self) -> Stepper: ...
 
 
 def others_wait(session: Session) -> bool:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from pyps_client.torch.remote_optimizer import RemoteOptimizer
 
 
-class TorchTrainer:
-    """The `Trainer` of an optimizer."""
+class TorchStepper:
+    """The `Stepper` of an optimizer."""
 
     def __init__(self, optimizer: RemoteOptimizer, session: Session, downpour: Downpour) -> None:
         self.session = session
