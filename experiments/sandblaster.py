@@ -2,7 +2,7 @@
 
 Dean et al., "Large scale distributed deep networks" (NIPS 2012), sections 4.2 and 5: portions of the batch much smaller
 than a worker's share, and copies of the last ones, keep slow machines from slowing all; a coordinator that exchanges
-numbers with the servers, not vectors; workers that fetch parameters once a pass and send gradients only every few
+numbers with the servers, not vectors; workers that pull parameters once a pass and send gradients only every few
 portions. On speech, Downpour with Adagrad beat both Sandblaster and SGD in one copy. Here it is a small network
 on scikit-learn's digits, in virtual time: gradients, queue, servers and optimizers are real, only the time that
 computing takes is drawn. Messages take none.
@@ -55,7 +55,7 @@ from experiments.sandblaster_training import (  # noqa: E402
 # The thresholds, and the settings beside them in the other files, were fixed before the first run. One condition was
 # worded after it: that portions without copies are judged from a common start, since one later pass of twenty took 2.09
 # times the ideal. That traffic is judged with 4 workers was chosen knowing the formula: of a data set this small more
-# workers have shares of a pass that no longer pay for fetching the parameters, as the table shows.
+# workers have shares of a pass that no longer pay for pulling the parameters, as the table shows.
 STATIC_MIN, DYNAMIC_MAX, BACKUP_MAX, WASTED_MAX = 5.0, 2.0, 1.15, 0.10
 FINAL_ERROR_MAX = 0.06
 # Of Downpour's bytes an example.

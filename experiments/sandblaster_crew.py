@@ -1,6 +1,6 @@
 """Sandblaster's workers in virtual time, around the queue of portions that a server has.
 
-Dean et al. 2012, section 4.2. Each worker does what the client's does: leases a portion, fetches the parameters once a
+Dean et al. 2012, section 4.2. Each worker does what the client's does: leases a portion, pulls the parameters once a
 pass, computes, claims, and lays aside the sum of a few claimed portions' gradients before it delivers them. Messages
 take no time; computing does.
 """
@@ -36,7 +36,7 @@ class Computed:
     loss_sum: float
 
 
-# Computes a portion at the parameters that the worker fetched.
+# Computes a portion at the parameters that the worker pulled.
 Compute = Callable[[Floats, Portion], Computed]
 
 
@@ -54,7 +54,7 @@ class Stage:
 class Numerics:
     """What the workers compute with, and where it goes; left out where only time matters."""
 
-    fetch: Callable[[], Floats]
+    pull: Callable[[], Floats]
     compute: Compute
     stage: Callable[[Stage], None]
 
@@ -81,8 +81,8 @@ class Worker:
     timing: Timing
     random: np.random.Generator
     portions: int = 0
-    # The pass in which the parameters were fetched last, and they.
-    fetched_in: int = -1
+    # The pass in which the parameters were pulled last, and they.
+    pulled_in: int = -1
     parameters: Floats | None = None
     # Claimed portions that are not yet laid aside.
     claimed: list[Leased] = field(default_factory=list)
@@ -103,7 +103,7 @@ class VirtualCrew:
     ) -> None:
         self.queue = WorkQueue(stall_seconds=STALL_SECONDS)
         self.spans: list[Span] = []
-        # What was sent, by kind of message: fetches, stages, leases, claims, deliveries.
+        # What was sent, by kind of message: pulls, stages, leases, claims, deliveries.
         self.messages: Counter[str] = Counter()
         self._num_workers = len(timings)
         self._numerics = numerics
@@ -182,13 +182,13 @@ class VirtualCrew:
             self._begin(worker, answer)
 
     def _begin(self, worker: Worker, leased: Leased) -> None:
-        if worker.fetched_in != leased.pass_:
+        if worker.pulled_in != leased.pass_:
             # What was claimed in a pass that is over is void.
             self._forget(worker)
-            worker.fetched_in = leased.pass_
-            self.messages["fetch"] += 1
+            worker.pulled_in = leased.pass_
+            self.messages["pull"] += 1
             if self._numerics is not None:
-                worker.parameters = self._numerics.fetch()
+                worker.parameters = self._numerics.pull()
         seconds = leased.portion.num_examples * worker.timing(worker.portions, worker.random)
         worker.portions += 1
         ends = partial(self._end, worker, leased, self.now)

@@ -1,6 +1,6 @@
 """What Sandblaster's workers and coordinator say and hear, in bytes of messages as they are sent.
 
-Dean et al. 2012, section 4.2: a worker fetches the parameters at the start of a pass and sends gradients only every few
+Dean et al. 2012, section 4.2: a worker pulls the parameters at the start of a pass and sends gradients only every few
 portions; a coordinator's messages are as small for a large model as for a small one. gRPC's own bytes are not counted.
 """
 
@@ -52,7 +52,7 @@ class WorkerTraffic:
     """Bytes for each example, both ways, of all workers together."""
 
     workers: int
-    # Fetched parameters, sums of gradients that were sent, and all messages without a vector.
+    # Pulled parameters, sums of gradients that were sent, and all messages without a vector.
     parameters: float
     gradients: float
     other: float
@@ -95,7 +95,7 @@ def worker_traffic(workers: int) -> WorkerTraffic:
     other = sum(sent[kind] * sum(map(size, MESSAGES[kind])) for kind in MESSAGES)
     return WorkerTraffic(
         workers,
-        parameters=sent["fetch"] * sum(size(message) for message in fetch_messages()) / EXAMPLES,
+        parameters=sent["pull"] * sum(size(message) for message in pull_messages()) / EXAMPLES,
         gradients=sent["stage"] * sum(size(message) for message in stage_messages()) / EXAMPLES,
         other=other / EXAMPLES,
         downpour=sum(size(message) for message in exchange_messages()) / BATCH_SIZE,
@@ -107,7 +107,7 @@ def size(message: Message) -> int:
     return len(message.SerializeToString())
 
 
-def fetch_messages() -> list[Message]:
+def pull_messages() -> list[Message]:
     """A pull from each server, and what comes."""
     asked: list[Message] = [
         wire.PullRequest(

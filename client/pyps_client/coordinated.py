@@ -1,6 +1,6 @@
 """A worker's part in passes that a coordinator begins (Dean et al. 2012, section 4.2 and appendix algorithm 1.2).
 
-The paper's ProcessPortion: fetch the parameters once a pass, compute a portion, add its gradient to the local sum, send
+The paper's ProcessPortion: pull the parameters once a pass, compute a portion, add its gradient to the local sum, send
 that every few completed portions. The paper leaves open how an example then counts once when several workers compute
 its portion: a worker claims a portion before its gradient enters the sum, sums go to stages on the servers, and count
 once server 0 has accepted their delivery.
@@ -137,7 +137,7 @@ class CoordinatedWork:
             self._process(reply)
 
     def _enter(self, reply: LeaseReply) -> None:
-        """Fetches the parameters where the pass is a new one."""
+        """Pulls the parameters where the pass is a new one."""
         pass_number = getattr(reply, "pass")
         entered = (pass_number, self._membership.epoch)
         if entered == self._parameters_of:

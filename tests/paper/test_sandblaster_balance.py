@@ -41,10 +41,10 @@ def test_every_portion_counts_once_a_pass_however_many_copies_there_are() -> Non
     assert len(crew.spans) > len(counted), "there were copies"
 
 
-def test_workers_fetch_parameters_once_a_pass_at_most() -> None:
+def test_workers_pull_parameters_once_a_pass_at_most() -> None:
     crew, _ = balance.run_crew("backup", seed=0)
 
-    assert crew.messages["fetch"] <= balance.WORKERS * balance.PASSES
+    assert crew.messages["pull"] <= balance.WORKERS * balance.PASSES
 
 
 def test_most_portions_go_to_the_worker_that_had_them_or_the_one_before_them() -> None:
