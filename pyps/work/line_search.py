@@ -88,9 +88,12 @@ class StrongWolfe:
 
     def search(self, line: Line, start: Start) -> Found | None:
         low, far = _Point(0.0, start.loss, start.slope), None
-        step = start.step
-        for _ in range(self.trials_max):
-            trial = self._try(line, start, step, low)
+        step, stands_at = start.step, 0.0
+        for number in range(1, self.trials_max + 1):
+            if number == self.trials_max and low.step > 0.0:
+                # There is a step to return, and another trial might lead away from it for good.
+                break
+            trial, stands_at = self._try(line, start, step, low), step
             if abs(trial.slope) <= self.c2 * abs(start.slope):
                 return Found(trial.step, trial.loss, trial.slope)
             if not math.isfinite(trial.slope):
@@ -106,7 +109,7 @@ class StrongWolfe:
             step = _between(low, far)
             if step in (low.step, far.step):
                 break
-        return self._settle(line, start, low)
+        return self._settle(line, start, low, stands_at=stands_at)
 
     def _try(self, line: Line, start: Start, step: float, low: _Point) -> _Point:
         """Returns the trial; its slope is asked for only where the step may become `low`, and else not a number."""
@@ -115,10 +118,12 @@ class StrongWolfe:
             return _Point(step, loss, math.nan)
         return _Point(step, loss, line.slope())
 
-    def _settle(self, line: Line, start: Start, low: _Point) -> Found | None:
-        """Takes the best step found, whatever its slope; another pass makes it the one last asked for."""
+    def _settle(self, line: Line, start: Start, low: _Point, *, stands_at: float) -> Found | None:
+        """Takes the best step found, whatever its slope; another pass makes it the one last asked for, if it is not."""
         if low.step == 0.0:
             return None
+        if low.step == stands_at:
+            return Found(low.step, low.loss, low.slope)
         again = self._try(line, start, low.step, _Point(0.0, start.loss, start.slope))
         return Found(again.step, again.loss, again.slope) if math.isfinite(again.slope) else None
 

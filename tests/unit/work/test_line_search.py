@@ -131,8 +131,27 @@ def test_wolfe_finds_the_least_point_of_a_parabola_in_two_trials() -> None:
 
 
 def test_wolfe_takes_the_best_step_where_trials_run_out() -> None:
-    found, line, start = search(StrongWolfe(c2=0.01, trials_max=2), parabola(1000.0))
-    assert require_armijo(found, start).step == line.steps[1] == line.steps[2]
+    found, line, start = search(StrongWolfe(c2=0.01, trials_max=3), parabola(1000.0))
+    assert require_armijo(found, start).step == line.steps[-1]
+    assert len(line.steps) == len(set(line.steps)), "it stands at the best step: no pass is made again"
+
+
+def test_wolfe_comes_back_to_the_best_step_within_the_trials_allowed() -> None:
+    # The slope stays steep up to the wall, so that every trial beyond it leads away from the best step.
+    found, line, start = search(StrongWolfe(c2=0.01, trials_max=6), walled(parabola(1000.0), 1.5, math.inf))
+    assert require_armijo(found, start).step == line.steps[-1]
+    assert line.steps[-1] in line.steps[:-1]
+    assert len(line.steps) == 6
+
+
+@pytest.mark.parametrize("curve", [parabola(1.0), parabola(1000.0), walled(parabola(1000.0), 1.5, math.nan), wiggle])
+@pytest.mark.parametrize("trials_max", range(1, 9))
+def test_wolfe_makes_no_more_passes_than_it_may(curve: Curve, trials_max: int) -> None:
+    found, line, start = search(StrongWolfe(c2=1e-3, trials_max=trials_max), curve)
+    assert len(line.steps) <= trials_max
+    if found is not None:
+        assert (found.loss, found.slope) == curve(line.steps[-1])
+        require_armijo(found, start)
 
 
 @settings(deadline=None)
