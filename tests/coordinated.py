@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from client_support import addresses, start_servers
@@ -28,9 +29,19 @@ class Coordinated:
         *,
         servers: int = 2,
         server_flags: Sequence[str] = (),
+        checkpoints: Path | None = None,
     ) -> None:
+        """`checkpoints`: a folder for those of all servers, which `revive` needs."""
+        self._start_server = start_server
         self._start_python = start_python
-        self.servers = start_servers(start_server, servers, *FLAGS, *server_flags)
+        self._checkpoints = checkpoints
+        if checkpoints is None:
+            self.servers = start_servers(start_server, servers, *FLAGS, *server_flags)
+        else:
+            self.servers = [
+                start_server(*FLAGS, *server_flags, "--checkpoint-dir", self._folder(server))
+                for server in range(servers)
+            ]
         self.addresses = addresses(self.servers)
         self.workers: list[PythonProcess] = []
 
@@ -44,6 +55,13 @@ class Coordinated:
         """Starts a coordinator that tells what it does as JSON."""
         command = ("-m", "pyps", "coordinate", "--servers", self.addresses, "--run-id", "blast", "--json")
         return self._start_python(*command, *flags, env={"PYPS_START_WAIT_SECONDS": "60", **(env or {})})
+
+    def revive(self, server: int) -> None:
+        """Starts a server that was killed again, from its newest checkpoint and at its old address."""
+        port = self.servers[server].data.rpartition(":")[2]
+        self.servers[server] = self._start_server(
+            *("--protocol", "sandblaster", "--port", port, "--checkpoint-dir", self._folder(server), "--resume")
+        )
 
     def work(self) -> Any:
         """Where the work stands, as server 0 says."""
@@ -66,6 +84,10 @@ class Coordinated:
         assert len(found) == 1
         return found.pop()
 
+    def _folder(self, server: int) -> str:
+        assert self._checkpoints is not None, "a job whose servers come back keeps checkpoints"
+        return str(self._checkpoints / f"server-{server}")
+
     def _worker_environment(self, env: Mapping[str, str | None] | None) -> dict[str, str | None]:
         own = {
             "PYPS_SERVERS": self.addresses,
@@ -85,6 +107,12 @@ def summary(coordinator: PythonProcess) -> dict[str, Any]:
     """How a coordinator ended, which must have gone well."""
     assert coordinator.wait(END_SECONDS) == 0, coordinator.output()
     return next(line["summary"] for line in _lines(coordinator) if "summary" in line)
+
+
+def planned_bytes(coordinator: PythonProcess) -> int:
+    """What vectors and staged gradients take on all servers at most, as a coordinator told when it attached."""
+    planned: int = next(line["attached"]["planned_bytes"] for line in _lines(coordinator) if "attached" in line)
+    return planned
 
 
 def _lines(coordinator: PythonProcess) -> list[dict[str, Any]]:

@@ -28,7 +28,10 @@ def coordinate(
     line_search: flags.LineSearch = flags.DEFAULTS.line_search,
     vector_free: flags.VectorFree = False,
     portions: Annotated[
-        int, typer.Option(help="Portions that the data set is cut into.", min=1, max=flags.PORTIONS_MAX)
+        int,
+        typer.Option(
+            help=f"Portions that the data set is cut into. {flags.PORTIONS_HELP}", min=1, max=flags.PORTIONS_MAX
+        ),
     ] = 80,
     fold: flags.FoldText = "portion",
     copies: flags.Copies = 2,
@@ -43,7 +46,8 @@ def coordinate(
 
     The servers run with --protocol sandblaster, the workers' script calls pyps_client.sandblaster. It waits for
     both. Killed, and started again with the same flags, it goes on after the last iteration that was committed, with
-    the same bits where --fold is portion. Of two coordinators the later one goes on.
+    the same bits where --fold is portion. Of two coordinators the later one goes on. Work that has been ended goes on
+    too, with more --iterations: start the coordinator, then the workers, which leave where they find the work ended.
     """
     settings = flags.coordination_settings(
         iterations=iterations,

@@ -46,7 +46,7 @@ def sandblaster(
     portions: Annotated[
         int,
         typer.Option(
-            help=f"Portions that the data set is cut into; 0: {PORTIONS_PER_WORKER} a worker.",
+            help=f"Portions that the data set is cut into; 0: {PORTIONS_PER_WORKER} a worker. {flags.PORTIONS_HELP}",
             min=0,
             max=flags.PORTIONS_MAX,
         ),

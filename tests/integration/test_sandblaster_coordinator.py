@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from coordinated import Coordinated, figures, summary
+from coordinated import Coordinated, figures, planned_bytes, summary
 from support import PythonProcess, ServerProcess, wait_until
 
 StartServer = Callable[..., ServerProcess]
@@ -21,9 +22,18 @@ PORTIONS = 8
 FLAGS = ("--iterations", str(ITERATIONS), "--portions", str(PORTIONS))
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to."""
+
+    bits: str
+    loss: float
+    planned_bytes: int
+
+
 @pytest.fixture(scope="module")
-def undisturbed() -> str:
-    """The bits that one worker on one server comes to, with nobody killed."""
+def outcome() -> Outcome:
+    """What one worker over two servers comes to, with nobody killed."""
     started: list[PythonProcess] = []
 
     def start(*arguments: str, env: dict[str, str | None] | None = None) -> PythonProcess:
@@ -38,11 +48,19 @@ def undisturbed() -> str:
     try:
         job = Coordinated(start_server, start, servers=2)
         job.hire()
-        assert summary(job.coordinate(*FLAGS))["iterations"] == ITERATIONS
-        return job.bits()
+        coordinator = job.coordinate(*FLAGS)
+        ended = summary(coordinator)
+        assert ended["iterations"] == ITERATIONS
+        return Outcome(job.bits(), ended["loss"], planned_bytes(coordinator))
     finally:
         for process in started:
             process.close()
+
+
+@pytest.fixture
+def undisturbed(outcome: Outcome) -> str:
+    """The bits that one worker over two servers comes to."""
+    return outcome.bits
 
 
 def test_one_worker_and_four_come_to_the_same_bits(
@@ -168,12 +186,18 @@ def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
 
 
 def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
-    start_server: StartServer, start_python: StartPython
+    start_server: StartServer, start_python: StartPython, outcome: Outcome
 ) -> None:
     job = Coordinated(start_server, start_python)
     job.hire(2)
-    first = summary(job.coordinate(*FLAGS, "--fold", "group:k=3"))
-    assert first["iterations"] == ITERATIONS
+
+    coordinator = job.coordinate(*FLAGS, "--fold", "group:k=3")
+
+    ended = summary(coordinator)
+    assert ended["iterations"] == ITERATIONS
+    # The same sums, added in another order.
+    assert ended["loss"] == pytest.approx(outcome.loss, rel=1e-5)
+    assert planned_bytes(coordinator) < outcome.planned_bytes
     job.bits()
 
 
@@ -235,27 +259,62 @@ def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
     assert "Traceback" not in coordinator.output()
 
 
-def test_a_server_that_comes_back_from_its_checkpoint_is_taken_up_again(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+@pytest.mark.parametrize("order", [(0,), (1,), (1, 0)], ids=["the first", "the second", "one after the other"])
+def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path, order: tuple[int, ...]
 ) -> None:
-    job = Coordinated(start_server, start_python, servers=1)
-    folder = tmp_path / "server-1"
-    one = start_server("--protocol", "sandblaster", "--run-id", "blast", "--checkpoint-dir", str(folder))
-    job.servers.append(one)
-    job.addresses += f",{one.data}"
+    job = Coordinated(start_server, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     coordinator = job.coordinate(*FLAGS, "--save-every", "1")
     worker.wait_for_output("held")
 
-    one.kill()
-    port = one.data.rpartition(":")[2]
-    again = start_server("--protocol", "sandblaster", "--port", port, "--checkpoint-dir", str(folder), "--resume")
-    job.servers[1] = again
-    coordinator.wait_for_output("was restored from a checkpoint: taking the run up again")
+    for server in order:
+        # The next one goes while the run is taken up again.
+        job.servers[server].kill()
+        job.revive(server)
+        told = f"server {server} ({job.servers[server].data}) was restored from a checkpoint: taking the run up again"
+        coordinator.wait_for_output(told)
     (tmp_path / "go").touch()
 
     assert summary(coordinator)["iterations"] == ITERATIONS
     assert job.bits() == undisturbed
+
+
+def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
+    start_server: StartServer, start_python: StartPython, undisturbed: str
+) -> None:
+    job = Coordinated(start_server, start_python)
+    job.hire()
+    fewer = ("--iterations", "2", *FLAGS[2:])
+    assert summary(job.coordinate(*fewer))["iterations"] == 2
+    job.bits()
+    assert job.work().ended
+    job.workers.clear()
+    # One that has nothing to do waits for nobody.
+    assert summary(job.coordinate(*fewer))["iterations"] == 2
+
+    coordinator = job.coordinate(*FLAGS)
+    coordinator.wait_for_output("no worker is there, and this coordinator waits for one: start workers")
+    assert not job.work().ended
+    job.hire()
+
+    assert summary(coordinator)["iterations"] == ITERATIONS
+    assert job.bits() == undisturbed
+
+
+def test_a_coordinator_to_which_no_worker_comes_does_not_end_well(
+    start_server: StartServer, start_python: StartPython
+) -> None:
+    job = Coordinated(start_server, start_python)
+    job.hire()
+    summary(job.coordinate("--iterations", "1"))
+    job.bits()
+
+    coordinator = job.coordinate("--iterations", "2", env={"PYPS_START_WAIT_SECONDS": "3"})
+
+    assert coordinator.wait() == 2
+    told = coordinator.output().splitlines()[-1]
+    assert re.fullmatch(r"pyps: waited \d+ s for workers, and none took a portion: start workers, or raise .*", told)
 
 
 def test_an_interrupted_coordinator_says_how_to_go_on(

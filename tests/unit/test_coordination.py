@@ -7,12 +7,15 @@ import math
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pyps.cli.coordination.drive import CoordinationSettings
 from pyps.cli.coordination.flags import spelled_coordination
 from pyps.cli.coordination.memory import Fold, MemoryPlan
+from pyps.cli.coordination.progress import _in_words
 from pyps.cli.coordination.remote_machine import STATE_PAGE, _filled_up, _to_proto, _together
-from pyps.cli.coordination.traffic import TrafficMeter
+from pyps.cli.coordination.traffic import Traffic, TrafficMeter
+from pyps.cli.main import app
 from pyps.cli.sandblaster import worker_command
 from pyps.config import ConfigError
 from pyps.core.instructions import Instruction, Operation, Precision
@@ -129,6 +132,17 @@ def test_traffic_counts_requests_and_replies_apart_for_instructions_and_passes()
     assert said.instruction_bytes == len(request.SerializeToString()) + len(reply.SerializeToString())
     assert said.pass_bytes == 2 * len(reply.SerializeToString())
     assert (said.messages, said.bytes) == (2, said.instruction_bytes + said.pass_bytes)
+
+
+def test_what_was_said_is_told_for_instructions_and_passes_apart() -> None:
+    said = Traffic(instruction_messages=9, instruction_bytes=5181, pass_messages=3, pass_bytes=4000)
+    assert _in_words(said) == "5,181 bytes of instructions and 4,000 of passes sent and received"
+
+
+@pytest.mark.parametrize("command", ["coordinate", "sandblaster"])
+def test_the_help_says_that_the_same_bits_need_the_same_portions(command: str) -> None:
+    help_text = " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
+    assert "With the same number and --fold portion any number of workers comes to the same bits." in help_text
 
 
 def test_a_script_is_run_by_python_and_any_other_command_as_it_is(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from pyps.cli.coordination.memory import Fold, MemoryPlan
 from pyps.cli.coordination.progress import Progress
 from pyps.cli.coordination.remote_machine import RemoteMachine
 from pyps.cli.coordination.remote_objective import PassSettings, RemoteObjective
+from pyps.cli.coordination.reports import Reports
 from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import BadRequest, NotAllowed, PypsError, RunFinished, ServerUnavailable, WaitTimedOut
-from pyps_wire.work_pb2 import EndWorkReply, EndWorkRequest, GetWorkRequest, WorkProgress
+from pyps_wire.errors import BadRequest, NotAllowed, PypsError, WaitTimedOut
+from pyps_wire.work_pb2 import EndWorkReply, EndWorkRequest, WorkProgress
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Coordination:
 
     def __init__(self, link: Link, settings: CoordinationSettings, progress: Progress) -> None:
         self._link = link
+        self._reports = Reports(link)
         self._settings = settings
         self._progress = progress
         # Servers that cannot save are told of once.
@@ -58,9 +60,9 @@ class Coordination:
     def _run(self) -> Summary:
         work = self._await_work()
         machine = RemoteMachine.attach(self._link, self._memory_plan(work))
-        # Nobody begins another pass from here on.
-        work = self._work()
-        self._progress.attached(work)
+        # Nobody begins another pass from here on, and work that an earlier coordinator ended goes on.
+        work = self._reports.work()
+        self._progress.attached(work, planned_bytes=machine.planned_bytes)
         objective = RemoteObjective(
             self._link,
             machine,
@@ -68,6 +70,7 @@ class Coordination:
             coordinator_epoch=machine.coordinator_epoch,
             last_pass=getattr(work, "pass"),
             on_progress=self._progress.passing,
+            say=self._progress.say,
         )
         lbfgs = Lbfgs(machine, objective, self._settings.lbfgs, on_iteration=self._on_iteration)
         summary = lbfgs.run(machine.standings, machine.state)
@@ -82,7 +85,7 @@ class Coordination:
         return MemoryPlan(
             history=self._settings.lbfgs.history,
             num_portions=min(self._settings.num_portions, work.data.num_examples),
-            num_workers=max(1, self._num_workers()),
+            num_workers=max(1, self._reports.num_workers()),
             fold=self._settings.fold,
         )
 
@@ -96,11 +99,7 @@ class Coordination:
         policy = RetryPolicy(self._link.launch.start_wait_seconds, "start_wait_seconds")
         wait = policy.begin("a worker that calls pyps_client.sandblaster", stop=threading.Event())
         while True:
-            try:
-                work = self._work()
-            except ServerUnavailable as error:
-                wait.pause(str(error))
-                continue
+            work = self._reports.work()
             if work.HasField("data"):
                 wait.end()
                 break
@@ -110,25 +109,14 @@ class Coordination:
                 f"the workers share out the data set {work.data.name!r} among themselves, pass after pass, and no "
                 "coordinator can begin theirs: let their script call pyps_client.sandblaster"
             )
-        if work.ended and not self._num_workers():
-            raise RunFinished("the work of this run has been ended and its workers are gone: start workers to go on")
         return work
-
-    def _work(self) -> WorkProgress:
-        with self._control(0) as control:
-            work: WorkProgress = control.call("GetWork", GetWorkRequest())
-            return work
-
-    def _num_workers(self) -> int:
-        with self._control(0) as control:
-            status: pb.Status = control.call("GetStatus", pb.GetStatusRequest())
-            return status.workers_alive
 
     def _save(self) -> None:
         """Lets every server write a checkpoint now, if it keeps any and may be asked from here."""
         for server in range(self._link.num_servers):
             try:
-                with self._control(server) as control:
+                # Either port of a server leads to the other.
+                with Control(self._link.launch.servers[server], token=self._link.launch.token) as control:
                     request = pb.SaveCheckpointRequest()
                     control.call("SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
             except NotAllowed:
@@ -138,10 +126,6 @@ class Coordination:
                 if not self._told_of_saving:
                     self._progress.say(f"{self._link.name(server)} wrote no checkpoint: {error}")
                 self._told_of_saving = True
-
-    def _control(self, server: int) -> Control:
-        # Either port of a server leads to the other.
-        return Control(self._link.launch.servers[server], token=self._link.launch.token)
 
 
 def coordinate(launch: Launch, settings: CoordinationSettings, *, as_json: bool) -> Summary:

@@ -17,6 +17,9 @@ COPIES_MAX = 64
 PORTIONS_MAX = 1_000_000
 HISTORY_MAX = 1000
 
+# What every help of --portions ends with.
+PORTIONS_HELP = "With the same number and --fold portion any number of workers comes to the same bits."
+
 Iterations = Annotated[int, typer.Option(help="Iterations at the most, those before a restart included.", min=1)]
 History = Annotated[int, typer.Option(help="Pairs of differences that L-BFGS keeps, m.", min=1, max=HISTORY_MAX)]
 LineSearch = Annotated[str, typer.Option(help=f"How a step's length is found: {' or '.join(LINE_SEARCHES)}.")]

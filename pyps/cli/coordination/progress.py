@@ -40,8 +40,15 @@ class Progress:
         self._drawn_at = 0.0
         self._drawn_columns = 0
 
-    def attached(self, work: WorkProgress) -> None:
-        """Takes up the work as it stands; what the queue counted before belongs to nobody's line."""
+    def attached(self, work: WorkProgress, *, planned_bytes: int) -> None:
+        """Takes up the work as it stands; what the queue counted before belongs to nobody's line.
+
+        `planned_bytes`: what vectors and staged gradients will take on all servers together, at most.
+        """
+        if self._as_json:
+            typer.echo(
+                json.dumps({"attached": {"planned_bytes": planned_bytes, "passes_begun": getattr(work, "pass")}})
+            )
         self._work = work
         self._mark = _Mark(time.monotonic(), self._traffic(), work.copies, work.stolen, work.lost)
 
@@ -86,7 +93,7 @@ class Progress:
             f"iteration {report.iteration:3d}  loss {report.loss:.6g}  step {report.step_length:.3g}  "
             f"gradient {report.gradient_norm:.3g}  trials {report.trials}  "
             f"portions {work.num_portions} ({figures['stolen']} stolen, {figures['lost']} lost)  "
-            f"{figures['seconds']:.1f} s  said {traffic.bytes:,} bytes{restarted}"
+            f"{figures['seconds']:.1f} s  {_in_words(traffic)}{restarted}"
         )
 
     def ended(self, summary: Summary) -> None:
@@ -99,7 +106,7 @@ class Progress:
         typer.echo(
             f"{'converged' if summary.converged else 'ended'} after {summary.iterations} iterations and "
             f"{summary.passes} passes, loss {summary.loss:.6g}: {summary.reason}; "
-            f"the coordinator said {traffic.bytes:,} bytes in {traffic.messages:,} calls"
+            f"the coordinator's {traffic.messages:,} calls: {_in_words(traffic)}"
         )
 
     def say(self, text: str) -> None:
@@ -117,3 +124,8 @@ class Progress:
             self._draw("")
             sys.stdout.write("\r")
             self._drawn_columns = 0
+
+
+def _in_words(traffic: Traffic) -> str:
+    """Instructions and passes apart: only the former are as many for every model and pace of the workers."""
+    return f"{traffic.instruction_bytes:,} bytes of instructions and {traffic.pass_bytes:,} of passes sent and received"

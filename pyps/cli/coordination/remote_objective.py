@@ -11,6 +11,7 @@ from pyps.cli.coordination.memory import MemoryPlan
 from pyps.core.instructions import Instruction, Operation
 from pyps.work.machine import Evaluation, Machine
 from pyps_client.connection import CALL_SECONDS
+from pyps_client.launch import Launch
 from pyps_wire import work_pb2 as pb
 from pyps_wire.errors import WaitTimedOut
 
@@ -39,17 +40,22 @@ class RemoteObjective:
         coordinator_epoch: int,
         last_pass: int,
         on_progress: Callable[[pb.WorkProgress], None],
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`last_pass`: the highest that any coordinator began. `on_progress` hears now and then how far a pass is."""
+        """`last_pass`: the highest that any coordinator began. `on_progress` hears now and then how far a pass is, and
+        `say` what people are to do something about.
+        """
         self._link = link
         self._machine = machine
         self._settings = settings
         self._coordinator_epoch = coordinator_epoch
         self._pass = last_pass
         self._on_progress = on_progress
+        self._say = say
+        self._patience = _Patience(link.launch)
 
     def evaluate(self, note: Mapping[str, float]) -> Evaluation:
-        """Makes one pass; see `Objective.evaluate`. WaitTimedOut where workers bring nothing for too long."""
+        """Makes one pass; see `Objective.evaluate`. WaitTimedOut where workers do not come, or bring nothing."""
         self._pass += 1
         # Servers take its stages before any worker can have computed one.
         self._machine.execute(Instruction(Operation.BEGIN_PASS, count=self._pass))
@@ -63,7 +69,9 @@ class RemoteObjective:
             scalars=note,
             **{"pass": self._pass},
         )
-        self._link.ask(0, "BeginPass", begin, pb.BeginPassReply)
+        began = self._link.ask(0, "BeginPass", begin, pb.BeginPassReply)
+        if not self._patience.begin(num_workers=began.num_workers):
+            self._say("no worker is there, and this coordinator waits for one: start workers")
         reply = self._await()
         return Evaluation(reply.loss_sum, reply.example_count, tuple(reply.stage_ids))
 
@@ -74,7 +82,6 @@ class RemoteObjective:
             wait_milliseconds=round(AWAIT_SECONDS * 1000),
             **{"pass": self._pass},
         )
-        patience = _Patience(self._link.launch.wait_seconds)
         while True:
             reply = self._link.ask(
                 0, "AwaitPass", request, pb.AwaitPassReply, timeout_seconds=AWAIT_SECONDS + CALL_SECONDS
@@ -82,24 +89,40 @@ class RemoteObjective:
             self._on_progress(reply.progress)
             if reply.complete:
                 return reply
-            patience.check(reply.progress)
+            self._patience.check(reply.progress)
             self._link.greet()
 
 
 class _Patience:
-    """How long a pass may stand still."""
+    """How long workers may take to come, and a pass may stand still."""
 
-    def __init__(self, wait_seconds: float) -> None:
-        self._wait_seconds = wait_seconds
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
         self._since = time.monotonic()
-        self._done = -1
+        self._done = 0
+        # Whether there ever was one.
+        self._found_workers = False
+
+    def begin(self, *, num_workers: int) -> bool:
+        """Counts from now, when a pass begins; returns whether there are workers, or were in an earlier pass."""
+        self._since, self._done = time.monotonic(), 0
+        self._found_workers |= num_workers > 0
+        return self._found_workers
 
     def check(self, progress: pb.WorkProgress) -> None:
-        """Raises WaitTimedOut where no portion was delivered for too long."""
-        if progress.done != self._done:
-            self._since, self._done = time.monotonic(), progress.done
-        waited = time.monotonic() - self._since
-        if waited >= self._wait_seconds:
+        """Raises WaitTimedOut where no worker came, or no portion was delivered, for too long."""
+        now = time.monotonic()
+        came = not self._found_workers and bool(progress.running or progress.done)
+        if came or progress.done != self._done:
+            self._since, self._done, self._found_workers = now, progress.done, True
+        waited = now - self._since
+        if not self._found_workers:
+            if waited >= self._launch.start_wait_seconds:
+                raise WaitTimedOut(
+                    f"waited {waited:.0f} s for workers, and none took a portion: start workers, or raise "
+                    "start_wait_seconds (PYPS_START_WAIT_SECONDS) to wait longer"
+                )
+        elif waited >= self._launch.wait_seconds:
             raise WaitTimedOut(
                 f"waited {waited:.0f} s for workers: {progress.done} of {progress.num_portions} portions of the pass "
                 f"are done, {progress.running} are with workers; look whether workers run (`pyps status`), or raise "

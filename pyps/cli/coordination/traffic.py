@@ -10,12 +10,16 @@ from google.protobuf.message import Message
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages and their bytes, both ways, without gRPC's own. A message and its answer count as one."""
+    """Messages and their bytes, both ways, without gRPC's own. A message and its answer count as one.
+
+    Greetings are not counted, nor what is asked at control ports: they have no part in any iteration's figures.
+    """
 
     # Of instructions on vectors: as many for a small model as for a large one.
     instruction_messages: int = 0
     instruction_bytes: int = 0
-    # Of passes over the data set: with progress, which has a line a worker, and 8 bytes a staged sum.
+    # Of passes over the data set: 8 bytes a staged sum, and progress, which has a line a worker and is told of more
+    # often in a pass that takes longer.
     pass_messages: int = 0
     pass_bytes: int = 0
 
