@@ -32,6 +32,7 @@ def test_portions_for_whoever_is_free_save_most_of_what_equal_shares_lose(seed: 
 
 
 def test_every_portion_counts_once_a_pass_however_many_copies_there_are() -> None:
+    """B1: the counts of a pass add up to the batch."""
     crew, _ = balance.run_crew("backup", seed=0)
 
     counted = Counter((span.pass_, span.portion.portion_id) for span in crew.spans if span.counted)
@@ -42,6 +43,7 @@ def test_every_portion_counts_once_a_pass_however_many_copies_there_are() -> Non
 
 
 def test_workers_pull_parameters_once_a_pass_at_most() -> None:
+    """B2: pulls per worker and pass <= 1."""
     crew, _ = balance.run_crew("backup", seed=0)
 
     assert crew.messages["pull"] <= balance.WORKERS * balance.PASSES

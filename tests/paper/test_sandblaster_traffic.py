@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from experiments import sandblaster_traffic as traffic
 
 
@@ -17,6 +19,18 @@ def test_a_coordinators_bytes_do_not_depend_on_the_number_of_parameters() -> Non
 
 def test_workers_with_a_fair_share_of_a_pass_exchange_a_tenth_of_downpours_bytes_at_most() -> None:
     assert traffic.worker_traffic(4).share <= 0.1
+
+
+@pytest.mark.parametrize("workers", traffic.WORKERS)
+def test_workers_exchange_bytes_in_the_ratio_of_a_minibatch_to_what_is_summed(workers: int) -> None:
+    """B9: bytes per example <= Downpour's x minibatch / (portion x k_send).
+
+    Of all that is sent and got, as Downpour pulls with each minibatch and Sandblaster once a pass. Of the gradients
+    alone it does not hold where a worker's portions are no multiple of k_send: its last sum has fewer.
+    """
+    portion = traffic.EXAMPLES / (traffic.PORTIONS_PER_WORKER * workers)
+
+    assert traffic.worker_traffic(workers).share <= traffic.BATCH_SIZE / (portion * traffic.PORTIONS_PER_STAGE)
 
 
 def test_sums_of_gradients_are_sent_as_often_as_portions_are_grouped() -> None:
