@@ -44,4 +44,8 @@ def vector_free(machine: Machine, pairs: Sequence[Pair]) -> float:
 
 
 def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+    # Not by sum(): from Python 3.12 on it rounds otherwise, and a coordinator that comes back must find the same bits.
+    total = 0.0
+    for a, b in zip(left, right, strict=True):
+        total += a * b
+    return total
