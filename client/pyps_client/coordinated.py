@@ -52,7 +52,10 @@ class Computation(Protocol):
         """Adds the gradient that was computed last to the sum."""
 
     def sealed(self) -> Vectors | None:
-        """The sum, one vector a group, good until `clear`; None where it is not finite."""
+        """The sum, one vector a group, good until `clear`; None where it is not finite, or not as it travels."""
+
+    def why_not_sealed(self) -> str:
+        """Says why `sealed` gave None, and what to do."""
 
     def clear(self) -> None:
         """Makes the sum empty."""
@@ -111,6 +114,8 @@ class CoordinatedWork:
         self._claimed: list[_Claimed] = []
         # Of the present pass: delivered losses and examples.
         self._loss_sum, self._loss_count = 0.0, 0
+        # The pass in which it was told last why a gradient was not sent.
+        self._told_unsent_in = 0
         # While servers refuse what is computed.
         self._refusal: Wait | None = None
 
@@ -174,13 +179,17 @@ class CoordinatedWork:
     def _deliver(self) -> None:
         """Stages the sum of what is claimed, and delivers it."""
         leases = [claimed.portion.lease_id for claimed in self._claimed]
-        loss_sum = sum(claimed.loss_sum for claimed in self._claimed)
+        loss_sum = 0.0
+        for claimed in self._claimed:
+            # Not by sum(): from Python 3.12 on it rounds otherwise.
+            loss_sum += claimed.loss_sum
         example_count = sum(claimed.num_examples for claimed in self._claimed)
         stage_id = 0
         vectors = self._computation.sealed() if math.isfinite(loss_sum) else None
         try:
             if vectors is None:
                 # Told by the loss alone: the coordinator then folds nothing, and takes a shorter step.
+                self._tell_unsent(loss_sum)
                 loss_sum = math.nan
             else:
                 stage_id = leases[0]
@@ -198,6 +207,13 @@ class CoordinatedWork:
         self._computation.clear()
         self._claimed.clear()
         self._note(len(leases), loss_sum, example_count)
+
+    def _tell_unsent(self, loss_sum: float) -> None:
+        """Says once a pass why a loss that is a number is told as none: from the coordinator nobody learns it."""
+        if math.isfinite(loss_sum) and self._told_unsent_in != self._pass:
+            self._told_unsent_in = self._pass
+            reason = self._computation.why_not_sealed()
+            logger.warning("the loss of pass %d is told as NaN, though it is a number: %s", self._pass, reason)
 
     def _note(self, num_portions: int, loss_sum: float, example_count: int) -> None:
         """Counts what was delivered."""

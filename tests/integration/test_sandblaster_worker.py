@@ -22,9 +22,10 @@ import pyps_client
 from client_support import CuttingProxy, addresses, start_servers
 from conductor import Conductor
 from inspection import inspect
-from pyps_client import SandblasterResult
+from pyps_client import SandblasterResult, coordinated
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from sandblasting import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
+from sums import compensated_sum
 from support import PythonProcess, ServerProcess, wait_until
 
 Start = Callable[..., ServerProcess]
@@ -211,6 +212,37 @@ def test_a_loss_that_is_not_finite_is_delivered_without_a_gradient_and_the_next_
     crew.end()
 
 
+def test_a_gradient_that_is_too_large_for_its_type_is_told_of_with_one_that_holds_it(
+    hire: Callable[..., Crew], caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets) * 1e6
+
+    crew = hire(1, loss=loss, gradient_dtype="float16")
+    with caplog.at_level("WARNING", logger="pyps"):
+        outcomes = [crew.conductor.run_pass(portions=5) for _ in range(2)]
+    assert all(math.isnan(outcome.loss_sum) and not outcome.stage_ids for outcome in outcomes)
+    told = [message for message in caplog.messages if "told as NaN" in message]
+    assert [message.partition(" is told as NaN")[0] for message in told] == ["the loss of pass 1", "the loss of pass 2"]
+    assert "exceeds 65504, the most that float16 holds, in which it travels" in told[0]
+    assert "gradient_dtype='bfloat16' or 'float32'" in told[0]
+    crew.end()
+
+
+def test_the_loss_of_a_few_portions_has_the_same_bits_in_every_version_of_python(
+    hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        # Sums of a few losses of float32 would be exact.
+        return functional.cross_entropy(outputs.double(), targets)
+
+    crew = hire(1, loss=loss, batch_size=2)
+    before = crew.conductor.run_pass(portions=9, per_stage=9).loss_sum
+    monkeypatch.setattr(coordinated, "sum", compensated_sum, raising=False)
+    assert crew.conductor.run_pass(portions=9, per_stage=9).loss_sum == before
+    crew.end()
+
+
 class Gate:
     """A loss that stops, once, at the first batch of some worker until it is let through."""
 
@@ -373,6 +405,7 @@ def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
 def test_a_worker_that_is_killed_or_interrupted_amid_a_portion_costs_nothing_but_time(
     hire: Callable[..., Crew], start_python: StartPython, how: str
 ) -> None:
+    """B8: killing a worker amid a pass changes nothing but time."""
     crew = hire(1, flags=("--lease-seconds", "5", "--heartbeat-seconds", "1"))
     expected = crew.conductor.run_pass(portions=6).loss_sum
     worker = start_python("-c", WORKER, addresses(crew.servers), "hangs")

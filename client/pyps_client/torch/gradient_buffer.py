@@ -44,8 +44,8 @@ class GradientBuffer:
         self._layout = layout
         self._host = [tensor_over(vector) for vector in vectors]
         self._dtype = self._host[0].dtype
-        # What must hold the numbers in the end.
-        self._wire_dtype = self._dtype if codec is None else DTYPES[codec]
+        # The type that must hold the numbers in the end.
+        self.wire_dtype = self._dtype if codec is None else DTYPES[codec]
         self._flat = [self._block_buffer(block) for block in layout.blocks]
         # Converted on the device, so that only the wire's type crosses the bus.
         self._wire = [
@@ -104,7 +104,7 @@ class GradientBuffer:
     def are_finite(self) -> bool:
         """True when what has gathered holds no NaN and no infinity; one pass over memory, where it lies."""
         gathered = list(self._gathered())
-        self._seen_fit = surely_fit(gathered, self._wire_dtype)
+        self._seen_fit = surely_fit(gathered, self.wire_dtype)
         return self._seen_fit or all_finite(gathered)
 
     def hand_out(self) -> None:
@@ -205,7 +205,7 @@ class GradientBuffer:
         if self._seen_fit:
             return True
         gathered = list(self._gathered())
-        return surely_fit(gathered, self._wire_dtype) or all_fit(gathered, self._wire_dtype)
+        return surely_fit(gathered, self.wire_dtype) or all_fit(gathered, self.wire_dtype)
 
     def _gathered(self) -> Iterator[torch.Tensor]:
         """The float32 sums of the tensors that are present, where they gather, in long stretches where all are."""

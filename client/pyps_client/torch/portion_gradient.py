@@ -63,8 +63,12 @@ class PortionGradient:
             loss.backward(gradient=torch.full_like(loss, count))  # type: ignore[no-untyped-call]
             self._widen(gradients)
             losses.append((loss.detach(), count))
-        # Asked for once all is under way: each answer waits for the device.
-        return sum(float(loss) * count for loss, count in losses)
+        # Asked for once all is under way: each answer waits for the device. Not by sum(): from Python 3.12 on it rounds
+        # otherwise, and the same portion must have the same loss whoever computes it.
+        loss_sum = 0.0
+        for loss, count in losses:
+            loss_sum += float(loss) * count
+        return loss_sum
 
     def keep(self) -> None:
         """Adds the gradient that was computed last to the sum over portions."""
@@ -77,6 +81,17 @@ class PortionGradient:
             return None
         self._gathered.ready()
         return self._gathered.vectors
+
+    def why_not_sealed(self) -> str:
+        """Says why `sealed` gave None, and what to do."""
+        if not self._gathered.are_finite():
+            return "the gradient is not finite. If every step's is not, look at the loss and at the data."
+        narrow = self._gathered.wire_dtype
+        others = "'bfloat16' or 'float32'" if narrow == torch.float16 else "'float32'"
+        return (
+            f"the gradient, a sum over the examples, exceeds {torch.finfo(narrow).max:g}, the most that "
+            f"{str(narrow).removeprefix('torch.')} holds, in which it travels. Use gradient_dtype={others}."
+        )
 
     def clear(self) -> None:
         """Makes the sum over portions empty."""

@@ -170,8 +170,12 @@ class PortionComputation:
         self._gradient.keep()
 
     def sealed(self) -> Vectors | None:
-        """The sum, one vector a group, good until `clear`; None where it is not finite."""
+        """The sum, one vector a group, good until `clear`; None where it is not finite, or not as it travels."""
         return self._gradient.sealed()
+
+    def why_not_sealed(self) -> str:
+        """Says why `sealed` gave None, and what to do."""
+        return self._gradient.why_not_sealed()
 
     def clear(self) -> None:
         """Makes the sum empty."""

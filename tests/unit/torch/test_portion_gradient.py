@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pyps_client.torch import portion_gradient
 from pyps_client.torch.batches import loss_function
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.portion_gradient import PortionGradient
 from pyps_wire.errors import BadRequest
+from sums import compensated_sum
 
 Batches = list[tuple[Any, int]]
 
@@ -52,10 +54,11 @@ class Worker:
         loss_of: Callable[[nn.Module, Any], Any] | None = None,
         *,
         keep_apart: bool = False,
+        dtype: type[np.floating] = np.float32,
     ) -> None:
         self.model = model
         self.layout: Layout = plan(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
-        self.vectors = [np.full(size, 9, np.float32) for size in self.layout.model.group_sizes]
+        self.vectors = [np.full(size, 9, dtype) for size in self.layout.model.group_sizes]
         self.gathered = GradientBuffer(self.layout, self.vectors)
         loss = functional.cross_entropy if loss_of is None else None
         self.gradient = PortionGradient(self.layout, self.gathered, loss_function(model, loss, loss_of))
@@ -96,6 +99,18 @@ def test_the_sum_of_losses_is_over_the_examples() -> None:
     with torch.no_grad():
         expected = functional.cross_entropy(worker.model(inputs), targets, reduction="sum").item()
     assert loss_sum == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_portions_loss_has_the_same_bits_in_every_version_of_python(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Sums of a few losses of float32 would be exact.
+    worker = Worker(make_model(), lambda model, batch: functional.cross_entropy(model(batch[0]).double(), batch[1]))
+    portion = batches(*examples(200, seed=seed), 1)
+    before = worker.gradient.compute(portion)
+    monkeypatch.setattr(portion_gradient, "sum", compensated_sum, raising=False)
+    assert worker.gradient.compute(portion) == before
 
 
 @pytest.mark.parametrize("keep_apart", [False, True])
@@ -186,6 +201,25 @@ def test_a_sum_that_is_not_finite_is_not_sent_and_the_next_one_is_sound() -> Non
     assert worker.gradient.sealed() is None
     worker.gradient.clear()
     np.testing.assert_array_equal(worker.portion(portion), expected)
+
+
+def test_why_a_sum_is_not_sent_is_told_apart() -> None:
+    worker = Worker(
+        make_model(),
+        lambda model, batch: 1e6 * functional.cross_entropy(model(batch[0]), batch[1]),
+        dtype=np.float16,
+    )
+    gradient = worker.gradient
+    assert np.isfinite(gradient.compute(batches(*examples(40), 16)))
+    gradient.keep()
+    assert gradient.sealed() is None
+    assert gradient.why_not_sealed().startswith("the gradient, a sum over the examples, exceeds 65504, the most that")
+
+    gradient.clear()
+    gradient.compute(batches(torch.full((3, 7), np.inf), torch.zeros(3, dtype=torch.long), 16))
+    gradient.keep()
+    assert gradient.sealed() is None
+    assert gradient.why_not_sealed().startswith("the gradient is not finite")
 
 
 def test_in_the_end_the_model_has_no_gradients() -> None:
