@@ -14,6 +14,11 @@ from pyps_wire.errors import BadRequest
 _NAME = re.compile(r"[A-Za-z0-9_]{1,16}")
 _PAIR_NAME = re.compile(r"[sy]\d+")
 STATE_BYTES_MAX = 64 * 1024
+# Numbers that a program may answer with: the products of a history of 180 pairs take less.
+ANSWERS_MAX = 65_536
+# Instructions of a program, and names, stages and scalars that they list in all.
+INSTRUCTIONS_MAX = 10_000
+LISTED_MAX = 200_000
 # The accepted point and its gradient: what a coordinator that comes back goes on from, with the history.
 POINT, GRADIENT = "x", "g"
 
@@ -134,6 +139,7 @@ def foresee(
     vectors of so many bytes a parameter are too large.
     """
     _require_state(program)
+    _require_few(program)
     draft = _Draft(standing, take_stages, require_room, durable=program.commits_iteration > 0)
     for number, instruction in enumerate(program.instructions, start=1):
         draft.where = f"instruction {number} ({instruction.operation.name})"
@@ -280,6 +286,23 @@ _CHECKS: Mapping[Operation, Callable[[_Draft, Instruction], None]] = {
     Operation.MOVE: _Draft.move,
     Operation.BEGIN_PASS: _Draft.begin_pass,
 }
+
+
+def _require_few(program: Program) -> None:
+    """Bounds what a program asks for before anything is made of it: a short message could ask for very much."""
+    answers = sum(map(num_answers, program.instructions))
+    lists = (i.names + i.others + i.stage_ids + i.scalars for i in program.instructions)
+    bounds = (
+        ("has", len(program.instructions), "instructions", INSTRUCTIONS_MAX),
+        ("lists", sum(map(len, lists)), "names, stages and scalars", LISTED_MAX),
+        ("answers with", answers, "numbers", ANSWERS_MAX),
+    )
+    for verb, number, what, most in bounds:
+        if number > most:
+            raise BadRequest(
+                f"the program {verb} {number} {what}; expected {most} at most: send it in parts, or keep a shorter "
+                "history (--history)"
+            )
 
 
 def _require_state(program: Program) -> None:

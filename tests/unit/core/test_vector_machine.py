@@ -345,3 +345,34 @@ def test_the_number_of_threads_changes_no_bit():
 
     assert others == scalars
     assert np.array_equal(moved, parameters)
+
+
+# Bounds: a short message may not ask for very much.
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ([I(O.GRAM, names=("x",) * 8000, others=("x",) * 8000)], "answers with 64000000 numbers; expected 65536"),
+        ([I(O.GRAM, names=("x",) * 200, others=("x",) * 200)] * 2, "answers with 80000 numbers; expected 65536"),
+        ([I(O.COMBINE, target="x", names=("x",) * 100_001, scalars=(0.5,) * 100_001)], "lists 200002 names"),
+        ([I(O.FOLD, target="x", stage_ids=tuple(range(200_001)), count=1)], "lists 200001 names, stages and scalars"),
+        ([I(O.FILL, target="x")] * 10_001, "has 10001 instructions; expected 10000 at most"),
+    ],
+)
+def test_a_program_that_asks_for_very_much_is_refused_before_anything_is_made_of_it(program, words):
+    driver = make_machine()
+    driver.execute(I(O.ALLOC, target="x"))
+
+    with pytest.raises(BadRequest, match=words):
+        driver.execute(*program)
+
+
+def test_the_products_of_a_long_history_are_answered():
+    driver = make_machine()
+    driver.execute(I(O.ALLOC, target="x"), I(O.FILL, target="x", scalar=1.0))
+
+    # As of 150 pairs.
+    answers = driver.execute(I(O.GRAM, names=("x",) * 301, others=("x",) * 151))
+
+    assert answers == [float(SIZE)] * (301 * 151)
