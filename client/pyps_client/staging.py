@@ -17,7 +17,7 @@ from pyps_client.vectors import Vectors, part_of
 from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.codecs import codec_of, dtype_of, item_size
 from pyps_wire.common_pb2 import Codec, Sender
-from pyps_wire.errors import LimitExceeded
+from pyps_wire.errors import LimitExceeded, NoRoom
 from pyps_wire.framing import join
 from pyps_wire.partition import Partition, ShardRange
 from pyps_wire.vector_machine_pb2 import StageReply, StageRequest
@@ -50,7 +50,8 @@ class Staging:
         them.
 
         `portion_id`, `stage_id`: the first portion in the sum, and its lease. The vectors must rest meanwhile: after a
-        lost connection they are sent again. BadRequest where a server takes no stages of this pass.
+        lost connection they are sent again. BadRequest where a server takes no stages of this pass, NoRoom where it has
+        no memory for one more.
         """
         partition = self._session.partition
         header = StageRequest(
@@ -90,8 +91,11 @@ class OutgoingStage:
             keep_large_blocks()
         try:
             channel.send("Stage", self._frames(), StageReply, timeout_seconds=call_seconds(num_bytes))
+        except NoRoom:
+            # The memory for stages: none of it is given up before the pass ends.
+            raise
         except LimitExceeded as exceeded:
-            # The coordinator had room made for all stages: what is exceeded is the memory for calls under way.
+            # The memory for calls under way.
             raise Busy(str(exceeded)) from None
 
     def _frames(self) -> Iterator[bytes]:

@@ -16,6 +16,7 @@
     ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
     ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
     ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
+    │   └── NoRoom                                   for as long as things stand: waiting does not help
     ├── WaitTimedOut            DEADLINE_EXCEEDED    what was waited for did not come in time
     ├── ServerUnavailable       UNAVAILABLE          the server cannot be reached
     ├── StateLost               DATA_LOSS            updates that had been acknowledged are gone
@@ -125,6 +126,10 @@ class LimitExceeded(PypsError):
     """Raised beyond a bound that a server enforces. Send less, or raise the setting in the message."""
 
     status = "RESOURCE_EXHAUSTED"
+
+
+class NoRoom(LimitExceeded):
+    """Raised where a server has no memory for what is to stay there. Waiting does not help; the message says what."""
 
 
 class WaitTimedOut(PypsError):

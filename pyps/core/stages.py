@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import Codec, item_bytes
-from pyps_wire.errors import BadRequest, LimitExceeded, NotFinite, WrongSize
+from pyps_wire.errors import BadRequest, NoRoom, NotFinite, WrongSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Stages:
     def add(self, part: StagePart) -> bool:
         """Takes one shard of a stage; True where the stage is complete here, or is not needed any more.
 
-        Raises BadRequest for a part of another pass or shard, WrongSize, NotFinite, or LimitExceeded beyond the room.
+        Raises BadRequest for a part of another pass or shard, WrongSize, NotFinite, or NoRoom.
         A part that came before is not taken again.
         """
         self._require_fitting(part)
@@ -164,10 +164,11 @@ class Stages:
         freed = former.num_bytes if former is not None and former.stage_id != part.stage_id else 0
         num_bytes, room = self.bytes - freed + 4 * self._lengths[part.shard_id], self._room()
         if num_bytes > room:
-            raise LimitExceeded(
+            raise NoRoom(
                 f"stage {part.stage_id} of portion {part.portion_id} would make {num_bytes} bytes of staged "
                 f"gradients, and vectors leave room for {room}: raise --max-vector-bytes, or let the coordinator ask "
-                "for fewer stages (--portions, --fold group:k=N)"
+                "for fewer stages (--portions, --fold group:k=N); with groups each worker that dies or joins amid a "
+                "pass may take a few stages more"
             )
 
     def _complete(self, stage_id: int) -> dict[int, Floats]:

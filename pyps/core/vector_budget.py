@@ -33,26 +33,35 @@ class Plan:
         return _FLOAT32_BYTES * float32s + _FLOAT64_BYTES * self.vectors_float64
 
 
-def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int) -> int:
+def require_plan_fits(plan: Plan, *, num_parameters: int, bytes_max: int, pairs_there: int = 0) -> int:
     """Returns the bytes that the plan comes to on a server with so many parameters.
 
+    `pairs_there`: the history that an earlier coordinator left, of which what is too much goes with the first commit.
     Raises LimitExceeded where it goes beyond bytes_max, naming settings that do not.
     """
     for name in ("history_pairs", "vectors_float32", "vectors_float64", "stages", "num_portions"):
         value = getattr(plan, name)
         if not 0 <= value <= _COUNT_MAX:
             raise BadRequest(f"the plan has {name} {value}; expected 0 to {_COUNT_MAX}")
+    left = ""
+    if pairs_there > plan.history_pairs:
+        left = f" (which an earlier coordinator left; {plan.history_pairs} are kept once an iteration is done)"
+        plan = replace(plan, history_pairs=pairs_there)
     num_bytes = plan.bytes_per_parameter * num_parameters
     if num_bytes > bytes_max:
+        further, ways = (
+            plan.vectors_float32 + plan.vectors_float64,
+            _ways_out(plan, num_parameters, bytes_max, pairs_there),
+        )
         raise LimitExceeded(
-            f"{plan.history_pairs} pairs of history, {plan.vectors_float32 + plan.vectors_float64} further vectors and "
-            f"{plan.stages} staged sums of gradients take {num_bytes} bytes for the {num_parameters} parameters of "
-            f"this server, which keeps {bytes_max} at the most: {_ways_out(plan, num_parameters, bytes_max)}"
+            f"{plan.history_pairs} pairs of history{left}, {further} further vectors and {plan.stages} staged sums of "
+            f"gradients take {num_bytes} bytes for the {num_parameters} parameters of this server, which keeps "
+            f"{bytes_max} at the most: {ways}"
         )
     return num_bytes
 
 
-def _ways_out(plan: Plan, num_parameters: int, bytes_max: int) -> str:
+def _ways_out(plan: Plan, num_parameters: int, bytes_max: int, pairs_there: int) -> str:
     def history_that_fits(of: Plan) -> int:
         spare = bytes_max // num_parameters - replace(of, history_pairs=0).bytes_per_parameter
         return min(spare // (2 * _FLOAT32_BYTES), plan.history_pairs)
@@ -63,15 +72,16 @@ def _ways_out(plan: Plan, num_parameters: int, bytes_max: int) -> str:
 
     ways = []
     history, stages = history_that_fits(plan), stages_that_fit(plan)
-    if history >= 1:
+    shortest = max(1, pairs_there)
+    if history >= shortest:
         ways.append(f"--history {history}")
     if stages >= 1:
         ways.append(_fewer_stages(plan, stages))
     if not ways:
         # Neither alone is enough: the shortest history, and as many stages as then fit.
-        stages = stages_that_fit(replace(plan, history_pairs=1))
+        stages = stages_that_fit(replace(plan, history_pairs=shortest))
         if stages >= 1:
-            ways.append(f"--history 1 with {_fewer_stages(plan, stages)}")
+            ways.append(f"--history {shortest} with {_fewer_stages(plan, stages)}")
     ways.append(f"more servers, or servers started with --max-vector-bytes {plan.bytes_per_parameter * num_parameters}")
     return "this would fit: " + "; or ".join(ways)
 

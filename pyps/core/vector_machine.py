@@ -134,12 +134,17 @@ class VectorMachine:
                 "this server keeps an update log, which cannot hold instructions on vectors: start it without "
                 "--update-log"
             )
-        planned_bytes = require_plan_fits(plan, num_parameters=self._num_parameters, bytes_max=self._bytes_max)
         with self._lock:
+            pairs_there = self._standing.newest - self._standing.oldest + 1
+            planned_bytes = require_plan_fits(
+                plan, num_parameters=self._num_parameters, bytes_max=self._bytes_max, pairs_there=pairs_there
+            )
             epoch = coordinator_epoch or max(self.coordinator_epoch + 1, at_least)
             self._require_latest(epoch)
             if epoch > self.coordinator_epoch:
                 self.coordinator_epoch, self._op_seq, self._results = epoch, 0, Results()
+                # Nobody folds them any more, and the plan counts on their room.
+                self._stages.begin(self._stages.pass_)
             return Attachment(epoch, self.iteration, self.text, self.names, self._num_parameters, planned_bytes)
 
     def execute(self, program: Program, *, run_all: RunAll = one_after_the_other) -> Results:

@@ -6,12 +6,18 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
+import grpc
 import numpy as np
 import pytest
 
+from client_support import SGD
+from pyps_client import Client
+from pyps_client.staging import Staging
 from pyps_wire import parameter_server_pb2 as pb
 from pyps_wire.contract import METHODS
+from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
 from support import ServerProcess
@@ -261,3 +267,34 @@ def test_a_stream_of_a_worker_that_vanishes_midway_leaves_the_server_well(start_
 
         stage(worker, list(stage_messages(worker, numbers(1), stage_id=4)))
         assert coordinator.execute(instruction("FOLD", target="t", stage_ids=[4], count=1)).version == 0
+
+
+# Memory for stages.
+
+
+def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_server: Start) -> None:
+    # For 70 parameters: 11 stages, and no vectors.
+    server = start_server("--protocol", "sandblaster", "--max-vector-bytes", str(4 * SIZE * 11))
+    model = {"weight": np.zeros(SIZE, np.float32)}
+    with Client(model, SGD, shard_size=16, servers=server.data, run_id="run-1", loss_wait_seconds=20) as worker:
+        with grpc.insecure_channel(server.data) as channel:
+            coordinator = WireCoordinator(SimpleNamespace(channel=channel))
+            coordinator.attach(history_pairs=0, vectors_float32=0, vectors_float64=0, stages=2)
+            coordinator.execute(instruction("BEGIN_PASS", count=1))
+        staging, vectors = Staging(worker.session), [np.ones(SIZE, np.float32)]
+        for portion_id in range(11):
+            staging.stage(vectors, pass_number=1, portion_id=portion_id, stage_id=portion_id + 1)
+
+        with pytest.raises(NoRoom, match=r"stage 12 of portion 11 would make .* raise --max-vector-bytes"):
+            staging.stage(vectors, pass_number=1, portion_id=11, stage_id=12)
+
+
+def test_a_short_program_that_asks_for_very_much_is_refused(start_server: Start) -> None:
+    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, _):
+        coordinator.execute(instruction("ALLOC", target="x"))
+        many = ["x"] * 8000
+
+        status, name, text = refusal_of(coordinator.execute, instruction("GRAM", names=many, others=many))
+
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert text.startswith("the program answers with 64000000 numbers; expected 65536 at most")

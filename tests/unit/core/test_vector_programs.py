@@ -115,6 +115,22 @@ def test_a_plan_over_the_budget_changes_no_life():
     filled(driver, "x", 1.0)
 
 
+def test_pairs_that_an_earlier_coordinator_left_count_against_the_memory_of_the_next():
+    # Three pairs, and four vectors in float32 and one in float64.
+    driver = make_machine(bytes_max=SIZE * (4 * (2 * 3 + 4 + 2) + 8))
+    for _ in range(3):
+        filled(driver, "s", 1.0)
+        filled(driver, "y", 1.0)
+        driver.execute(Instruction(Operation.PUSH_HISTORY, left="s", right="y"))
+    plan = replace(PLAN, history_pairs=1, stages=6)
+
+    with pytest.raises(LimitExceeded, match=r"3 pairs of history .which an earlier coordinator left; 1 are kept once"):
+        driver.machine.attach(plan)
+
+    assert driver.machine.coordinator_epoch == driver.epoch
+    assert driver.machine.attach(replace(plan, stages=2)).planned_bytes == SIZE * (4 * (2 * 3 + 4 + 2) + 8)
+
+
 def test_a_server_that_logs_updates_takes_no_coordinator():
     machine = VectorMachine(make_shards(np.zeros(SIZE)), bytes_max=BYTES_MAX, logged=True)
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from machines import LENGTHS, Driver, make_machine
+from machines import LENGTHS, PLAN, Driver, make_machine
 from pyps.core.gradient import Codec
 from pyps.core.instructions import Instruction, Operation
 from pyps_wire.codecs import encode
-from pyps_wire.errors import BadRequest, LimitExceeded, NotFinite, WrongSize
+from pyps_wire.errors import BadRequest, NoRoom, NotFinite, WrongSize
 from shards import run_together
 
 SIZE = sum(LENGTHS)
@@ -167,7 +167,7 @@ def test_stages_beyond_the_budget_are_refused_with_the_settings_to_change():
     for k in range(12):
         driver.stage(numbers(1), portion_id=k, stage_id=k + 1)
 
-    with pytest.raises(LimitExceeded, match="--max-vector-bytes, or let the coordinator ask for fewer stages"):
+    with pytest.raises(NoRoom, match="--max-vector-bytes, or let the coordinator ask for fewer stages"):
         driver.stage(numbers(1), portion_id=12, stage_id=13)
 
     assert driver.machine.num_stages == 12
@@ -191,3 +191,13 @@ def test_many_workers_stage_at_once_and_the_newest_of_each_portion_is_left(drive
     assert driver.machine.bytes == 4 * SIZE * (1 + 6)
     newest = [40 + portion_id for portion_id in range(6)]
     assert (fold(driver, *newest) == sum(newest)).all()
+
+
+def test_the_stages_of_an_earlier_coordinator_are_gone_once_another_attached(driver):
+    driver.stage(numbers(1))
+
+    driver.machine.attach(PLAN, coordinator_epoch=driver.epoch)
+    assert driver.machine.num_stages == 1
+    driver.machine.attach(PLAN)
+
+    assert driver.machine.num_stages == 0 and driver.machine.bytes == 4 * SIZE
