@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pyps import _kernels
 from pyps.core import verdict
-from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Decision, Park, Part, Refuse
+from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
@@ -308,7 +308,7 @@ class Shard:
             epoch=self.epoch,
             rate=rate,
             update_scale=update_scale,
-            waiting_for=self._waited_for(decision, arrival),
+            waiting_for=verdict.waited_for(decision, arrival, aggregation),
         )
         reply = None if answer is None else answer.place(receipt, receipt.version_after)
         if self._recorder is not None:
@@ -395,9 +395,3 @@ class Shard:
             update = Update(self._version, rate, update_scale, tuple(parts))
             self._recorder.updated(self.shard_id, update, self._readable)
         return left_out
-
-    def _waited_for(self, decision: Decision, arrival: Arrival) -> tuple[str, ...]:
-        if not isinstance(decision, Park):
-            return ()
-        aggregation = self._behaviour.aggregation.at(self._version)
-        return aggregation.waiting_for((*arrival.pending, arrival.contribution), arrival.roster)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyps.core.aggregation import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
+from pyps.core.aggregation import Aggregation, Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.finding import Finding
 from pyps.core.gradient import Gradient, require_possible_version
 from pyps.core.receipt import WAITING_FOR_MAX, Outcome, Reason, Receipt
@@ -53,6 +53,13 @@ def receipt_of(
         min_version=min_version,
         waiting_for=waiting_for[:WAITING_FOR_MAX],
     )
+
+
+def waited_for(decision: Decision, arrival: Arrival, aggregation: Aggregation) -> tuple[str, ...]:
+    """Returns the workers for whose gradients one that waits now waits, ascending; none for one that does not."""
+    if not isinstance(decision, Park):
+        return ()
+    return aggregation.waiting_for((*arrival.pending, arrival.contribution), arrival.roster)
 
 
 def rejection(
