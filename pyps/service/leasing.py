@@ -65,8 +65,10 @@ class LeaseCall:
                 wake=parking.wake if wait_seconds else None,
                 held=held,
                 again=again,
+                announced=parking.wake,
             )
 
+        queue.announce(sender.worker_id, parking.wake)
         try:
             while True:
                 parking.look()

@@ -72,6 +72,9 @@ class VectorMachineService:
         at_least = LIVES_PER_EPOCH * run.epoch + 1
         attach = partial(machine.attach, plan, coordinator_epoch=request.coordinator_epoch, at_least=at_least)
         attached = await self._off_loop(attach)
+        if not run.server_index:
+            # From here on nobody before it begins a pass.
+            run.work.attach(attached.coordinator_epoch)
         run.events.add(
             "coordinator",
             "a coordinator attached",

@@ -39,16 +39,23 @@ class Waiting:
         WaitTimedOut for one that asks again and is not the worker's last: nobody may take its answer any more.
         """
         if again:
-            if wake is None or self._asking.get(worker_id) != wake:
-                raise WaitTimedOut(f"worker {worker_id!r} has asked anew since: this call is waited for no longer")
+            self.require_last(worker_id, wake)
             self._wakes.pop(worker_id, None)
             return []
         if wake is None:
             self._asking.pop(worker_id, None)
-        else:
-            self._asking[worker_id] = wake
-        former = self._wakes.pop(worker_id, None)
-        return [former] if former is not None else []
+            return self.leave(worker_id)
+        return self.announce(worker_id, wake)
+
+    def announce(self, worker_id: str, call: Wake) -> list[Wake]:
+        """Takes note of a question that will be asked only later, maybe after the worker's next."""
+        self._asking[worker_id] = call
+        return self.leave(worker_id)
+
+    def require_last(self, worker_id: str, call: Wake | None) -> None:
+        """Raises WaitTimedOut for a call that ended, or that its worker has asked anew since."""
+        if call is None or self._asking.get(worker_id) != call:
+            raise WaitTimedOut(f"worker {worker_id!r} has asked anew since: this call is waited for no longer")
 
     def wait(self, worker_id: str, wake: Wake | None, *, now: float) -> None:
         """Keeps the wake function of a worker that got nothing."""

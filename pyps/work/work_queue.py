@@ -10,7 +10,6 @@ Nobody waits in here: a worker that gets nothing leaves a wake function, which i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from pyps.work.crew import Hand
 from pyps.work.data_spec import DataSpec
 from pyps.work.portions import Cut
 from pyps.work.waiting import Wake
-from pyps.work.work_pass import Lease, WorkPass
+from pyps.work.work_pass import WorkPass
 from pyps.work.work_state import WorkState
 from pyps_wire.errors import BadRequest, StateLost, Superseded
 
@@ -91,15 +90,19 @@ class WorkQueue:
         wake: Wake | None = None,
         held: Collection[int] | None = None,
         again: bool = False,
+        announced: Wake | None = None,
     ) -> LeaseAnswer:
         """Gives a free worker a portion of the pass asked for, or of the present one.
 
         With NothingNow, `wake` is kept and called once, when it is worth asking `again`; one wake function a worker.
         `held`: the leases that the worker knows of; others of its own go back, as their answers were lost on the way.
-        WaitTimedOut to one that asks again after it has asked anew elsewhere.
+        `announced`: the call, where it was. WaitTimedOut to a call that asks after it ended, or its worker asked anew
+        elsewhere: what it knows is out of date.
         """
         with self._settled() as state:
             self._require_open()
+            if announced is not None:
+                state.waiting.require_last(worker_id, announced)
             hand = self._enter(worker_id, incarnation)
             state.due += state.waiting.ask(worker_id, wake, again=again)
             if held is not None and not again:
@@ -109,8 +112,13 @@ class WorkQueue:
                 state.waiting.wait(worker_id, wake, now=now)
             return answer
 
+    def announce(self, worker_id: str, call: Wake) -> None:
+        """Takes note of a worker's call in the order in which calls come: it may ask later, on another thread."""
+        with self._settled() as state:
+            state.due += state.waiting.announce(worker_id, call)
+
     def forget(self, wake: Wake) -> None:
-        """Drops a wake function: its call has ended."""
+        """Drops a call, by its wake function: it has ended."""
         with self._lock:
             self._state.waiting.forget(wake)
 
@@ -163,13 +171,13 @@ class WorkQueue:
             leases = [lease for lease, _ in found if lease is not None]
             reason = next((reason for lease, reason in found if lease is None), "")
             if spec.coordinated and not reason:
-                reason = self._unclaimed(leases)
+                reason = state.unclaimed(leases)
             if reason:
                 state.counts.wasted += len(leases)
                 for lease in leases:
                     state.give_back(lease, why=f"it was delivered in one with another that did not count: {reason}")
                 return Delivery(False, reason)
-            self._check_delivery(hand, leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
+            state.check_delivery(hand, leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
             state.take_in(hand, leases, stage_id=stage_id, loss_sum=loss_sum, now=now)
             return Delivery(True)
 
@@ -184,6 +192,20 @@ class WorkQueue:
             self._take_back_all(hand, why=f"worker {worker_id!r} was taken to be gone", lost=lost)
 
     # What the coordinator calls.
+
+    def attach(self, coordinator_epoch: int) -> None:
+        """Makes a coordinator the only one, in place of any before it; work that one of those had ended goes on.
+
+        Superseded for an earlier coordinator.
+        """
+        with self._settled() as state:
+            if not self._require_coordinator(coordinator_epoch):
+                return
+            if state.end is not None:
+                self._note("work goes on: another coordinator came", ended=state.end)
+            state.coordinator_epoch, state.end = coordinator_epoch, None
+            # Those before it that wait hear that they are.
+            state.due += state.waiting.all()
 
     def begin_pass(
         self,
@@ -219,12 +241,13 @@ class WorkQueue:
             came_back = self._require_coordinator(coordinator_epoch)
             if state.end is not None and not came_back:
                 raise BadRequest(f"pass {pass_} cannot begin: the coordinator has ended the work ({state.end})")
-            if state.work_pass is not None and state.number == pass_ and not came_back:
+            if state.work_pass is not None and (state.number, state.begun_by) == (pass_, coordinator_epoch):
                 return
             # A worker that has parameters of a pass by that number would compute on them.
             if pass_ <= state.number:
                 raise BadRequest(f"pass {pass_} cannot begin: pass {state.number} has begun before; take a higher one")
             state.coordinator_epoch, state.end, state.scalars = coordinator_epoch, None, dict(scalars or {})
+            state.begun_by = coordinator_epoch
             cut = Cut.by_number(spec.num_examples, num_portions)
             state.begin(WorkPass(pass_, cut, copies_max=copies_max, portions_per_stage=portions_per_stage))
             state.due += state.waiting.all()
@@ -366,27 +389,3 @@ class WorkQueue:
         if coordinator_epoch < present:
             raise Superseded(f"coordinator {coordinator_epoch} was followed by coordinator {present}: stop this one")
         return coordinator_epoch > present
-
-    def _unclaimed(self, leases: Sequence[Lease]) -> str:
-        """What is wrong with leases that were not claimed, empty where all were."""
-        assert self._state.work_pass is not None
-        for lease in leases:
-            if self._state.work_pass.tasks[lease.portion_id].winner is not lease:
-                return f"lease {lease.lease_id} was not claimed: claim it before its gradient enters a sum"
-        return ""
-
-    def _check_delivery(
-        self, hand: Hand, leases: Sequence[Lease], *, stage_id: int, loss_sum: float, example_count: int
-    ) -> None:
-        state = self._state
-        assert state.spec is not None and state.work_pass is not None
-        expected = sum(state.work_pass.portion(lease).num_examples for lease in leases)
-        if example_count != expected:
-            raise BadRequest(
-                f"worker {hand.worker_id!r} delivers {example_count} examples, but its portions have {expected}:"
-                " deliver whole portions"
-            )
-        if state.spec.coordinated and not stage_id and math.isfinite(loss_sum):
-            raise BadRequest(
-                f"worker {hand.worker_id!r} delivers a finite loss without a stage: stage the gradients first"
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,8 @@ class WorkState:
         self.next_lease = first_lease
         self.waiting = Waiting()
         self.coordinator_epoch = 0
+        # The coordinator that began the present pass.
+        self.begun_by = 0
         self.scalars: dict[str, float] = {}
         # Why the coordinator ended the work.
         self.end: str | None = None
@@ -145,6 +148,30 @@ class WorkState:
         if done is None or (done.worker_id, done.incarnation) != (hand.worker_id, hand.incarnation):
             return False
         return self.work_pass is None or self.work_pass.stage_of(done, default=stage_id) == stage_id
+
+    def unclaimed(self, leases: Sequence[Lease]) -> str:
+        """What is wrong with leases that were not claimed, empty where all were."""
+        assert self.work_pass is not None
+        for lease in leases:
+            if self.work_pass.tasks[lease.portion_id].winner is not lease:
+                return f"lease {lease.lease_id} was not claimed: claim it before its gradient enters a sum"
+        return ""
+
+    def check_delivery(
+        self, hand: Hand, leases: Sequence[Lease], *, stage_id: int, loss_sum: float, example_count: int
+    ) -> None:
+        """Raises BadRequest for what cannot be the result of these portions."""
+        assert self.spec is not None and self.work_pass is not None
+        expected = sum(self.work_pass.portion(lease).num_examples for lease in leases)
+        if example_count != expected:
+            raise BadRequest(
+                f"worker {hand.worker_id!r} delivers {example_count} examples, but its portions have {expected}:"
+                " deliver whole portions"
+            )
+        if self.spec.coordinated and not stage_id and math.isfinite(loss_sum):
+            raise BadRequest(
+                f"worker {hand.worker_id!r} delivers a finite loss without a stage: stage the gradients first"
+            )
 
     def take_in(self, hand: Hand, leases: Sequence[Lease], *, stage_id: int, loss_sum: float, now: float) -> None:
         """Counts portions as delivered."""

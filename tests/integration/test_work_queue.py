@@ -1,4 +1,4 @@
-"""The WorkQueue service on a real server: workers, a coordinator, deaths, waits, and what people see of it."""
+"""The WorkQueue service on a real server: workers, deaths, waits, and what people see of it."""
 
 from __future__ import annotations
 
@@ -9,127 +9,12 @@ import urllib.request
 import pytest
 
 from inspection import inspect
-from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
-from pyps_wire.work_pb2_grpc import WorkQueueStub
-from support import PythonProcess, wait_until
+from support import PythonProcess
 from wire_crew import QUICK_LEASES, beating, crew, status_of, wait_for_event
+from wire_portions import TRAIN, Coordinator, Portions, counted, opened, wait_for_waits, work_of
 from wire_worker import CALL_SECONDS, WireWorker, refusal_of
-
-TRAIN = wire.DataSpec(name="train", num_examples=20, portion_examples=4)
-COORDINATED = wire.DataSpec(name="train", num_examples=20, coordinated=True)
-
-
-class Portions:
-    """The calls of one worker."""
-
-    def __init__(self, worker: WireWorker) -> None:
-        self.worker = worker
-        self.stub = WorkQueueStub(worker.channel)
-        self.held: list[int] = []
-
-    def open(self, data: wire.DataSpec = TRAIN) -> wire.OpenWorkReply:
-        return self.stub.Open(wire.OpenWorkRequest(sender=self.worker.sender, data=data), timeout=CALL_SECONDS)
-
-    def request(self, pass_: int | None = None, seconds: float = 0.0) -> wire.LeaseRequest:
-        request = wire.LeaseRequest(sender=self.worker.sender, wait_milliseconds=round(seconds * 1000), held=self.held)
-        if pass_ is not None:
-            setattr(request, "pass", pass_)
-        return request
-
-    def lease(self, pass_: int | None = None, seconds: float = 0.0) -> wire.LeaseReply:
-        reply = self.stub.Lease(self.request(pass_, seconds), timeout=CALL_SECONDS)
-        if reply.outcome == wire.LeaseReply.OUTCOME_LEASED:
-            self.held.append(reply.portion.lease_id)
-        return reply
-
-    def waiting(self, pass_: int | None = None, seconds: float = 50.0):
-        return self.stub.Lease.future(self.request(pass_, seconds), timeout=CALL_SECONDS)
-
-    def claim(self, leased: wire.LeaseReply) -> wire.ClaimReply:
-        request = wire.ClaimRequest(sender=self.worker.sender, lease_id=leased.portion.lease_id)
-        return self.stub.Claim(request, timeout=CALL_SECONDS)
-
-    def deliver(self, leased: wire.LeaseReply, *, stage_id: int = 0, loss_sum: float = 0.0) -> wire.DeliverReply:
-        request = wire.DeliverRequest(
-            sender=self.worker.sender,
-            lease_ids=[leased.portion.lease_id],
-            stage_id=stage_id,
-            loss_sum=loss_sum,
-            example_count=leased.portion.stop - leased.portion.start,
-        )
-        self.held.remove(leased.portion.lease_id)
-        return self.stub.Deliver(request, timeout=CALL_SECONDS)
-
-    def finish(self, pass_: int) -> None:
-        """Does what is left of a pass."""
-        while (reply := self.lease(pass_)).outcome == wire.LeaseReply.OUTCOME_LEASED:
-            assert self.deliver(reply).accepted
-        assert reply.outcome == wire.LeaseReply.OUTCOME_PASS_DONE
-
-
-class Coordinator:
-    """The calls of a coordinator, which is an observer."""
-
-    def __init__(self, worker: WireWorker, *, epoch: int = 1) -> None:
-        self.stub = WorkQueueStub(worker.channel)
-        self.sender = common.Sender(run_id=worker.sender.run_id)
-        self.epoch = epoch
-
-    def begin(self, pass_: int, *, num_portions: int = 2, **fields: object) -> wire.BeginPassReply:
-        request = wire.BeginPassRequest(
-            sender=self.sender,
-            coordinator_epoch=self.epoch,
-            num_portions=num_portions,
-            **{"pass": pass_, "copies_max": 2, "portions_per_stage": 1} | fields,
-        )
-        return self.stub.BeginPass(request, timeout=CALL_SECONDS)
-
-    def wait(self, pass_: int, seconds: float = 0.0) -> wire.AwaitPassReply:
-        request = wire.AwaitPassRequest(
-            sender=self.sender,
-            coordinator_epoch=self.epoch,
-            wait_milliseconds=round(seconds * 1000),
-            **{"pass": pass_},
-        )
-        return self.stub.AwaitPass(request, timeout=CALL_SECONDS)
-
-    def waiting(self, pass_: int):
-        request = wire.AwaitPassRequest(
-            sender=self.sender, coordinator_epoch=self.epoch, wait_milliseconds=50_000, **{"pass": pass_}
-        )
-        return self.stub.AwaitPass.future(request, timeout=CALL_SECONDS)
-
-    def end(self, message: str) -> None:
-        request = wire.EndWorkRequest(sender=self.sender, coordinator_epoch=self.epoch, message=message)
-        self.stub.EndWork(request, timeout=CALL_SECONDS)
-
-
-@contextlib.contextmanager
-def opened(server, num_workers: int = 2, data: wire.DataSpec = TRAIN):
-    """Workers that have opened a data set."""
-    with crew(server, num_workers) as workers:
-        portions = [Portions(worker) for worker in workers]
-        for portion in portions:
-            portion.open(data)
-        yield portions
-
-
-def work_of(server, *, deliveries: bool = False) -> wire.WorkProgress:
-    return inspect(server.control, "GetWork", wire.GetWorkRequest(deliveries=deliveries))
-
-
-def counted(server, pass_: int) -> list[int]:
-    """The examples of a pass in the delivery log."""
-    log = work_of(server, deliveries=True).deliveries
-    return sorted(
-        example for d in log if getattr(d, "pass") == pass_ for example in range(d.portion.start, d.portion.stop)
-    )
-
-
-def wait_for_waits(server, count: int) -> list[str]:
-    return wait_until(lambda: (waits := list(status_of(server).waiting_for)) and len(waits) == count and waits, 60)
 
 
 def test_workers_share_an_epoch_and_then_the_next(start_server):
@@ -222,83 +107,6 @@ def test_a_portion_whose_answer_was_lost_is_given_again(start_server):
         a.held = []
         assert a.lease(0).portion.portion_id == lost.portion.portion_id
         assert work_of(server).running == 1
-
-
-def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
-    server = start_server()
-    with opened(server, 2, COORDINATED) as [a, b]:
-        coordinator = Coordinator(a.worker)
-        asked = a.waiting()
-        [wait] = wait_for_waits(server, 1)
-        assert wait == "w0 waits for a portion, for the coordinator"
-        assert coordinator.begin(1, scalars={"loss": 0.5}).num_workers == 2
-        first = asked.result(60)
-        a.held = [first.portion.lease_id]
-        end = coordinator.waiting(1)
-        second, copy = b.lease(), b.lease()
-        assert copy.portion.portion_id == first.portion.portion_id
-        assert b.claim(copy).granted
-        refused = a.claim(first)
-        assert (refused.granted, refused.message) == (False, "portion 0 was claimed by worker 'w1' before")
-        a.held = []
-        assert b.claim(second).granted
-        assert not coordinator.wait(1).complete
-        assert b.deliver(copy, stage_id=7, loss_sum=1.0).accepted
-        assert b.deliver(second, stage_id=5, loss_sum=2.0).accepted
-        done = end.result(60)
-        assert (done.complete, done.loss_sum, done.example_count, list(done.stage_ids)) == (True, 3.0, 20, [7, 5])
-        assert (done.progress.stolen, done.progress.wasted, done.progress.scalars["loss"]) == (1, 1, 0.5)
-        asked = a.waiting()
-        coordinator.end("converged")
-        assert (asked.result(60).outcome, asked.result().message) == (wire.LeaseReply.OUTCOME_ENDED, "converged")
-
-
-def test_a_coordinator_s_wait_ends_with_the_progress(start_server):
-    server = start_server()
-    with opened(server, 1, COORDINATED) as [a]:
-        coordinator = Coordinator(a.worker)
-        coordinator.begin(1, num_portions=4)
-        a.lease()
-        reply = coordinator.wait(1, 0.2)
-        assert not reply.complete
-        assert (reply.progress.running, reply.progress.pending) == (1, 3)
-
-
-def test_a_coordinator_waits_for_workers_that_open_a_data_set(start_server):
-    server = start_server()
-    with crew(server, 1) as [worker]:
-        coordinator = Coordinator(worker)
-        assert not coordinator.wait(0, 0.1).progress.HasField("data")
-        call = coordinator.waiting(0)
-        assert wait_for_waits(server, 1)[0].startswith("the coordinator waits for workers that open a data set")
-        Portions(worker).open(COORDINATED)
-        assert call.result(60).progress.data.num_examples == 20
-
-
-def test_an_earlier_coordinator_is_refused_also_amid_its_wait(start_server):
-    server = start_server()
-    with opened(server, 1, COORDINATED) as [a]:
-        former, present = Coordinator(a.worker), Coordinator(a.worker, epoch=2)
-        former.begin(1)
-        call = former.waiting(1)
-        wait_for_waits(server, 1)
-        present.begin(2)
-        status, name, text = refusal_of(lambda: call.result(60))
-        assert (status, name) == ("ABORTED", "Superseded")
-        assert text == "coordinator 1 was followed by coordinator 2: stop this one"
-
-
-def test_waits_end_with_the_run_and_with_its_reset(start_server):
-    server = start_server()
-    with opened(server, 1, COORDINATED) as [a]:
-        coordinator = Coordinator(a.worker)
-        coordinator.begin(1, copies_max=1)
-        calls = [a.waiting(), coordinator.waiting(1)]
-        a.held = [calls[0].result(60).portion.lease_id]
-        wait_for_waits(server, 1)
-        inspect(server.control, "Stop")
-        assert refusal_of(lambda: calls[1].result(60))[1] == "RunFinished"
-        assert a.lease(None, 10.0).message == "the run has finished"
 
 
 @pytest.mark.parametrize("ends", ["Reset", "SIGTERM"])

@@ -371,3 +371,26 @@ def test_a_worker_that_waits_for_itself_alone_is_told_so():
     lease(queue, "a")
     lease(queue, "a")
     assert queue.waits_for("a") == ("a",)
+
+
+def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_back():
+    queue = plain(6, 3)
+    former, later = Woken(), Woken()
+    queue.announce("a", former)
+    queue.announce("a", later)
+    held = lease(queue, "a", held=(), announced=later)
+    assert isinstance(held, Leased)
+    with pytest.raises(WaitTimedOut, match="worker 'a' has asked anew since"):
+        lease(queue, "a", held=(), announced=former)
+    assert queue.progress(0.0).running == 1
+    assert deliver(queue, held).accepted
+
+
+def test_a_call_that_asks_after_its_end_gets_nothing():
+    queue = plain(6, 3)
+    call = Woken()
+    queue.announce("a", call)
+    queue.forget(call)
+    with pytest.raises(WaitTimedOut):
+        lease(queue, "a", held=(), announced=call)
+    assert queue.progress(0.0).running == 0
