@@ -17,6 +17,7 @@ from pyps_client.getting import GetCall
 from pyps_client.handshake import Handshake
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.holdings import Holdings
+from pyps_client.in_force import InForce
 from pyps_client.initialization import Values
 from pyps_client.intake import Intake
 from pyps_client.launch import Launch
@@ -43,7 +44,7 @@ T = TypeVar("T")
 HELLO_SECONDS = 10.0
 
 
-class Session:
+class Session(InForce):
     """One worker's membership in a run, over all of its servers.
 
     One thread may push while another pulls. Buffers that were handed in must rest until the call returns: a push may
@@ -285,42 +286,6 @@ class Session:
         NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused.
         """
         return self._sharing.checks_first
-
-    @property
-    def protocol(self) -> str:
-        """The protocol in force ("async"), known after `connect`. It may change while the run goes on."""
-        return self._standing.terms.protocol
-
-    @property
-    def staleness(self) -> str:
-        """The staleness policy in force ("divide"); as `protocol`."""
-        return self._standing.terms.staleness
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
-        return self._standing.terms.batch_size
-
-    @property
-    def accumulate(self) -> int:
-        """Minibatches that the protocol wants summed in a push; 0 leaves it to the worker."""
-        return self._standing.terms.accumulate
-
-    @property
-    def ask_to_proceed(self) -> bool:
-        """Whether the protocol in force grants steps one by one, so that `proceed` asks and may wait."""
-        return self._standing.terms.ask_to_proceed
-
-    @property
-    def current_version_only(self) -> bool:
-        """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
-        return self._standing.terms.current_version_only
-
-    @property
-    def gives_out_data(self) -> bool:
-        """Whether the protocol in force hands out data and parameters under one mutex (asgd, on one server)."""
-        name, _, settings = self.protocol.partition(":")
-        return name == "asgd" and "mutex=shard" not in settings
 
     @property
     def refused(self) -> dict[str, int]:

@@ -1,0 +1,47 @@
+"""What a session tells of the terms in force."""
+
+from __future__ import annotations
+
+from pyps_client.standing import Standing
+
+
+class InForce:
+    """The terms as server 0 last told them: known after `connect`, and they may change while the run goes on."""
+
+    _standing: Standing
+
+    @property
+    def protocol(self) -> str:
+        """The protocol in force ("async"), known after `connect`. It may change while the run goes on."""
+        return self._standing.terms.protocol
+
+    @property
+    def staleness(self) -> str:
+        """The staleness policy in force ("divide"); as `protocol`."""
+        return self._standing.terms.staleness
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        return self._standing.terms.batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Minibatches that the protocol wants summed in a push; 0 leaves it to the worker."""
+        return self._standing.terms.accumulate
+
+    @property
+    def ask_to_proceed(self) -> bool:
+        """Whether the protocol in force grants steps one by one, so that `proceed` asks and may wait."""
+        return self._standing.terms.ask_to_proceed
+
+    @property
+    def current_version_only(self) -> bool:
+        """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
+        return self._standing.terms.current_version_only
+
+    @property
+    def gives_out_data(self) -> bool:
+        """Whether the protocol in force hands out data and parameters under one mutex (asgd, on one server)."""
+        name, _, settings = self.protocol.partition(":")
+        return name == "asgd" and "mutex=shard" not in settings
