@@ -18,26 +18,24 @@ workers), overlaps nothing under either, and sums as many minibatches as are wan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import torch
 
-from pyps_client.finite import FiniteGuard
 from pyps_client.torch.conversion import TorchConverter
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.local_steps import LocalSteps
-from pyps_client.torch.looks import all_finite, first_non_finite, refuse_sparse
 from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedLink
 from pyps_client.torch.pace import Pace, Tempo
 from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_client.torch.pinned import PinnedPages
+from pyps_client.torch.screen import Screen
 from pyps_client.torch.shared_buffers import SharedBuffers
 from pyps_client.work import LeaseCall
-from pyps_wire.common_pb2 import REASON_FINISHED, REASON_NOT_FINITE, Receipt
+from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
 from pyps_wire.errors import RunFinished
 from pyps_wire.work_pb2 import LeaseReply
 
@@ -95,10 +93,7 @@ class Downpour:
         self._push_due = False
         self._pull_due = False
         self._steps_since_pull = 0
-        # The minibatch that gathers now, where nobody has looked for NaN in it: the servers will.
-        self._unchecked: Sequence[torch.Tensor | None] = ()
-        self._minibatch_guard = FiniteGuard()
-        self._payload_guard = FiniteGuard()
+        self._screen = Screen(layout.model)
         self._finished = False
         self._settled = False
         # Minibatches so far, steps without one included.
@@ -120,7 +115,7 @@ class Downpour:
     @property
     def skipped(self) -> int:
         """Minibatches and sums of minibatches that were left out because they were not finite."""
-        return self._minibatch_guard.skips_total + self._payload_guard.skips_total
+        return self._screen.skipped
 
     @property
     def steps_answered(self) -> int:
@@ -278,7 +273,14 @@ class Downpour:
             return
         moves = self._buffers.moves() if self._buffers is not None else []
         everything = [*gradients, *moves]
-        if not self._add(everything, example_count):
+        accepted = self._screen.add(
+            everything,
+            to=self._gradients,
+            versions=self._versions,
+            example_count=example_count,
+            servers_look=self._servers_look(),
+        )
+        if not accepted:
             if self._buffers is not None:
                 self._buffers.skipped()
             return
@@ -296,7 +298,7 @@ class Downpour:
             or self._session.ask_to_proceed
         ):
             return False
-        if not self._sealed():
+        if not self._screen.seal(self._gradients):
             return False
         self._push_due = self._pull_due = False
         try:
@@ -305,7 +307,7 @@ class Downpour:
             # What came before the error is noted for the next step, should there be one.
             self._take_pulled()
             raise
-        self._note_what_the_servers_found()
+        self._screen.note(self.receipts)
         asked = self._session.ask_to_proceed
         self._session.proceed()
         if asked or self._session.pull_needed:
@@ -325,38 +327,10 @@ class Downpour:
         return True
 
     def _push(self) -> None:
-        if self._sealed():
+        if self._screen.seal(self._gradients):
             self._sent_before, self._sent = self._sent, self.steps
             self._gradients = self._link.push(self._gradients, self._rate_changes())
-            self._note_what_the_servers_found()
-
-    def _sealed(self) -> bool:
-        """True when what has gathered may go on its way; else it is left out."""
-        if self._gradients.seal(checked=not self._unchecked):
-            self._payload_guard.passed()
-            return True
-        count = self._gradients.minibatch_count
-        self._gradients.clear()
-        self._payload_guard.skipped(f"{count} minibatches, summed and converted for the wire,", (), math.inf)
-        return False
-
-    def _note_what_the_servers_found(self) -> None:
-        """Takes a push that nobody had looked through, and that was refused for its NaN, for one that was skipped."""
-        gradients, self._unchecked = self._unchecked, ()
-        if not gradients:
-            return
-        if any(receipt.reason == REASON_NOT_FINITE for receipt in self.receipts):
-            self._skip(gradients)
-        else:
-            self._minibatch_guard.passed()
-
-    def _skip(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Counts a minibatch as skipped, and says where it is not finite, if not in the wire's type only."""
-        found = first_non_finite(self._layout.model, gradients)
-        if found is not None:
-            self._minibatch_guard.skipped(*found)
-        else:
-            self._payload_guard.skipped("1 minibatch, converted for the wire,", (), math.inf)
+            self._screen.note(self.receipts)
 
     def _proceed(self) -> None:
         if not self._tempo.overlaps:
@@ -395,23 +369,6 @@ class Downpour:
             self._buffers.pulled()
         self._versions = versions
         self._steps_since_pull = 0
-
-    def _add(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> bool:
-        """Adds a minibatch to what has gathered; False where it is not finite, and left out."""
-        refuse_sparse(self._layout.model, gradients)
-        self._unchecked = gradients if self._servers_look() else ()
-        is_first = self._gradients.minibatch_count == 0
-        # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
-        if is_first or all_finite([gradient for gradient in gradients if gradient is not None]):
-            self._gradients.add(gradients, versions=self._versions, example_count=example_count)
-            if self._unchecked:
-                return True
-            if not is_first or self._gradients.are_finite():
-                self._minibatch_guard.passed()
-                return True
-            self._gradients.clear()
-        self._skip(gradients)
-        return False
 
     def _servers_look(self) -> bool:
         """True where a minibatch goes alone and at once to a server that looks for NaN before it applies any of it."""
