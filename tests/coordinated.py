@@ -16,7 +16,7 @@ from support import ROOT, PythonProcess, ServerProcess, wait_until
 SCRIPT = ROOT / "tests" / "sandblaster_script.py"
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 # Enough for many iterations of a small model on a machine that is busy with others.
-END_SECONDS = 120.0
+END_SECONDS = 300.0
 
 
 class Coordinated:
@@ -69,7 +69,7 @@ class Coordinated:
 
     def wait_for_data(self) -> None:
         """Waits until a worker has opened the data set."""
-        wait_until(lambda: self.work().HasField("data"), what="a data set's opening")
+        wait_until(lambda: self.work().HasField("data"), END_SECONDS, "a data set's opening")
 
     def bits(self) -> str:
         """The bits of the parameters with which all workers ended that are still there, the same for all."""

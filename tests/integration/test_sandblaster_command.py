@@ -56,12 +56,14 @@ def test_a_coordinator_that_is_killed_is_started_again_and_the_job_ends_well(
     hold = ("--hold-at", "70", "--release", str(go))
     flags = ("--servers", "2", "--iterations", "6", "--portions", "8")
     launcher = start_python("-m", "pyps", "sandblaster", *flags, str(SCRIPT), *hold)
-    launcher.wait_for_output("worker-0    | held")
+    launcher.wait_for_output("worker-0    | held", END_SECONDS)
     coordinator = coordinator_of(launcher)
     assert coordinator is not None
 
     coordinator.send_signal(signal.SIGKILL)
-    launcher.wait_for_output("coordinator was killed by SIGKILL: another one goes on from the last iteration.")
+    launcher.wait_for_output(
+        "coordinator was killed by SIGKILL: another one goes on from the last iteration.", END_SECONDS
+    )
     go.touch()
 
     assert launcher.wait(END_SECONDS) == 0, launcher.output()
@@ -93,7 +95,7 @@ def test_workers_that_all_fail_end_the_job_at_once(start_python: StartPython) ->
 def test_one_interrupt_ends_the_whole_job(start_python: StartPython, tmp_path: Path) -> None:
     hold = ("--hold-at", "20", "--release", str(tmp_path / "never"))
     launcher = start_python("-m", "pyps", "sandblaster", "--portions", "8", str(SCRIPT), *hold)
-    launcher.wait_for_output("worker-0    | held")
+    launcher.wait_for_output("worker-0    | held", END_SECONDS)
     everybody = psutil.Process(launcher.pid).children(recursive=True)
     assert len(everybody) >= 3
 
