@@ -27,6 +27,7 @@ CALLS: Mapping[str, tuple[dict[str, Any], str | None]] = {
     "GetStaleness": ({"workerId": "a"}, "buckets"),
     "ListReceipts": ({"limit": 5}, "receipts"),
     "ListEvents": ({"limit": 5}, "newest"),
+    "GetWork": ({"deliveries": True}, "secondsLeft"),
     "GetMemory": ({}, "residentBytes"),
     "Configure": ({"learningRate": 0.5}, "schedule"),
     "SaveCheckpoint": ({}, "path"),
