@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from support import PythonProcess, ServerProcess, wait_until
 
 Start = Callable[..., ServerProcess]
+PRESSES_MAX = 3
 
 
 def stop(server: ServerProcess) -> None:
@@ -84,6 +86,17 @@ while True:
 """
 
 
+def press_ctrl_c(process: PythonProcess) -> None:
+    """Interrupts a script, again where Python lost the exception: in a destructor or a callback it goes nowhere."""
+    for _ in range(PRESSES_MAX - 1):
+        process.signal(signal.SIGINT)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: "KeyboardInterrupt" in process.output(), 10, "the traceback")
+            return
+    process.signal(signal.SIGINT)
+    wait_until(lambda: "KeyboardInterrupt" in process.output(), 20, "the traceback")
+
+
 @pytest.mark.parametrize(("way", "stream"), [("shm", ""), ("grpc", "direct"), ("grpc", "queued")])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
@@ -96,8 +109,7 @@ def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
     if stopped:
         server.signal(signal.SIGSTOP)
         wait_until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T", 20, "the server's stop")
-    process.signal(signal.SIGINT)
-    wait_until(lambda: "KeyboardInterrupt" in process.output(), 20, "the traceback")
+    press_ctrl_c(process)
     if stopped:
         server.signal(signal.SIGCONT)
 
