@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pyps.core import aggregation, schedule, spec, staleness
-from pyps.core.aggregation import Aggregation
+from pyps.core.aggregation import Aggregation, Sandblaster
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
 from pyps.core.warmup import Staged, WarmUp
@@ -292,6 +292,11 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         except ValueError as error:
             text = f"{origin('stop_after')} is {config.stop_after!r}, but must be {error}"
             raise ConfigError(text) from None
+        if config.protocol == Sandblaster.name and not config.stop_after.startswith("seconds="):
+            raise ConfigError(
+                f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "
+                "be counted: give the coordinator --iterations, or stop after seconds=N"
+            )
     for name, parse in _PARSED_FURTHER.items():
         try:
             parse(config)

@@ -68,6 +68,10 @@ class Portions:
             _check_whole("portion_batches", portion_batches)
         if not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise BadRequest(f"seed is {seed!r}; expected 0 to {2**32 - 1}.")
+        if not isinstance(shuffle, bool):
+            raise BadRequest(f"shuffle is {shuffle!r}; expected True or False.")
+        if not isinstance(name, str):
+            raise BadRequest(f"name is {name!r}; expected a text.")
         if portion_batches is None:
             left_to_servers = stepper.session.accumulate or stepper.session.batch_size
             portion_batches = 0 if left_to_servers else PORTION_BATCHES
@@ -325,5 +329,5 @@ def _stepper_of(optimizer: object) -> Stepper:
 
 
 def _check_whole(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BadRequest(f"{name} is {value!r}; expected a whole number, 1 or more.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise BadRequest(f"{name} is {value!r}; expected a whole number, 1 to {2**31 - 1}.")

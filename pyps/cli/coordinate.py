@@ -12,13 +12,13 @@ import typer
 
 from pyps.cli.control import TOKEN_HELP, DataServers, data_addresses, fail, read_token
 from pyps.cli.coordination import drive, flags
+from pyps.launcher.coordinator import SUPERSEDED
 from pyps_client.launch import Launch
 from pyps_wire.errors import ProtocolMismatch, RunFinished, Superseded
 
 # The exit status after Ctrl-C: 128 and SIGINT's number.
 INTERRUPTED = 130
 # Of one that another has replaced: starting it again would only replace that one.
-SUPERSEDED = 3
 
 
 def coordinate(

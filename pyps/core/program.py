@@ -166,6 +166,8 @@ class _Draft:
         self._take_stages = take_stages
         self._require_room = require_room
         self._stages_gone = False
+        # Of all vectors that the program makes: their memory is there before it begins, also for those that it frees.
+        self._made_bytes = 0
 
     @property
     def standing(self) -> Standing:
@@ -196,7 +198,8 @@ class _Draft:
         self._require(name not in self.vectors, f"makes the vector {name!r}, which is there already: FREE it first")
         self.vectors[name] = instruction.precision
         self._touch(name)
-        self._require_room(self.standing.bytes_per_parameter)
+        self._made_bytes += Standing({name: instruction.precision}).bytes_per_parameter
+        self._require_room(max(self.standing.bytes_per_parameter, self._made_bytes))
 
     def free(self, instruction: Instruction) -> None:
         name = instruction.target

@@ -14,6 +14,10 @@ RESTARTS_MAX = 5
 _WISHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+# The status of a coordinator after which another came, which goes on.
+SUPERSEDED = 3
+
+
 class Coordinator:
     """A child that is replaced when it dies by a signal, and whose own refusal ends the job."""
 
@@ -37,6 +41,9 @@ class Coordinator:
             self.child = self._start()
             return
         self.done = True
+        if returncode == SUPERSEDED:
+            self._announce(f"{NAME} was replaced by one that was started by hand: the workers go on for that one.")
+            return
         self.failed = returncode != 0
         if returncode > 0:
             self._announce(f"{NAME} {self.child.how_it_ended()}; its last lines say why.")

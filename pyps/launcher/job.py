@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from pyps.launcher import coordinator
-from pyps.launcher.coordinator import Coordinator
+from pyps.launcher.coordinator import SUPERSEDED, Coordinator
 from pyps.launcher.environment import visible_gpus, worker_environment
 from pyps.launcher.process import ChildProcess
 
@@ -150,7 +150,7 @@ class Job:
     def exit_status_of_workers(self) -> int:
         """0 when every worker finished with 0, a coordinator too, and no server died, else 1."""
         succeeded = bool(self.workers) and all(worker.returncode == 0 for worker in self.workers)
-        coordinated = all(child.returncode == 0 for child in self._coordinators())
+        coordinated = all(child.returncode in (0, SUPERSEDED) for child in self._coordinators())
         return 0 if succeeded and coordinated and not self.server_died else 1
 
     def __enter__(self) -> Job:

@@ -30,6 +30,9 @@ from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable
 # of the run, are fewer than this.
 LIVES_PER_EPOCH = 1000
 
+# No coordinator lives to see it.
+LIVES_END = 2**62
+
 log = logs.get("pyps.service")
 
 
@@ -61,6 +64,13 @@ class VectorMachineService:
                 f"this is server {run.server_index}, and a coordinator's life is counted by server 0: attach there "
                 "first, and here with the coordinator_epoch that it told"
             )
+        if not run.server_index and request.coordinator_epoch not in (0, machine.coordinator_epoch):
+            raise BadRequest(
+                f"there was no coordinator's life {request.coordinator_epoch}; expected 0, which takes the next, or "
+                f"the present one, {machine.coordinator_epoch}"
+            )
+        if request.coordinator_epoch >= LIVES_END:
+            raise BadRequest(f"a coordinator's life is {request.coordinator_epoch}; expected what server 0 told")
         plan = Plan(
             history_pairs=request.history_pairs,
             vectors_float32=request.vectors_float32,

@@ -86,6 +86,11 @@ class WorkQueueService:
         request = convert.parse(wire.DeliverRequest, message)
         check_few(len(request.lease_ids))
         sender, queue = request.sender, self._queue_of(request.sender)
+        if request.stage_id and request.stage_id not in request.lease_ids:
+            raise BadRequest(
+                f"worker {sender.worker_id!r} delivers stage {request.stage_id}, which is none of its leases: a stage "
+                "goes by the first lease whose gradient is in it"
+            )
         delivery = queue.deliver(
             sender.worker_id,
             sender.incarnation,

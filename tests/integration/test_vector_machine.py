@@ -212,6 +212,16 @@ def test_lives_are_counted_by_server_0_alone(start_server: Start) -> None:
         assert coordinator.attach(coordinator_epoch=5).coordinator_epoch == 5
 
 
+def test_a_life_that_never_was_is_not_taken_up(start_server: Start) -> None:
+    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, _):
+        present = coordinator.attach().coordinator_epoch
+
+        for never in (present + 1, 2**64 - 1):
+            assert f"no coordinator's life {never}" in refusal_of(coordinator.attach, coordinator_epoch=never)[2]
+        assert coordinator.attach(coordinator_epoch=present).coordinator_epoch == present
+        assert coordinator.attach().coordinator_epoch == present + 1
+
+
 # Stages.
 
 

@@ -29,10 +29,15 @@ def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
         a.held = []
         assert b.claim(second).granted
         assert not coordinator.wait(1).complete
-        assert b.deliver(copy, stage_id=7, loss_sum=1.0).accepted
-        assert b.deliver(second, stage_id=5, loss_sum=2.0).accepted
+        invented = wire.DeliverRequest(
+            sender=b.worker.sender, lease_ids=[copy.portion.lease_id], stage_id=2**64 - 1, example_count=10
+        )
+        assert "which is none of its leases" in refusal_of(lambda: b.stub.Deliver(invented, timeout=60))[2]
+        stages = [leased.portion.lease_id for leased in (copy, second)]
+        assert b.deliver(copy, stage_id=stages[0], loss_sum=1.0).accepted
+        assert b.deliver(second, stage_id=stages[1], loss_sum=2.0).accepted
         done = end.result(60)
-        assert (done.complete, done.loss_sum, done.example_count, list(done.stage_ids)) == (True, 3.0, 20, [7, 5])
+        assert (done.complete, done.loss_sum, done.example_count, list(done.stage_ids)) == (True, 3.0, 20, stages)
         assert (done.progress.stolen, done.progress.wasted, done.progress.scalars["loss"]) == (1, 1, 0.5)
         asked = a.waiting()
         coordinator.end("converged")

@@ -109,7 +109,7 @@ def checked_length(dataset: Any) -> int:
     kind = type(dataset).__name__
     try:
         length = len(dataset)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         raise BadRequest(
             f"The data set ({kind}) has no length, so it cannot be cut into portions: give one with len(dataset) and "
             "dataset[index], such as torch.utils.data.TensorDataset."

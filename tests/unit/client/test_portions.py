@@ -310,9 +310,9 @@ class Lengthless(torch.utils.data.IterableDataset):
     [
         ({"dataset": Lengthless()}, "The data set, a Lengthless, has no length; expected one with __len__"),
         ({"dataset": []}, "The data set, a list, is empty; expected at least one example"),
-        ({"batch_size": 0}, "batch_size is 0; expected a whole number, 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; expected a whole number, 1 to"),
         ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
-        ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 or more"),
+        ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 to"),
         ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD; expected a pyps_client.Remote"),
         ({"optimizer": None}, "optimizer is a NoneType; expected a pyps_client.RemoteOptimizer or a pyps_client.Cli"),

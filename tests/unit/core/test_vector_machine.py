@@ -253,6 +253,15 @@ def test_a_program_sees_the_vectors_that_it_made_and_not_those_that_it_freed():
         driver.execute(I(O.FREE, target="q"), I(O.NORM1, left="q"))
 
 
+def test_a_program_makes_no_more_than_there_is_room_for_also_of_what_it_frees():
+    driver = make_machine(bytes_max=48 * SIZE)
+    again = (I(O.ALLOC, target="q", precision=F64), I(O.FREE, target="q"))
+
+    assert driver.execute(*again * 6) == []
+    with pytest.raises(LimitExceeded, match="raise --max-vector-bytes"):
+        driver.execute(*again * 7)
+
+
 def test_a_pair_of_the_history_is_not_freed_by_name():
     driver = make_machine()
     for name in "sy":
