@@ -129,3 +129,21 @@ def test_what_cannot_be_used_is_refused_before_anything_is_started(start_python:
     missing = start_python("-m", "pyps", "sandblaster", "nowhere.py")
     assert missing.wait() == 2
     assert "there is no script nowhere.py" in missing.output()
+
+
+def test_a_job_goes_on_for_a_coordinator_that_was_started_by_hand(start_python: StartPython, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    flags = ("--iterations", "6", "--portions", "8")
+    hold = ("--hold-at", "20", "--release", str(go))
+    launcher = start_python("-m", "pyps", "sandblaster", "--servers", "2", *flags, str(SCRIPT), *hold)
+    launcher.wait_for_output("worker-0    | held", END_SECONDS)
+    servers = re.search(r"pyps export FILE --servers (\S+)", launcher.output())
+    assert servers is not None, launcher.output()
+
+    newer = start_python("-m", "pyps", "coordinate", "--servers", servers[1], *flags)
+    launcher.wait_for_output("coordinator was replaced by one that was started by hand", END_SECONDS)
+    go.touch()
+
+    assert newer.wait(END_SECONDS) == 0, newer.output()
+    assert "ended after 6 iterations" in newer.output()
+    assert launcher.wait(END_SECONDS) == 0, launcher.output()
