@@ -87,7 +87,10 @@ while True:
 
 
 def press_ctrl_c(process: PythonProcess) -> None:
-    """Interrupts a script, again where Python lost the exception: in a destructor or a callback it goes nowhere."""
+    """Interrupts a script, again where nothing came of it, as a user would.
+
+    Once, on a busy machine, nothing did within 20 s; why is not known.
+    """
     for _ in range(PRESSES_MAX - 1):
         process.signal(signal.SIGINT)
         with contextlib.suppress(AssertionError):
