@@ -17,6 +17,7 @@ from pyps_client.session import Session
 from pyps_client.stepper import Stepper, others_wait
 from pyps_client.vectors import Vector
 from pyps_client.work import LeaseCall
+from pyps_wire.blocks import place
 from pyps_wire.codecs import codec_of, decode, encode
 from pyps_wire.common_pb2 import REASON_EPOCH, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
@@ -49,7 +50,8 @@ class Client:
         uncaught.install()
         launch = Launch.from_environment(servers, **launch_options)
         self._model = _model_of(tensors, shard_size)
-        self._offsets = _offsets(self._model)
+        begins = zip(self._model.tensors, _begins(self._model), strict=True)
+        self._offsets = {tensor.name: (tensor, begin) for tensor, begin in begins}
         self._codec = codec_of(launch.codec)
         self._pull_codec = codec_of(launch.pull_codec)
         self._finite = FiniteGuard()
@@ -277,21 +279,27 @@ class _ClientStepper:
 
 
 def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
-    """Copies of a model's tensors out of its groups' vectors, by name."""
-    return {
-        name: vectors[tensor.group][offset : offset + tensor.size].reshape(tensor.shape).copy()
-        for name, (tensor, offset) in _offsets(model).items()
-    }
+    """Copies of a model's tensors out of its groups' vectors, by name; blocks of a cut tensor joined into the whole.
+
+    Of a tensor of which the model has not all blocks, the others are NaN.
+    """
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for tensor, begin in zip(model.tensors, _begins(model), strict=True):
+        values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
+        if not tensor.whole_shape:
+            tensors[tensor.name] = values.copy()
+            continue
+        whole = tensors.setdefault(tensor.name, np.full(tensor.whole_shape, np.nan, np.float32))
+        whole[place(tensor.offset, tensor.shape)] = values
+    return tensors
 
 
-def _offsets(model: Model) -> dict[str, tuple[Tensor, int]]:
-    """Tensor name to the tensor and where it begins in its group's vector."""
-    offsets: dict[str, tuple[Tensor, int]] = {}
+def _begins(model: Model) -> Iterator[int]:
+    """Where each tensor begins in its group's vector."""
     ends = [0] * model.num_groups
     for tensor in model.tensors:
-        offsets[tensor.name] = (tensor, ends[tensor.group])
+        yield ends[tensor.group]
         ends[tensor.group] += tensor.size
-    return offsets
 
 
 def _model_of(tensors: Mapping[str, npt.NDArray[Any]], shard_size: int) -> Model:

@@ -13,6 +13,7 @@
     ├── ScheduleOwned           FAILED_PRECONDITION  a learning rate from somebody who does not own the schedule
     ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
     ├── Superseded              ABORTED              a newer process took the worker's name
+    ├── ReplicaLost             ABORTED              another process of the worker's replica is gone
     ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
     ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
     ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
@@ -106,6 +107,12 @@ class ProtocolMismatch(PypsError):
 
 class Superseded(PypsError):
     """Raised when a newer process goes by this worker's name. Stop this one, or give it another name."""
+
+    status = "ABORTED"
+
+
+class ReplicaLost(PypsError):
+    """Raised when another process of this worker's replica is gone. A replica ends as a whole; start it anew."""
 
     status = "ABORTED"
 

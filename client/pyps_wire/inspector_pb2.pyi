@@ -139,7 +139,7 @@ class ListShardsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "pushes_applied", "pushes_rejected", "pushes_duplicate", "pushes_pending", "pushes_dropped", "updates", "pending_gradients", "pending_bytes", "waiting_for", "staleness_mean", "staleness_max", "step_lost", "learning_rate", "examples")
+    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "pushes_applied", "pushes_rejected", "pushes_duplicate", "pushes_pending", "pushes_dropped", "updates", "pending_gradients", "pending_bytes", "waiting_for", "staleness_mean", "staleness_max", "step_lost", "learning_rate", "examples", "part", "num_workers")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,8 @@ class ShardInfo(_message.Message):
     STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     shard_id: int
     group: int
     offset: int
@@ -182,7 +184,9 @@ class ShardInfo(_message.Message):
     step_lost: float
     learning_rate: float
     examples: int
-    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., updates: _Optional[int] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., step_lost: _Optional[float] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ...) -> None: ...
+    part: int
+    num_workers: int
+    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., updates: _Optional[int] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., step_lost: _Optional[float] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class ListShardsReply(_message.Message):
     __slots__ = ("shards",)
@@ -195,7 +199,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars", "message", "counts", "waits_for", "blocked_seconds", "pushes_dropped", "step_lost", "transport")
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars", "message", "counts", "waits_for", "blocked_seconds", "pushes_dropped", "step_lost", "transport", "replica", "parts", "shards_pushed", "shards_pulled")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +231,10 @@ class WorkerInfo(_message.Message):
     PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
     STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_PUSHED_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_PULLED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     incarnation: int
@@ -251,7 +259,11 @@ class WorkerInfo(_message.Message):
     pushes_dropped: int
     step_lost: float
     transport: str
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., blocked_seconds: _Optional[float] = ..., pushes_dropped: _Optional[int] = ..., step_lost: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
+    replica: str
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    shards_pushed: _containers.RepeatedScalarFieldContainer[int]
+    shards_pulled: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., blocked_seconds: _Optional[float] = ..., pushes_dropped: _Optional[int] = ..., step_lost: _Optional[float] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListWorkersReply(_message.Message):
     __slots__ = ("workers",)
@@ -270,7 +282,7 @@ class ListTensorsRequest(_message.Message):
     def __init__(self, name_prefix: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class TensorInfo(_message.Message):
-    __slots__ = ("name", "shape", "group", "held_parameters", "version_min", "version_max", "norm", "min", "max", "first_values")
+    __slots__ = ("name", "shape", "group", "held_parameters", "version_min", "version_max", "norm", "min", "max", "first_values", "whole_shape", "offset", "part")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +293,9 @@ class TensorInfo(_message.Message):
     MIN_FIELD_NUMBER: _ClassVar[int]
     MAX_FIELD_NUMBER: _ClassVar[int]
     FIRST_VALUES_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     group: int
@@ -291,7 +306,10 @@ class TensorInfo(_message.Message):
     min: float
     max: float
     first_values: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., held_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., norm: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., first_values: _Optional[_Iterable[float]] = ...) -> None: ...
+    whole_shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: _containers.RepeatedScalarFieldContainer[int]
+    part: int
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., group: _Optional[int] = ..., held_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., norm: _Optional[float] = ..., min: _Optional[float] = ..., max: _Optional[float] = ..., first_values: _Optional[_Iterable[float]] = ..., whole_shape: _Optional[_Iterable[int]] = ..., offset: _Optional[_Iterable[int]] = ..., part: _Optional[int] = ...) -> None: ...
 
 class ListTensorsReply(_message.Message):
     __slots__ = ("tensors", "next_page_token")

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HelloRequest(_message.Message):
-    __slots__ = ("sender", "protocol_version", "features", "software", "role", "server_index", "num_servers", "model", "optimizer", "fingerprint", "codecs", "host", "process_id", "device")
+    __slots__ = ("sender", "protocol_version", "features", "software", "role", "server_index", "num_servers", "model", "optimizer", "fingerprint", "codecs", "host", "process_id", "device", "parts", "replica")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class HelloRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -38,7 +40,9 @@ class HelloRequest(_message.Message):
     host: str
     process_id: int
     device: str
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    replica: str
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local")
@@ -109,7 +113,7 @@ class LocalTransport(_message.Message):
     def __init__(self, address: _Optional[str] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class InitializeRequest(_message.Message):
-    __slots__ = ("sender", "term", "model", "optimizer", "server_index", "num_servers", "shard_id", "codec", "payload")
+    __slots__ = ("sender", "term", "model", "optimizer", "server_index", "num_servers", "shard_id", "codec", "replica", "payload")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +122,7 @@ class InitializeRequest(_message.Message):
     NUM_SERVERS_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     term: int
@@ -127,8 +132,9 @@ class InitializeRequest(_message.Message):
     num_servers: int
     shard_id: int
     codec: _common_pb2.Codec
+    replica: str
     payload: bytes
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., term: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., shard_id: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., term: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., shard_id: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., replica: _Optional[str] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class InitializeReply(_message.Message):
     __slots__ = ("state", "epoch", "shards")

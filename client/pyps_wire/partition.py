@@ -11,9 +11,12 @@ import hashlib
 import heapq
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
+from pyps_wire.blocks import PARTS_MAX, check_block, check_whole, place_in_words
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import BadRequest
 
@@ -34,11 +37,16 @@ DIMENSIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One named tensor and the parameter group that it belongs to."""
+    """One named tensor and the parameter group that it belongs to; or one block of a tensor that is cut over parts."""
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
+    # Of a block: the sizes of the whole tensor, and where the block begins in it.
+    whole_shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    # The part of the model that it belongs to, under model parallelism.
+    part: int = 0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -48,6 +56,15 @@ class Tensor:
                 f"tensor {self.name!r} has shape {self.shape}; "
                 f"at most {DIMENSIONS_MAX} sizes are allowed, none of them negative"
             )
+        if not 0 <= self.part < PARTS_MAX:
+            raise BadRequest(f"tensor {self.name!r} is of part {self.part}; parts are 0 to {PARTS_MAX - 1}")
+        if self.whole_shape or self.offset:
+            check_block(self.name, self.shape, self.whole_shape, self.offset)
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What tells it from all others of its model."""
+        return self.name, self.offset
 
     @property
     def size(self) -> int:
@@ -65,18 +82,24 @@ class Model:
     def __post_init__(self) -> None:
         if self.shard_size < ALIGNMENT or self.shard_size % ALIGNMENT:
             raise BadRequest(f"shard_size is {self.shard_size}; it must be a positive multiple of {ALIGNMENT}")
-        names: set[str] = set()
-        group = -1
+        keys: set[tuple[str, tuple[int, ...]]] = set()
+        whole: dict[str, bool] = {}
+        group = part = -1
         for tensor in self.tensors:
-            if tensor.name in names:
+            if tensor.key in keys or whole.setdefault(tensor.name, not tensor.whole_shape) != (not tensor.whole_shape):
                 raise BadRequest(f"two tensors are named {tensor.name!r}; names must be unique in a model")
             if tensor.group not in (group, group + 1) or tensor.group < 0:
                 raise BadRequest(
                     f"tensor {tensor.name!r} of group {tensor.group} follows group {group}; "
                     "tensors are ordered by group, and groups count up from 0 without a gap"
                 )
-            names.add(tensor.name)
-            group = tensor.group
+            if tensor.group == group and tensor.part != part:
+                raise BadRequest(
+                    f"tensor {tensor.name!r} is of part {tensor.part}, its group {group} of part {part}; a group's "
+                    "tensors are all of one part"
+                )
+            keys.add(tensor.key)
+            group, part = tensor.group, tensor.part
         if self.num_parameters == 0:
             raise BadRequest("the model holds no parameters; give it at least one tensor that is not empty")
 
@@ -90,8 +113,18 @@ class Model:
 
     @property
     def num_groups(self) -> int:
-        """Number of parameter groups."""
+        """Number of parameter groups; those of different parts are different groups."""
         return len(self.group_sizes)
+
+    @cached_property
+    def group_parts(self) -> tuple[int, ...]:
+        """The part of the model that each group belongs to."""
+        return tuple(next(of_group).part for _, of_group in groupby(self.tensors, key=lambda tensor: tensor.group))
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Number of parts that the model is cut into: 1 for one that is not."""
+        return max(self.group_parts, default=0) + 1
 
     @property
     def num_parameters(self) -> int:
@@ -100,13 +133,20 @@ class Model:
 
     def to_proto(self) -> ModelSpec:
         """Returns the model as it travels."""
-        tensors = [TensorSpec(name=t.name, shape=t.shape, group=t.group) for t in self.tensors]
+        tensors = [
+            TensorSpec(
+                name=t.name, shape=t.shape, group=t.group, whole_shape=t.whole_shape, offset=t.offset, part=t.part
+            )
+            for t in self.tensors
+        ]
         return ModelSpec(tensors=tensors, shard_size=self.shard_size)
 
     @classmethod
     def from_proto(cls, spec: ModelSpec) -> Model:
         """Reads a model that travelled; BadRequest says what is wrong with it."""
-        tensors = tuple(Tensor(t.name, tuple(t.shape), t.group) for t in spec.tensors)
+        tensors = tuple(
+            Tensor(t.name, tuple(t.shape), t.group, tuple(t.whole_shape), tuple(t.offset), t.part) for t in spec.tensors
+        )
         return cls(tensors, spec.shard_size)
 
 
@@ -133,7 +173,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Partition:
-    """A model's shards, numbered from 0 through the groups in order, and the servers that hold them."""
+    """A model's shards, numbered from 0 through the groups in order, and the servers that hold them.
+
+    That of some parts of a model (`of_parts`) has the whole's shards under the whole's numbers, but only theirs.
+    """
 
     model: Model
     num_servers: int
@@ -146,9 +189,27 @@ class Partition:
 
     def shard(self, shard_id: int) -> ShardRange:
         """Returns the shard of that number."""
-        if not 0 <= shard_id < len(self.shards):
+        shard = self._by_id.get(shard_id)
+        if shard is None:
             raise BadRequest(f"there is no shard {shard_id}; the model has {len(self.shards)}, from 0")
-        return self.shards[shard_id]
+        return shard
+
+    def part_of(self, shard_id: int) -> int:
+        """Returns the part of the model that a shard belongs to: no shard holds numbers of two."""
+        return self.model.group_parts[self.shard(shard_id).group]
+
+    def of_parts(self, parts: Collection[int]) -> Partition:
+        """Returns the shards of those parts, over their tensors alone, whose groups count up from 0 again."""
+        missing = sorted(part for part in parts if not 0 <= part < self.model.num_parts)
+        if missing or not parts:
+            raise BadRequest(f"there is no part {missing[:1] or 'in ()'}; the model has {self.model.num_parts}, from 0")
+        groups = {
+            group: index
+            for index, group in enumerate(g for g, part in enumerate(self.model.group_parts) if part in parts)
+        }
+        tensors = tuple(replace(t, group=groups[t.group]) for t in self.model.tensors if t.group in groups)
+        shards = tuple(replace(s, group=groups[s.group]) for s in self.shards if s.group in groups)
+        return Partition(Model(tensors, self.model.shard_size), self.num_servers, shards)
 
     def of_server(self, server_index: int) -> tuple[ShardRange, ...]:
         """Returns a server's shards in order: none where there are fewer shards than servers."""
@@ -164,9 +225,17 @@ class Partition:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of all that the partition depends on; two ends that agree on it agree on every shard."""
-        tensors = [[t.name, t.shape, t.group] for t in self.model.tensors]
+        # What is not cut has the fingerprint that it had before models could be.
+        tensors = [
+            [t.name, t.shape, t.group, *([t.whole_shape, t.offset, t.part] if self.model.num_parts > 1 else [])]
+            for t in self.model.tensors
+        ]
         text = json.dumps(["pyps partition 2", self.num_servers, self.model.shard_size, tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @cached_property
+    def _by_id(self) -> dict[int, ShardRange]:
+        return {shard.shard_id: shard for shard in self.shards}
 
     @cached_property
     def _by_server(self) -> tuple[tuple[ShardRange, ...], ...]:
@@ -176,29 +245,40 @@ class Partition:
         return tuple(tuple(shards) for shards in servers)
 
     @cached_property
-    def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
+    def _pieces(self) -> dict[int, tuple[Piece, ...]]:
         # Tensors and shards lie in the same order: one walk meets each pair that overlaps.
         pieces: list[list[Piece]] = [[] for _ in self.shards]
-        shard_id = shard_offset = 0
+        index = shard_offset = 0
         for tensor_index, tensor in enumerate(self.model.tensors):
             tensor_offset = 0
             while tensor_offset < tensor.size:
-                shard = self.shards[shard_id]
+                shard = self.shards[index]
                 length = min(tensor.size - tensor_offset, shard.length - shard_offset)
-                pieces[shard_id].append(Piece(tensor_index, tensor_offset, shard_offset, length))
+                pieces[index].append(Piece(tensor_index, tensor_offset, shard_offset, length))
                 tensor_offset += length
                 shard_offset += length
                 if shard_offset == shard.length:
-                    shard_id, shard_offset = shard_id + 1, 0
-        return tuple(tuple(of_shard) for of_shard in pieces)
+                    index, shard_offset = index + 1, 0
+        return {shard.shard_id: tuple(of_shard) for shard, of_shard in zip(self.shards, pieces, strict=True)}
 
 
 def partition(model: Model, *, num_servers: int) -> Partition:
-    """Cuts a model into shards and gives each to a server, so that servers hold about equally much."""
+    """Cuts a model into shards and gives each to a server, so that servers hold about equally much.
+
+    The shards of one part of a model lie on as few servers as that allows. Raises BadRequest for a model whose blocks
+    are not the whole of its tensors.
+    """
     if not 1 <= num_servers <= SERVERS_MAX:
         raise BadRequest(f"num_servers is {num_servers}; it must be between 1 and {SERVERS_MAX}")
+    check_whole(model.tensors)
+    absent = set(range(model.num_parts)).difference(model.group_parts)
+    if absent:
+        raise BadRequest(
+            f"the model has {model.num_parts} parts, but nothing of part {min(absent)}: number them from 0"
+        )
     shard_size = _shard_size(model, num_servers)
-    counts = [_shards_in(size, shard_size, num_servers) for size in model.group_sizes]
+    is_cut = model.num_parts > 1
+    counts = [_shards_in(size, shard_size, 1 if is_cut else num_servers) for size in model.group_sizes]
     if sum(counts) > SHARDS_MAX:
         raise BadRequest(
             f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
@@ -209,7 +289,11 @@ def partition(model: Model, *, num_servers: int) -> Partition:
         for group, (size, count) in enumerate(zip(model.group_sizes, counts, strict=True))
         for offset, length in _cut(size, count)
     ]
-    servers = _assign([length for _, _, length in cuts], num_servers)
+    lengths = [length for _, _, length in cuts]
+    if is_cut:
+        servers = _assign_parts(lengths, [model.group_parts[group] for group, _, _ in cuts], num_servers)
+    else:
+        servers = _assign(lengths, num_servers)
     shards = tuple(
         ShardRange(shard_id, group, offset, length, server)
         for shard_id, ((group, offset, length), server) in enumerate(zip(cuts, servers, strict=True))
@@ -228,6 +312,8 @@ def first_difference(
             return f"tensor {index} is {_text(a)} in {mine_name}, but {_text(b)} in {theirs_name}"
         if a.shape != b.shape:
             return f"tensor {a.name!r} has shape {a.shape} in {mine_name}, but {b.shape} in {theirs_name}"
+        if (a.whole_shape, a.offset, a.part) != (b.whole_shape, b.offset, b.part):
+            return f"tensor {a.name!r} is {_place(a)} in {mine_name}, but {_place(b)} in {theirs_name}"
         return f"tensor {a.name!r} is of group {a.group} in {mine_name}, but of group {b.group} in {theirs_name}"
     num_mine, num_theirs = len(mine.tensors), len(theirs.tensors)
     if num_mine != num_theirs:
@@ -240,6 +326,11 @@ def first_difference(
     if mine.shard_size != theirs.shard_size:
         return f"shard_size is {mine.shard_size} in {mine_name}, but {theirs.shard_size} in {theirs_name}"
     return None
+
+
+def _place(tensor: Tensor) -> str:
+    block = f"the block {place_in_words(tensor.offset, tensor.shape)} of {tensor.whole_shape}"
+    return f"{block if tensor.whole_shape else 'whole'} in part {tensor.part}"
 
 
 def _text(tensor: Tensor) -> str:
@@ -275,4 +366,15 @@ def _assign(lengths: list[int], num_servers: int) -> list[int]:
         load, server = loads[0]
         servers[shard_id] = server
         heapq.heapreplace(loads, (load + lengths[shard_id], server))
+    return servers
+
+
+def _assign_parts(lengths: list[int], parts: list[int], num_servers: int) -> list[int]:
+    """Chooses each shard's server where a model is cut into parts: all shards part by part, so much to each server."""
+    servers = [0] * len(lengths)
+    total, before = sum(lengths), 0
+    for shard_id in sorted(range(len(lengths)), key=lambda i: (parts[i], i)):
+        # By its middle: a part that is a server's share stays together where shards are of uneven length.
+        servers[shard_id] = min(num_servers - 1, num_servers * (2 * before + lengths[shard_id]) // (2 * total))
+        before += lengths[shard_id]
     return servers

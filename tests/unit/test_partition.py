@@ -217,7 +217,7 @@ def test_cuts_and_fingerprint_are_those_of_the_contract():
 
 def test_nothing_of_the_wire_type_enters_the_fingerprint():
     assert set(Model.__dataclass_fields__) == {"tensors", "shard_size"}
-    assert set(Tensor.__dataclass_fields__) == {"name", "shape", "group"}
+    assert set(Tensor.__dataclass_fields__) == {"name", "shape", "group", "whole_shape", "offset", "part"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""Tensors that are cut over the parts of a model, and the whole tensors that their blocks make.
+
+Under model parallelism (Dean et al. 2012, section 3) a process holds a part of the model. A tensor that is cut is
+listed block by block, each with the whole's sizes and its own place in it; the blocks of all parts are the whole, and
+no two of them overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pyps_wire.errors import BadRequest
+
+PARTS_MAX = 1024
+# Blocks of one tensor.
+BLOCKS_MAX = 1024
+
+
+class Placed(Protocol):
+    """A tensor as these functions see it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def whole_shape(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> tuple[int, ...]: ...
+    @property
+    def part(self) -> int: ...
+
+
+def place(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The index of a block in the whole tensor."""
+    return tuple(slice(begin, begin + extent) for begin, extent in zip(offset, shape, strict=True))
+
+
+def place_in_words(offset: Sequence[int], shape: Sequence[int]) -> str:
+    """The same for people: "[0:256, 128:256]"."""
+    return f"[{', '.join(f'{begin}:{begin + extent}' for begin, extent in zip(offset, shape, strict=True))}]"
+
+
+def check_block(name: str, shape: Sequence[int], whole_shape: Sequence[int], offset: Sequence[int]) -> None:
+    """Refuses a block that does not lie in its whole, or that holds nothing of it."""
+    if not len(shape) == len(whole_shape) == len(offset):
+        raise BadRequest(
+            f"the block of tensor {name!r} has {len(shape)} sizes and {len(offset)} offsets, the whole of shape "
+            f"{tuple(whole_shape)} has {len(whole_shape)}: give as many of each"
+        )
+    ends = [begin + extent for begin, extent in zip(offset, shape, strict=True)]
+    if any(begin < 0 or end > size for begin, end, size in zip(offset, ends, whole_shape, strict=True)):
+        raise BadRequest(
+            f"the block {place_in_words(offset, shape)} of tensor {name!r} reaches beyond the whole, whose shape is "
+            f"{tuple(whole_shape)}"
+        )
+    if 0 in shape:
+        raise BadRequest(
+            f"the block {place_in_words(offset, shape)} of tensor {name!r} of shape {tuple(whole_shape)} is empty: cut "
+            "no tensor into more parts than it has rows or columns"
+        )
+
+
+def overlap(a: Placed, b: Placed) -> bool:
+    """Whether two blocks of one tensor have a number in common."""
+    return all(
+        begin < other + other_extent and other < begin + extent
+        for begin, extent, other, other_extent in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )
+
+
+def check_whole(tensors: Iterable[Placed]) -> None:
+    """Refuses a model whose blocks are not, each number once, the whole of every tensor that is cut.
+
+    Raises BadRequest, which names the tensor, the parts and what is claimed twice or missing.
+    """
+    blocks: dict[str, list[Placed]] = {}
+    for tensor in tensors:
+        if tensor.whole_shape:
+            blocks.setdefault(tensor.name, []).append(tensor)
+    for name, of_tensor in blocks.items():
+        _check_tensor(name, of_tensor)
+
+
+def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
+    if len(blocks) > BLOCKS_MAX:
+        raise BadRequest(f"tensor {name!r} is cut into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
+    for a, b in itertools.combinations(blocks, 2):
+        if a.whole_shape != b.whole_shape:
+            raise BadRequest(
+                f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {b.whole_shape} in part {b.part}"
+            )
+        if overlap(a, b):
+            raise BadRequest(
+                f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
+                f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
+            )
+    covered = sum(math.prod(block.shape) for block in blocks)
+    if covered != math.prod(blocks[0].whole_shape):
+        present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4])
+        raise BadRequest(
+            f"parts of tensor {name!r} of shape {blocks[0].whole_shape} are missing: there are only {present}"
+            f"{' and more' if len(blocks) > 4 else ''}, {covered} of its {math.prod(blocks[0].whole_shape)} numbers"
+        )

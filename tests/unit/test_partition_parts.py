@@ -1,0 +1,166 @@
+"""pyps_wire.partition of a model that is cut into parts: blocks, affinity of shards, sub-partitions, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyps_client.client import split_tensors
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import Model, Tensor, first_difference, partition
+
+
+def columns(name, shape, num_parts, *, first_group=0, groups_of_part=1):
+    """A matrix cut by columns as evenly as torch cuts: one block a part, in a group of each part."""
+    width = math.ceil(shape[1] / num_parts)
+    return [
+        Tensor(
+            name,
+            (shape[0], min(width, shape[1] - p * width)),
+            first_group + p * groups_of_part,
+            shape,
+            (0, p * width),
+            p,
+        )
+        for p in range(num_parts)
+    ]
+
+
+def cut_model(num_parts, *, shape=(512, 2048), shard_size=16_384):
+    """Two matrices, one cut by columns, one by rows, and a bias of part 0 alone."""
+    tensors = []
+    borders = [part * shape[0] // num_parts for part in range(num_parts + 1)]
+    for part in range(num_parts):
+        tensors.append(columns("up", shape, num_parts)[part])
+        tensors.append(
+            Tensor("down", (borders[part + 1] - borders[part], shape[1]), part, shape, (borders[part], 0), part)
+        )
+        if part == 0:
+            tensors.append(Tensor("bias", (shape[1],), 0))
+    return Model(tuple(tensors), shard_size)
+
+
+@given(st.integers(2, 8), st.integers(1, 6), st.sampled_from([16_384, 131_072, 1_047_552]))
+@settings(max_examples=40, deadline=None)
+def test_every_shard_is_of_one_part_and_every_part_has_its_own(num_parts, num_servers, shard_size):
+    model = cut_model(num_parts, shard_size=shard_size)
+    plan = partition(model, num_servers=num_servers)
+    seen = set()
+    for part in range(num_parts):
+        own = plan.of_parts([part])
+        ids = {shard.shard_id for shard in own.shards}
+        assert ids == {s.shard_id for s in plan.shards if plan.part_of(s.shard_id) == part}
+        assert not ids & seen
+        seen |= ids
+        assert sum(shard.length for shard in own.shards) == own.model.num_parameters
+        assert {t.part for t in own.model.tensors} == {part}
+        # As few shards as their length allows: one more a group at the most, for the aligned cut.
+        least = sum(math.ceil(size / shard_size) for size in own.model.group_sizes)
+        assert len(ids) <= max(least, sum(math.ceil(size / 262_144) for size in own.model.group_sizes))
+    assert seen == {shard.shard_id for shard in plan.shards}
+
+
+@given(st.integers(2, 8), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_a_part_lies_on_as_few_servers_as_even_loads_allow(num_parts, num_servers):
+    plan = partition(cut_model(num_parts), num_servers=num_servers)
+    loads = [sum(shard.length for shard in plan.of_server(i)) for i in range(num_servers)]
+    longest = max(shard.length for shard in plan.shards)
+    assert max(loads) - min(loads) <= 2 * longest
+    for part in range(num_parts):
+        servers = {shard.server_index for shard in plan.of_parts([part]).shards}
+        assert len(servers) <= math.ceil(num_servers / num_parts) + 1
+        assert servers == set(range(min(servers), max(servers) + 1))
+
+
+def test_two_parts_on_two_servers_have_one_each():
+    plan = partition(cut_model(2), num_servers=2)
+    assert [{s.server_index for s in plan.of_parts([p]).shards} for p in (0, 1)] == [{0}, {1}]
+
+
+def test_a_sub_partition_finds_its_shards_by_the_wholes_numbers():
+    plan = partition(cut_model(3, shape=(300, 900)), num_servers=2)
+    own = plan.of_parts([1, 2])
+    for shard in own.shards:
+        whole = plan.shard(shard.shard_id)
+        assert (whole.offset, whole.length, whole.server_index) == (shard.offset, shard.length, shard.server_index)
+        mine = [(own.model.tensors[p.tensor_index].key, p.tensor_offset, p.length) for p in own.pieces(shard.shard_id)]
+        theirs = [
+            (plan.model.tensors[p.tensor_index].key, p.tensor_offset, p.length) for p in plan.pieces(shard.shard_id)
+        ]
+        assert mine == theirs
+    foreign = plan.of_parts([0]).shards[0].shard_id
+    with pytest.raises(BadRequest, match=f"no shard {foreign}"):
+        own.shard(foreign)
+
+
+@pytest.mark.parametrize("parts", [[], [3], [-1]])
+def test_parts_that_are_not_there_are_refused(parts):
+    with pytest.raises(BadRequest, match="no part"):
+        partition(cut_model(3, shape=(300, 900)), num_servers=1).of_parts(parts)
+
+
+def test_blocks_are_joined_under_the_original_name():
+    model = cut_model(3, shape=(6, 12), shard_size=16)
+    whole = {name: np.arange(72, dtype=np.float32).reshape(6, 12) + i for i, name in enumerate(("up", "down"))}
+    whole["bias"] = np.arange(12, dtype=np.float32)
+    vectors = [[] for _ in range(model.num_groups)]
+    for t in model.tensors:
+        block = whole[t.name]
+        if t.whole_shape:
+            block = block[tuple(slice(o, o + n) for o, n in zip(t.offset, t.shape, strict=True))]
+        vectors[t.group].append(block.ravel())
+    joined = split_tensors(model, [np.concatenate(parts) for parts in vectors])
+    assert joined.keys() == whole.keys()
+    for name, values in whole.items():
+        np.testing.assert_array_equal(joined[name], values)
+
+
+def test_the_model_travels_with_its_blocks():
+    model = cut_model(4)
+    assert Model.from_proto(model.to_proto()) == model
+    assert partition(model, num_servers=2).fingerprint != partition(cut_model(2), num_servers=2).fingerprint
+
+
+def test_a_model_that_is_not_cut_keeps_its_fingerprint():
+    model = Model((Tensor("weight", (64, 10)), Tensor("bias", (10,))))
+    assert partition(model, num_servers=2).fingerprint == "a9b780c778c736a2b491605abe8582c5"
+
+
+def test_two_cuts_are_told_apart_in_words():
+    assert first_difference(cut_model(2), cut_model(4)) == (
+        "tensor 'up' has shape (512, 1024) in this model, but (512, 512) in the other model"
+    )
+    mine = Model((Tensor("w", (2, 4), 0, (4, 4), (0, 0)), Tensor("w", (2, 4), 1, (4, 4), (2, 0), 1)))
+    theirs = Model((Tensor("w", (2, 4), 0, (4, 4), (2, 0)), Tensor("w", (2, 4), 1, (4, 4), (0, 0), 1)))
+    assert "block [0:2, 0:4] of (4, 4) in part 0" in first_difference(mine, theirs)
+
+
+def two_blocks(*second):
+    return Model((Tensor("w", (4, 2), 0, (4, 4), (0, 0), 0), *second))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: two_blocks(Tensor("w", (4, 2), 1, (4, 4), (0, 1), 1)),
+            r"part 0 and part 1 both claim .*'w'.*0:2.*1:3",
+        ),
+        (lambda: two_blocks(Tensor("w", (4, 1), 1, (4, 4), (0, 2), 1)), r"parts of tensor 'w'.*missing.*12 of its 16"),
+        (lambda: two_blocks(), r"missing.*8 of its 16"),
+        (lambda: two_blocks(Tensor("w", (4, 2), 1, (4, 5), (0, 2), 1)), r"shape \(4, 4\) in part 0, but \(4, 5\)"),
+        (lambda: two_blocks(Tensor("w", (4, 0), 1, (4, 4), (0, 4), 1)), r"empty.*more parts than"),
+        (lambda: two_blocks(Tensor("w", (4, 3), 1, (4, 4), (0, 2), 1)), r"reaches beyond"),
+        (lambda: two_blocks(Tensor("w", (4,), 1, (4, 4), (0, 2), 1)), r"1 sizes and 2 offsets"),
+        (lambda: two_blocks(Tensor("w", (4, 4), 1)), r"two tensors are named 'w'"),
+        (lambda: two_blocks(Tensor("w", (4, 2), 0, (4, 4), (0, 2), 1)), r"'w' is of part 1, its group 0 of part 0"),
+        (lambda: two_blocks(Tensor("w", (4, 2), 1, (4, 4), (0, 2), 2)), r"3 parts, but nothing of part 1"),
+        (lambda: Tensor("w", (4, 2), 0, part=5000), r"part 5000"),
+    ],
+)
+def test_what_is_no_whole_model_is_refused_in_words(make, words):
+    with pytest.raises(BadRequest, match=words):
+        partition(make(), num_servers=1)
