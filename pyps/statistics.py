@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from threading import Lock
@@ -21,6 +21,8 @@ APPLY_SECONDS_BOUNDS = (
 RECENT_RECEIPTS_MAX = 1000
 # Workers counted one by one; beyond it the one that pushed longest ago is forgotten: memory is bounded.
 WORKERS_MAX = 4096
+# Shards that are listed of each worker; of more the first.
+SHARDS_LISTED_MAX = 1024
 # Staleness is counted exactly below this, and to 1 part in 8 above.
 EXACT_STALENESS_BELOW = 1024
 
@@ -114,6 +116,13 @@ class Tally:
 _SUMS = tuple(item.name for item in fields(Tally) if item.name not in ("reasons", "histogram", "staleness_max"))
 
 
+class Contacts(NamedTuple):
+    """The shards that a worker has pushed to and those that it was sent, ascending; at most SHARDS_LISTED_MAX each."""
+
+    pushed: tuple[int, ...] = ()
+    pulled: tuple[int, ...] = ()
+
+
 class LoggedReceipt(NamedTuple):
     """A receipt, whose it was, and when (in the run's clock)."""
 
@@ -144,6 +153,8 @@ class Statistics:
         # Guarded by _lock. The first holds what belongs to no shard.
         self._beside = Tally()
         self._workers: OrderedDict[str, Tally] = OrderedDict()
+        # Of the same workers.
+        self._contacts: dict[str, _Shards] = {}
         self._shards: dict[int, Tally] = {}
         self._recent: deque[LoggedReceipt] = deque(maxlen=RECENT_RECEIPTS_MAX)
         self._last_update: float | None = None
@@ -173,10 +184,13 @@ class Statistics:
             self._workers.move_to_end(worker_id)
             worker.add(receipt, payload_bytes=payload_bytes, examples=examples)
             shard.add(receipt, payload_bytes=payload_bytes, examples=examples)
+            contacts = self._contacts[worker_id]
+            _note(contacts.pushed, shard_id)
             self._recent.append(logged)
             if answer_bytes:
                 self._beside.bytes_out += answer_bytes
                 worker.bytes_out += answer_bytes
+                _note(contacts.pulled, shard_id)
             if receipt.version_after > receipt.version_before and not receipt.duplicate:
                 self._last_update = now
             if apply_seconds is not None:
@@ -198,11 +212,14 @@ class Statistics:
                     tally.rate_scale_count += 1
                     tally.rate_scale_sum += rate_scale
 
-    def pulled(self, worker_id: str, payload_bytes: int) -> None:
-        """Counts the payload of one shard sent to a worker or observer."""
+    def pulled(self, worker_id: str, payload_bytes: int, *, shard_ids: Iterable[int] = ()) -> None:
+        """Counts the payload of these shards, sent to a worker or observer."""
         with self._lock:
             self._beside.bytes_out += payload_bytes
             self._worker(worker_id).bytes_out += payload_bytes
+            contacts = self._contacts[worker_id]
+            for shard_id in shard_ids:
+                _note(contacts.pulled, shard_id)
 
     def updated(self, shard_id: int, count: int, *, now: float) -> None:
         """Counts updates that no push brought about: a round completed as it was, pending gradients settled."""
@@ -236,6 +253,12 @@ class Statistics:
         """The counts of one worker, zeros for one never heard of."""
         with self._lock:
             return self._workers.get(worker_id, Tally()).copy()
+
+    def contacts(self, worker_id: str) -> Contacts:
+        """The shards that one worker has pushed to and pulled, none for one never heard of."""
+        with self._lock:
+            shards = self._contacts.get(worker_id, _Shards())
+            return Contacts(tuple(sorted(shards.pushed)), tuple(sorted(shards.pulled)))
 
     def shard(self, shard_id: int) -> Tally:
         """The counts of one shard, zeros for one never pushed to."""
@@ -278,8 +301,10 @@ class Statistics:
         tally = self._workers.get(worker_id)
         if tally is None:
             tally = self._workers[worker_id] = Tally()
+            self._contacts[worker_id] = _Shards()
             if len(self._workers) > WORKERS_MAX:
-                self._workers.popitem(last=False)
+                forgotten, _ = self._workers.popitem(last=False)
+                del self._contacts[forgotten]
         return tally
 
     def _shard(self, shard_id: int) -> Tally:
@@ -287,6 +312,21 @@ class Statistics:
         if tally is None:
             tally = self._shards[shard_id] = Tally()
         return tally
+
+
+class _Shards:
+    """What `Contacts` tells, while it grows."""
+
+    __slots__ = ("pulled", "pushed")
+
+    def __init__(self) -> None:
+        self.pushed: set[int] = set()
+        self.pulled: set[int] = set()
+
+
+def _note(shards: set[int], shard_id: int) -> None:
+    if shard_id not in shards and len(shards) < SHARDS_LISTED_MAX:
+        shards.add(shard_id)
 
 
 def _staleness_bucket(staleness: int) -> int:

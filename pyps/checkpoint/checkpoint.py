@@ -12,7 +12,6 @@ checkpoint-00000007/
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,77 +23,24 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps.checkpoint.disk import Disk
+from pyps.checkpoint.header import RunHeader
 from pyps.checkpoint.manifest import MANIFEST, CheckpointDamaged, read_manifest, write_manifest
 from pyps.checkpoint.tensor_file import FLOAT32, TensorFile, TensorReader
 from pyps.checkpoint.vectors import VECTORS, VectorsWriter, machine_state_from, with_vectors
 from pyps.checksum import checksum_of
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
-from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.ledger import LedgerState
 from pyps.core.shard import Shard, ShardState
 from pyps.core.update_rules import find
 from pyps.core.vector_machine import MachineState, VectorMachine
 from pyps.plain import contribution_from_plain, contribution_to_plain, split_payloads
-from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
-from pyps_wire.partition import Model, Tensor
 
 PARAMETERS = "parameters.safetensors"
 SLOTS = "slots.safetensors"
 LEDGER = "ledger.jsonl"
 PENDING = "pending.bin"
-
-
-@dataclass(frozen=True)
-class RunHeader:
-    """What a run is, apart from its shards."""
-
-    run_id: str
-    epoch: int
-    server_index: int
-    num_servers: int
-    model: Model
-    optimizer: RuleSettings
-    # As it is in force, and as the server was told at its start: a run may be changed while it goes on.
-    behaviour: BehaviourTexts
-    told: BehaviourTexts
-
-    def with_epoch(self, epoch: int) -> RunHeader:
-        """Returns the same header with another epoch."""
-        return dataclasses.replace(self, epoch=epoch)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the header in plain lists, dictionaries, numbers and strings."""
-        tensors = [{"name": t.name, "shape": list(t.shape), "group": t.group} for t in self.model.tensors]
-        groups = [dict(group) for group in self.optimizer.groups]
-        return {
-            "run_id": self.run_id,
-            "epoch": self.epoch,
-            "server_index": self.server_index,
-            "num_servers": self.num_servers,
-            "model": {"shard_size": self.model.shard_size, "tensors": tensors},
-            "optimizer": {"rule": self.optimizer.rule, "groups": groups},
-            "behaviour": dict(self.behaviour),
-            "told": dict(self.told),
-        }
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> RunHeader:
-        """Returns the header that `to_json` gave."""
-        model = plain["model"]
-        tensors = tuple(Tensor(t["name"], tuple(t["shape"]), t["group"]) for t in model["tensors"])
-        optimizer = plain["optimizer"]
-        return cls(
-            run_id=plain["run_id"],
-            epoch=plain["epoch"],
-            server_index=plain["server_index"],
-            num_servers=plain["num_servers"],
-            model=Model(tensors, model["shard_size"]),
-            optimizer=RuleSettings.make(optimizer["rule"], tuple(optimizer["groups"])),
-            behaviour=Behaviour.parse(**plain["behaviour"]).texts,
-            told=Behaviour.parse(**plain["told"]).texts,
-        )
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from pyps import logs
-from pyps.checkpoint.checkpoint import Checkpoint, RestoredRun, RunHeader, write
+from pyps.checkpoint.checkpoint import Checkpoint, RestoredRun, write
 from pyps.checkpoint.disk import Disk
+from pyps.checkpoint.header import RunHeader
 from pyps.checkpoint.manifest import CheckpointDamaged, CheckpointError
 from pyps.core.shard import Shard
 from pyps.core.vector_machine import VectorMachine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from pyps.checkpoint import Checkpoint, CheckpointError, newest
 from pyps.cli.control import TOKEN_HELP, DataServers, fail, observe, read_token
 from pyps_client.client import split_tensors
 from pyps_wire.errors import ModelMismatch, PypsError
-from pyps_wire.partition import partition
+from pyps_wire.partition import Partition, partition
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -32,6 +32,8 @@ def export(
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
 ) -> None:
     """Write the model to a safetensors file: every tensor under its own name and shape, in float32.
+
+    A tensor that is cut over the parts of a model is joined.
 
     `safetensors.torch.load_file` reads it; so does `model.load_state_dict` of what that gives.
     """
@@ -63,12 +65,18 @@ def from_checkpoints(folders: Sequence[Path]) -> Arrays:
             vectors[shard.group][shard.offset : shard.offset + shard.length] = values
             missing.discard(shard_id)
     if missing:
-        servers = sorted({plan.shard(shard_id).server_index for shard_id in missing})
-        raise CheckpointError(
-            f"the model has parts on {first.num_servers} servers; missing here: those of server "
-            f"{', '.join(map(str, servers))}. Give --checkpoint once for each server"
-        )
+        raise CheckpointError(_missing_in_words(plan, missing))
     return split_tensors(first.model, vectors)
+
+
+def _missing_in_words(plan: Partition, shard_ids: Collection[int]) -> str:
+    servers = sorted({plan.shard(shard_id).server_index for shard_id in shard_ids})
+    parts = sorted({plan.part_of(shard_id) for shard_id in shard_ids})
+    of_parts = f", with shards of part {', '.join(map(str, parts))}" if plan.model.num_parts > 1 else ""
+    return (
+        f"the model has shards on {plan.num_servers} servers; missing here: those of server "
+        f"{', '.join(map(str, servers))}{of_parts}. Give --checkpoint once for each server"
+    )
 
 
 def _require_same_run(checkpoint: Checkpoint, first: Checkpoint) -> None:

@@ -209,7 +209,8 @@ def _facts(status: pb.Status) -> dict[str, object]:
 
 def _workers_table(answers: Sequence[Answer]) -> Table:
     table = Table(title="workers")
-    for name in ("worker", "state", "where", "transport", "steps"):
+    in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
+    for name in ("worker", "state", *(["replica", "parts"] if in_parts else []), "where", "transport", "steps"):
         table.add_column(name)
     for name in (
         # A push counts once for each shard that it holds.
@@ -235,6 +236,7 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
             *(
                 name,
                 _state(latest),
+                *((latest.replica, _parts(latest)) if in_parts else ()),
                 f"{latest.host} {latest.process_id} {latest.device}",
                 _transport(known),
                 latest.clock,
@@ -251,17 +253,19 @@ def _workers_table(answers: Sequence[Answer]) -> Table:
 
 def _shards_table(answers: Sequence[Answer], shown: int | None) -> Table:
     rows = [(answer.address, shard) for answer in answers for shard in answer.shards]
+    in_parts = any(shard.part for _, shard in rows)
     hidden = len(rows) - shown if shown is not None else 0
     table = Table(title="shards", caption=f"{hidden} more: --all shows them" if hidden > 0 else None)
     for name in (
-        *("server", "shard", "group", "from", "parameters", "version", "CRC-32", "taken", "waiting"),
-        *("staleness", "step lost"),
+        *("server", "shard", *(["part", "workers"] if in_parts else []), "group", "from", "parameters", "version"),
+        *("CRC-32", "taken", "waiting", "staleness", "step lost"),
     ):
         table.add_column(name, justify="left" if name == "server" else "right")
     for address, shard in rows[:shown]:
         _add(
             table,
-            *(address, shard.shard_id, shard.group, f"{shard.offset:,}", f"{shard.num_parameters:,}"),
+            *(address, shard.shard_id, *((shard.part, shard.num_workers) if in_parts else ()), shard.group),
+            *(f"{shard.offset:,}", f"{shard.num_parameters:,}"),
             *(shard.version, shard.checksum, shard.pushes_applied + shard.pushes_pending, shard.pending_gradients),
             f"{shard.staleness_mean:.2f}, max {shard.staleness_max}",
             f"{shard.step_lost:.1%}",
@@ -304,6 +308,11 @@ def _roster(status: pb.Status) -> str:
 
 def _state(worker: pb.WorkerInfo) -> str:
     return "alive, not reckoned with" if worker.state == "alive" and not worker.counts else worker.state
+
+
+def _parts(worker: pb.WorkerInfo) -> str:
+    """The parts of the model that a worker holds, in words."""
+    return ", ".join(map(str, worker.parts)) or "all"
 
 
 def _transport(known: Sequence[pb.WorkerInfo]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,7 +16,15 @@ from pyps.run.state import RunState
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
-from pyps.service.report import Addresses, histogram_of, learning_rates_of, shard_info, status_of, worker_info
+from pyps.service.report import (
+    Addresses,
+    histogram_of,
+    learning_rates_of,
+    shard_info,
+    status_of,
+    tensor_info,
+    worker_info,
+)
 from pyps.service.security import require_loopback, text_of
 from pyps.service.work_messages import progress_to
 from pyps.tensor_summary import places, summarise
@@ -80,9 +87,7 @@ class Inspector(InspectorServicer):
         partition, shards = self._run.partition, self._run.shards
         if partition is None:
             return pb.ListShardsReply()
-        return pb.ListShardsReply(
-            shards=[shard_info(self._run, shard, partition.shard(shard_id)) for shard_id, shard in shards.items()]
-        )
+        return pb.ListShardsReply(shards=[shard_info(self._run, shard, partition) for shard in shards.values()])
 
     @_answering
     def ListWorkers(self, request: pb.ListWorkersRequest, context: grpc.ServicerContext) -> pb.ListWorkersReply:
@@ -102,7 +107,7 @@ class Inspector(InspectorServicer):
 
     @_answering
     def ListTensors(self, request: pb.ListTensorsRequest, context: grpc.ServicerContext) -> pb.ListTensorsReply:
-        """The tensors of which this server holds a part, a page at a time."""
+        """The tensors, or blocks of them, of which this server holds something, a page at a time."""
         partition, shards = self._run.partition, self._run.shards
         if partition is None:
             return pb.ListTensorsReply()
@@ -113,12 +118,10 @@ class Inspector(InspectorServicer):
             for index, tensor_places in places(partition, shards).items()
             if index >= first and partition.model.tensors[index].name.startswith(request.name_prefix)
         ]
-        infos = []
-        for index, tensor_places in held[:page_size]:
-            tensor, summary = partition.model.tensors[index], summarise(tensor_places, shards)
-            infos.append(
-                pb.TensorInfo(name=tensor.name, shape=tensor.shape, group=tensor.group, **dataclasses.asdict(summary))
-            )
+        infos = [
+            tensor_info(partition.model.tensors[index], summarise(tensor_places, shards))
+            for index, tensor_places in held[:page_size]
+        ]
         token = str(held[page_size][0]) if len(held) > page_size else ""
         return pb.ListTensorsReply(tensors=infos, next_page_token=token)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from pyps.run import Run
 from pyps.run.run import SOFTWARE
 from pyps.service.convert import settings_to
 from pyps.statistics import Tally
+from pyps.tensor_summary import TensorSummary
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.partition import ShardRange
+from pyps_wire.partition import Partition, Tensor
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,11 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
     ]
 
 
-def shard_info(run: Run, shard: Shard, shard_range: ShardRange) -> pb.ShardInfo:
+def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
     """A shard and what was pushed to it."""
-    tally = run.statistics.shard(shard.shard_id)
+    shard_range = partition.shard(shard.shard_id)
+    tally, part = run.statistics.shard(shard.shard_id), partition.model.group_parts[shard_range.group]
+    roster = run.roster
     version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
     return pb.ShardInfo(
         shard_id=shard.shard_id,
@@ -85,18 +89,33 @@ def shard_info(run: Run, shard: Shard, shard_range: ShardRange) -> pb.ShardInfo:
         updates=tally.updates,
         pending_gradients=shard.num_pending,
         pending_bytes=shard.pending_bytes,
-        waiting_for=shard.waiting_for(run.roster) if shard.num_pending else (),
+        waiting_for=shard.waiting_for(roster) if shard.num_pending else (),
         staleness_mean=tally.staleness_mean,
         staleness_max=tally.staleness_max,
         step_lost=tally.step_lost,
         learning_rate=_current_rate(shard),
         examples=shard.examples,
+        part=part,
+        num_workers=roster.num_workers,
+    )
+
+
+def tensor_info(tensor: Tensor, summary: TensorSummary) -> pb.TensorInfo:
+    """A tensor, or one block of a tensor that is cut over parts, and what is held of it here."""
+    return pb.TensorInfo(
+        name=tensor.name,
+        shape=tensor.shape,
+        group=tensor.group,
+        whole_shape=tensor.whole_shape,
+        offset=tensor.offset,
+        part=tensor.part,
+        **dataclasses.asdict(summary),
     )
 
 
 def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_memory: bool) -> pb.WorkerInfo:
     """A worker, what became of its pushes, whom it waits for, and how it last talked to this server."""
-    tally = run.statistics.worker(member.worker_id)
+    tally, contacts = run.statistics.worker(member.worker_id), run.statistics.contacts(member.worker_id)
     return pb.WorkerInfo(
         worker_id=member.worker_id,
         state=member.state.value,
@@ -122,6 +141,8 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_me
         counts=member.counts,
         waits_for=waits_for,
         transport="shm" if shares_memory else "grpc",
+        shards_pushed=contacts.pushed,
+        shards_pulled=contacts.pulled,
     )
 
 

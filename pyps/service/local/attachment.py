@@ -34,6 +34,8 @@ class Content(NamedTuple):
     run_id: str
     epoch: int
     plan: Partition
+    # Of the parts of the model that the worker holds: the plan itself where that is all of it.
+    own: Partition
     server_index: int
     shards: Mapping[int, Shard]
 
@@ -66,12 +68,18 @@ class Attachment:
         )
 
     def shard(self, shard_id: int) -> Shard:
-        """The shard of that number; BadRequest when it is not on this server."""
-        shard = self.content.shards.get(shard_id)
+        """The shard of that number; BadRequest when it is not on this server, or of a part that the worker has not."""
+        content = self.content
+        shard = content.shards.get(shard_id)
         if shard is None:
             raise BadRequest(
-                f"shard {shard_id} is not on server {self.content.server_index}, which holds "
-                f"{len(self.content.shards)} of the model's {self.content.plan.num_shards}"
+                f"shard {shard_id} is not on server {content.server_index}, which holds {len(content.shards)} of the "
+                f"model's {content.plan.num_shards}"
+            )
+        if shard_id not in self.replies:
+            parts = ", ".join(map(str, sorted(set(content.own.model.group_parts))))
+            raise BadRequest(
+                f"shard {shard_id} is of part {content.plan.part_of(shard_id)}; worker {self.worker_id!r} holds {parts}"
             )
         return shard
 
@@ -116,10 +124,11 @@ def check_layout(request: local.LocalAttach, content: Content) -> None:
 
 def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, int]]:
     """Yields where each vector that is not empty begins and how many bytes it has."""
-    sizes = content.plan.model.group_sizes
+    sizes = content.own.model.group_sizes
     for vectors in (*request.gradients, request.parameters):
         if len(vectors.offsets) != len(sizes):
-            raise BadRequest(f"Attach names {len(vectors.offsets)} vectors; the model has {len(sizes)} groups")
+            whose = "the model has" if content.own is content.plan else "the worker's parts of the model have"
+            raise BadRequest(f"Attach names {len(vectors.offsets)} vectors; {whose} {len(sizes)} groups")
         size_of_one = item_bytes(convert.codec_from(vectors.codec))
         for offset, size in zip(vectors.offsets, sizes, strict=True):
             if size:
@@ -133,6 +142,6 @@ def _vectors(vectors: local.LocalVectors, segment: Segment, content: Content) ->
         shard.shard_id: segment.view(
             vectors.offsets[shard.group] + shard.offset * size_of_one, shard.length * size_of_one
         )
-        for shard in content.plan.of_server(content.server_index)
+        for shard in content.own.of_server(content.server_index)
     }
     return Vectors(codec, shards)

@@ -77,7 +77,7 @@ class Pull:
             written.codec = int(codec)  # type: ignore[assignment]
             num_bytes += item_bytes(codec) * self._attachment.shard(shard_id).length
         if num_bytes:
-            self._run.statistics.pulled(self._attachment.worker_id, num_bytes)
+            self._run.statistics.pulled(self._attachment.worker_id, num_bytes, shard_ids=self._versions)
         return reply
 
     def _write(self, shard_id: int, version: int, parameters: Floats) -> None:

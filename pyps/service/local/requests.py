@@ -74,7 +74,7 @@ class Requests:
         run.shards_to_pull(sender.run_id, sender.worker_id, sender.incarnation, observer=False, shard_ids=())
         if plan is None or run.shards is not shards:
             raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
-        return Content(run.run_id, epoch, plan, run.server_index, shards)
+        return Content(run.run_id, epoch, plan, plan, run.server_index, shards)
 
     # Push, or push and pull.
 
