@@ -30,7 +30,8 @@ class Expectations:
         """Tells the servers that never saw the worker to expect one fewer; True where there was one.
 
         A server that did see it knows by itself that it is gone. A worker under another name than the job gave it
-        looks as if it never came; then a first round may begin without one that is slow to come.
+        looks as if it never came; then a first round may begin without one that is slow to come. A replica was seen
+        with any of its processes, and counts as one worker.
         """
         told = [self._lower(worker_id, address) for address in addresses]
         return any(told)
@@ -39,7 +40,7 @@ class Expectations:
         try:
             with Control(address, token=self._token) as control:
                 known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=SECONDS)
-                if worker_id in {worker.worker_id for worker in known.workers}:
+                if worker_id in {worker.replica or worker.worker_id for worker in known.workers}:
                     return False
                 self._never_came[address] += 1
                 expected = max(0, self._expected_workers - self._never_came[address])

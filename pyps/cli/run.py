@@ -32,7 +32,24 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 def run(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,
-    workers: Annotated[int, typer.Option(help="Workers to start.", min=1, max=WORKERS_MAX)] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers", "--replicas", help="Workers to start, each of --parts processes.", min=1, max=WORKERS_MAX
+        ),
+    ] = 1,
+    parts: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes of each worker, which hold a part of the model each; one unless told otherwise.",
+            min=1,
+            max=WORKERS_MAX,
+            show_default=False,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often each worker that failed is started again, all its parts.", min=0)
+    ] = 0,
     protocol: Annotated[str, typer.Option(help="How pushes become updates, as async, softsync:n=4, hardsync.")] = "",
     staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as none, divide.")] = "",
     warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=200,protocol=serial.")] = "",
@@ -85,9 +102,19 @@ def run(
 
     Each worker finds its servers, its run and its place in PYPS_ variables, which pyps_client reads by
     default. Servers listen on free ports of 127.0.0.1. Every other setting of `pyps serve` goes through its
-    PYPS_ variable, which `pyps serve --help` names, or --config. A worker that dies is reported and not
-    restarted; the exit status is 0 only if all workers finished with 0.
+    PYPS_ variable, which `pyps serve --help` names, or --config. A worker that dies is reported, and started
+    again as often as --max-restarts says; the exit status is 0 only if the last life of every worker finished with 0.
+
+    With --parts a worker is a replica: several processes that hold a part of the model each and count as one
+    worker. torch.distributed finds the processes of a replica, and no others, in RANK, LOCAL_RANK, WORLD_SIZE,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set as under torchrun. A replica that loses a process
+    ends as a whole, and the other replicas go on.
     """
+    if workers * (parts or 1) > WORKERS_MAX:
+        raise ConfigError(
+            f"--workers {workers} of --parts {parts} are {workers * (parts or 1)} processes, but at most {WORKERS_MAX} "
+            "are started on one machine"
+        )
     if resume and checkpoint_dir is None:
         raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     flags = {
@@ -111,6 +138,8 @@ def run(
         command=tuple(command),
         num_servers=servers,
         num_workers=workers,
+        num_parts=parts,
+        restarts_max=max_restarts,
         run_id=run_id,
         resume=resume,
         server_flags=of_all,
@@ -120,7 +149,7 @@ def run(
         ),
     )
     expectations = Expectations(expected_workers or workers)
-    output = PrefixedOutput(width=len(f"worker-{workers - 1}"))
+    output = PrefixedOutput(width=len(settings.process_name(workers - 1, (parts or 1) - 1)))
     job = Job(
         settings,
         on_line=output.line if verbose else attention_only(output),
@@ -171,7 +200,7 @@ def run_job(job: Job, output: PrefixedOutput, *, stay: bool) -> int:
     control = ",".join(server.control for server in job.addresses)
     data = ",".join(server.data for server in job.addresses)
     output.announce(
-        f"{counted(len(job.workers), 'worker')} on {counted(len(job.servers), 'server')}, "
+        f"{job.settings.workers_in_words()} on {counted(len(job.servers), 'server')}, "
         f"run {job.run_id}. Look inside: pyps status --servers {control}"
     )
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")

@@ -7,14 +7,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pyps.config import ConfigError, unknown_variables
+from pyps.launcher.settings import worker_name
 from pyps_client import Launch
 
 NVIDIA_SMI_SECONDS = 20.0
 # A variable so like a setting is a slip of the pen; others may be the worker's own.
 SLIP_LIKENESS = 0.85
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes that one worker consists of, as one of them is told."""
+
+    # Its own number among them, and how many they are.
+    rank: int
+    size: int
+    # Where they meet, a port of this machine.
+    master_port: int
 
 
 def worker_environment(
@@ -26,29 +39,59 @@ def worker_environment(
     control_addresses: Sequence[str],
     run_id: str,
     gpus: Sequence[str] = (),
+    group: Group | None = None,
 ) -> dict[str, str]:
-    """The environment of worker `index` of `count`: the inherited one and where its servers are."""
+    """The environment of worker `index` of `count`: the inherited one and where its servers are.
+
+    With a group, that of one of its processes: where the others are too.
+    """
     environment = dict(inherited)
+    num_parts = group.size if group else 1
     environment |= {
         "PYPS_SERVERS": ",".join(data_addresses),
         "PYPS_CONTROL": ",".join(control_addresses),
         "PYPS_RUN_ID": run_id,
         "PYPS_WORKER_INDEX": str(index),
         "PYPS_WORKER_COUNT": str(count),
-        "PYPS_WORKER_ID": f"worker-{index}",
+        "PYPS_WORKER_ID": worker_name(index, num_parts),
     }
+    if group:
+        environment |= _torch_variables(group)
+        # By itself gloo listens where the machine's name points to, beyond this machine.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Lines appear when they are printed, not when a pipe's buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    # Workers that each take all cores for their arithmetic slow each other down.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    # Processes that each take all cores for their arithmetic slow each other down.
+    cores = len(os.sched_getaffinity(0)) // (count * num_parts)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker(index, num_parts, gpus))
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if not {"VIRTUAL_ENV", "CONDA_PREFIX"} & inherited.keys():
         # `.venv/bin/pyps run -- python script.py` means that environment's python.
         folder = str(Path(sys.executable).parent)
         environment["PATH"] = os.pathsep.join([folder, inherited.get("PATH", os.defpath)])
     return environment
+
+
+def _torch_variables(group: Group) -> dict[str, str]:
+    """What torch.distributed reads, as torchrun would set it where nothing but this group runs."""
+    return {
+        "RANK": str(group.rank),
+        "LOCAL_RANK": str(group.rank),
+        "WORLD_SIZE": str(group.size),
+        "LOCAL_WORLD_SIZE": str(group.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(group.master_port),
+    }
+
+
+def gpus_of_worker(index: int, num_parts: int, gpus: Sequence[str]) -> list[str]:
+    """The GPUs that all processes of a worker see, handed out in turn: that of process k is cuda:k there.
+
+    Where there are fewer than processes in a worker, each is named once.
+    """
+    return list(dict.fromkeys(gpus[(index * num_parts + rank) % len(gpus)] for rank in range(num_parts)))
 
 
 def check_worker_variables(inherited: Mapping[str, str], *, count: int) -> None:
@@ -59,8 +102,14 @@ def check_worker_variables(inherited: Mapping[str, str], *, count: int) -> None:
     for name, near in unknown_variables(inherited, likeness=SLIP_LIKENESS):
         if near:
             raise ConfigError(f"{name} in the environment is no setting: did you mean {near}? Unset {name}")
-    places = {"data_addresses": ["127.0.0.1:1"], "control_addresses": ["127.0.0.1:2"]}
-    environment = worker_environment(inherited, index=0, count=count, run_id="", **places)
+    environment = worker_environment(
+        inherited,
+        index=0,
+        count=count,
+        data_addresses=["127.0.0.1:1"],
+        control_addresses=["127.0.0.1:2"],
+        run_id="",
+    )
     Launch.from_environment(environment=environment)
 
 

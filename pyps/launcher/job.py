@@ -19,8 +19,11 @@ from types import FrameType
 
 from pyps.launcher import coordinator
 from pyps.launcher.coordinator import SUPERSEDED, Coordinator
-from pyps.launcher.environment import visible_gpus, worker_environment
+from pyps.launcher.environment import Group, visible_gpus, worker_environment
+from pyps.launcher.ports import free_port
 from pyps.launcher.process import ChildProcess
+from pyps.launcher.replica import Replicas
+from pyps.launcher.settings import JobSettings
 
 # A name and a line of its output.
 LineHandler = Callable[[str, str], None]
@@ -28,31 +31,6 @@ LineHandler = Callable[[str, str], None]
 
 class JobError(Exception):
     """The job cannot go on, in one sentence."""
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """What a job consists of."""
-
-    # What each worker runs.
-    command: tuple[str, ...]
-    num_servers: int = 1
-    num_workers: int = 1
-    # The run's name; one is made where none is given.
-    run_id: str = ""
-    # The servers continue a checkpoint, whose run they hold then.
-    resume: bool = False
-    # Flags that every server gets, and one list more for each of them.
-    server_flags: tuple[str, ...] = ()
-    each_server_flags: tuple[tuple[str, ...], ...] = ()
-    # Flags of `pyps coordinate`; None for a job without a coordinator.
-    coordinator_flags: tuple[str, ...] | None = None
-    # How long a server may take to serve, and workers and servers to end after they were asked to.
-    start_seconds: float = 60.0
-    worker_stop_seconds: float = 10.0
-    server_stop_seconds: float = 30.0
-    # How long a coordinator may outlive the workers: it tells how the run ended.
-    coordinator_end_seconds: float = 15.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +47,7 @@ class Job:
 
     The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is
     told through `announce`, the children's output through `on_line`. Nothing is ever started a second time but a
-    coordinator.
+    coordinator, and workers as often as the settings allow.
     """
 
     def __init__(
@@ -80,10 +58,12 @@ class Job:
         announce: Callable[[str], None],
         without: Callable[[str], bool] = lambda worker_id: False,
     ) -> None:
-        """`without` is called for each worker that ended; it says whether servers had to be told not to expect it."""
+        """`without` is called for each worker that ended for good while others go on.
+
+        It says whether servers had to be told not to expect it.
+        """
         self.settings = settings
         self.servers: list[ChildProcess] = []
-        self.workers: list[ChildProcess] = []
         self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
         # The run that the workers are told to join.
@@ -92,12 +72,12 @@ class Job:
         self.server_died = False
         self._on_line = on_line
         self._announce = announce
-        self._without = without
+        self._replicas = Replicas(settings, start=self._start_worker, announce=announce, without=without)
         self._stopping = False
-        self._reported: set[str] = set()
         self._workers_gone_at: float | None = None
         self._gpus: tuple[str, ...] = ()
-        self._started_at = time.monotonic()
+        # Those at which processes of replicas meet.
+        self._ports: set[int] = set()
         # Ends of children and signals; a SimpleQueue may be fed from a signal handler.
         self._events: queue.SimpleQueue[ChildProcess | None] = queue.SimpleQueue()
 
@@ -114,7 +94,14 @@ class Job:
         if self.settings.coordinator_flags is not None:
             self._refuse_after_a_signal()
             self.coordinator = Coordinator(self._start_coordinator, self._announce)
-        self._start_workers()
+        for _ in range(self.settings.num_workers):
+            self._refuse_after_a_signal()
+            self._replicas.add()
+
+    @property
+    def workers(self) -> list[ChildProcess]:
+        """The workers' processes, of everybody's last life."""
+        return self._replicas.children
 
     @property
     def done(self) -> bool:
@@ -126,7 +113,7 @@ class Job:
             return True
         if self.coordinator is not None and self.coordinator.failed:
             return True
-        return all(worker.name in self._reported for worker in self.workers) and self._coordinator_is_over()
+        return self._replicas.over and self._coordinator_is_over()
 
     def wait(self, seconds: float) -> None:
         """Waits until something happened, at most so long, and tells what it was."""
@@ -134,6 +121,8 @@ class Job:
             child = self._events.get(timeout=seconds)
             if child is not None and not self._stopping:
                 self._report_end(child)
+        if not self._stopping:
+            self._replicas.press()
 
     def stop(self) -> None:
         """Ends what still runs, workers before servers: by SIGTERM, and by SIGKILL what does not obey."""
@@ -215,12 +204,26 @@ class Job:
             # A resumed server holds the run of its checkpoint.
             self.run_id = ready["run_id"] or self.run_id
 
-    def _start_workers(self) -> None:
-        for index in range(self.settings.num_workers):
-            self._refuse_after_a_signal()
-            self.workers.append(
-                self._start_child(f"worker-{index}", list(self.settings.command), self._worker_environment(index))
+    def _start_worker(self, index: int) -> list[ChildProcess]:
+        """Starts all processes of a worker."""
+        return [
+            self._start_child(
+                self.settings.process_name(index, rank),
+                list(self.settings.command),
+                self._worker_environment(index, group),
             )
+            for rank, group in enumerate(self._groups())
+        ]
+
+    def _groups(self) -> list[Group] | list[None]:
+        """What the processes of a worker are told of each other."""
+        num_parts = self.settings.num_parts
+        if num_parts is None:
+            return [None]
+        # Another one for each life: what is left of the last may still sit at its own.
+        port = free_port(but=self._ports)
+        self._ports.add(port)
+        return [Group(rank, num_parts, port) for rank in range(num_parts)]
 
     def _start_coordinator(self) -> ChildProcess:
         assert self.settings.coordinator_flags is not None
@@ -243,7 +246,7 @@ class Job:
             self._workers_gone_at = time.monotonic()
         return time.monotonic() > self._workers_gone_at + self.settings.coordinator_end_seconds
 
-    def _worker_environment(self, index: int) -> dict[str, str]:
+    def _worker_environment(self, index: int, group: Group | None = None) -> dict[str, str]:
         return worker_environment(
             os.environ,
             index=index,
@@ -252,6 +255,7 @@ class Job:
             control_addresses=[server.control for server in self.addresses],
             run_id=self.run_id,
             gpus=self._gpus,
+            group=group,
         )
 
     def _start_child(self, name: str, command: list[str], environment: dict[str, str]) -> ChildProcess:
@@ -261,7 +265,6 @@ class Job:
         if self.coordinator is not None and child is self.coordinator.child:
             self.coordinator.ended()
             return
-        self._reported.add(child.name)
         if child in self.servers:
             # A server that ends by itself with 0 did what it was told to: --stop-after, --exit-when-done.
             if child.returncode != 0:
@@ -270,15 +273,8 @@ class Job:
                 # Before all serve, `start` says so.
                 self._announce(f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards.")
             return
-        seconds = time.monotonic() - self._started_at
-        others = sum(worker.running for worker in self.workers)
-        rest = f"; {others} of {len(self.workers)} workers go on" if others else ""
-        if others and self._without(child.name):
-            rest += " without it: it never joined, and the servers expect it no more"
-        if child.returncode == 0:
-            self._announce(f"{child.name} finished after {seconds:.1f} s{rest}.")
-        else:
-            self._announce(f"{child.name} {child.how_it_ended()} after {seconds:.1f} s{rest}.")
+        there_is_a_run = all(server.running for server in self.servers)
+        self._replicas.ended(child, may_restart=there_is_a_run and not self.done)
 
     def _stop(self, children: list[ChildProcess], *, seconds: float) -> None:
         for child in children:

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from pyps.launcher.environment import gpu_indices, visible_gpus, worker_environment
+from pyps.launcher.environment import Group, gpu_indices, visible_gpus, worker_environment
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-11111111-2222-3333-4444-555555555555)
@@ -15,7 +15,9 @@ GPU 1: NVIDIA H200 (UUID: GPU-21111111-2222-3333-4444-555555555555)
 """
 
 
-def environment_of(index: int = 0, count: int = 4, gpus: tuple[str, ...] = (), **inherited: str) -> dict[str, str]:
+def environment_of(
+    index: int = 0, count: int = 4, gpus: tuple[str, ...] = (), group: Group | None = None, **inherited: str
+) -> dict[str, str]:
     return worker_environment(
         inherited,
         index=index,
@@ -24,6 +26,7 @@ def environment_of(index: int = 0, count: int = 4, gpus: tuple[str, ...] = (), *
         control_addresses=["127.0.0.1:3", "127.0.0.1:4"],
         run_id="run-1",
         gpus=gpus,
+        group=group,
     )
 
 
@@ -39,6 +42,44 @@ def test_a_worker_learns_its_servers_run_and_place() -> None:
 
 def test_no_variable_is_set_that_other_libraries_act_on() -> None:
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & environment_of().keys()
+
+
+def test_a_process_of_a_replica_finds_the_others_as_under_torchrun() -> None:
+    environment = environment_of(index=1, count=2, group=Group(rank=2, size=3, master_port=23456), RANK="7")
+
+    assert environment["PYPS_WORKER_ID"] == "replica-1"
+    assert (environment["PYPS_WORKER_INDEX"], environment["PYPS_WORKER_COUNT"]) == ("1", "2")
+    assert (environment["RANK"], environment["LOCAL_RANK"]) == ("2", "2")
+    assert (environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("3", "3")
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "23456")
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_group_of_one_process_is_a_worker_that_torch_distributed_finds_alone() -> None:
+    environment = environment_of(index=3, group=Group(rank=0, size=1, master_port=23456))
+
+    assert environment["PYPS_WORKER_ID"] == "worker-3"
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_all_processes_of_all_replicas_share_the_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    group = Group(rank=0, size=cores, master_port=1)
+
+    assert environment_of(count=1, group=group)["OMP_NUM_THREADS"] == "1"
+    assert environment_of(count=2, group=group)["OMP_NUM_THREADS"] == "1"
+    assert environment_of(count=1, group=Group(0, 1, 1))["OMP_NUM_THREADS"] == str(cores)
+
+
+def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order() -> None:
+    def seen(index: int, gpus: tuple[str, ...]) -> set[str]:
+        groups = [Group(rank, 2, 1) for rank in range(2)]
+        return {environment_of(index=index, gpus=gpus, group=group)["CUDA_VISIBLE_DEVICES"] for group in groups}
+
+    assert [seen(index, ("0", "3", "5", "6")) for index in range(2)] == [{"0,3"}, {"5,6"}]
+    assert [seen(index, ("0", "3", "5")) for index in range(2)] == [{"0,3"}, {"5,0"}]
+    # Named twice it would be no GPU at all.
+    assert seen(1, ("4",)) == {"4"}
 
 
 def test_workers_share_the_cores_unless_told_otherwise() -> None:

@@ -1,0 +1,171 @@
+"""The workers of a job, each a replica of one process or of several: their ends, and their further lives."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from pyps.launcher.process import ChildProcess
+from pyps.launcher.settings import JobSettings, worker_name, workers_noun
+
+
+class Life:
+    """One life of a worker: its processes, which end together."""
+
+    def __init__(self, children: list[ChildProcess]) -> None:
+        self.children = children
+        # Those whose end nobody was told of.
+        self._living = set(children)
+        # By the monotonic clock: when the first of them failed, and when the others were asked to end.
+        self._failed_at: float | None = None
+        self._asked_at: float | None = None
+        self._killed = False
+
+    @property
+    def over(self) -> bool:
+        """True once `ended` was told of every process."""
+        return not self._living
+
+    @property
+    def failed(self) -> bool:
+        """True once a process has ended with an error or by a signal."""
+        return self._failed_at is not None
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.failed and any(child.running for child in self.children)
+
+    def ended(self, child: ChildProcess) -> bool:
+        """Notes the end of a process; True where it is the first failure."""
+        self._living.remove(child)
+        if child.returncode == 0 or self.failed:
+            return False
+        self._failed_at = time.monotonic()
+        return True
+
+    def press(self, *, end_seconds: float, stop_seconds: float) -> list[ChildProcess]:
+        """Ends what is left after a failure, and returns what had to be killed just now.
+
+        The processes get `end_seconds` to see for themselves that one is missing, `stop_seconds` more after SIGTERM.
+        """
+        if self._failed_at is None or self.over:
+            return []
+        now = time.monotonic()
+        if self._asked_at is None and now >= self._failed_at + end_seconds:
+            self._asked_at = now
+            self._signal(signal.SIGTERM)
+        elif self._asked_at is not None and not self._killed and now >= self._asked_at + stop_seconds:
+            self._killed = True
+            return self._signal(signal.SIGKILL)
+        return []
+
+    def _signal(self, number: int) -> list[ChildProcess]:
+        running = [child for child in self.children if child.running]
+        for child in running:
+            child.signal(number)
+        return running
+
+
+class Replica:
+    """A worker, with as many lives as it is given."""
+
+    def __init__(self, name: str, start: Callable[[], list[ChildProcess]]) -> None:
+        self.name = name
+        self._start = start
+        self.life = Life(start())
+        self.num_restarts = 0
+        # True once it has ended for good.
+        self.over = False
+
+    def restart(self) -> None:
+        assert self.life.over
+        self.num_restarts += 1
+        self.life = Life(self._start())
+
+
+class Replicas:
+    """All workers of a job. Told of every end of a child, it says what that means and starts again what may be."""
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        *,
+        start: Callable[[int], list[ChildProcess]],
+        announce: Callable[[str], None],
+        without: Callable[[str], bool],
+    ) -> None:
+        """`start` starts the processes of the worker of that index; `without` is as in `Job`."""
+        self._settings = settings
+        self._start = start
+        self._announce = announce
+        self._without = without
+        self._all: list[Replica] = []
+        self._started_at = time.monotonic()
+
+    def add(self) -> None:
+        """Starts the next worker."""
+        index = len(self._all)
+        name = worker_name(index, self._settings.num_processes)
+        self._all.append(Replica(name, lambda: self._start(index)))
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The processes of everybody's last life."""
+        return [child for replica in self._all for child in replica.life.children]
+
+    @property
+    def over(self) -> bool:
+        return all(replica.over for replica in self._all)
+
+    def ended(self, child: ChildProcess, *, may_restart: bool) -> None:
+        """Acts on the end of a process; `may_restart` says whether there is a run left to come back to."""
+        replica = next(one for one in self._all if child in one.life.children)
+        first_failure = replica.life.ended(child)
+        if first_failure and len(replica.life.children) > 1:
+            self._announce(f"{replica.name} ends: its process {self._end_of(child)}{self._others_go_on(replica)}.")
+        if not replica.life.over:
+            return
+        if replica.life.failed and may_restart and replica.num_restarts < self._settings.restarts_max:
+            self._restart(replica)
+        else:
+            self._conclude(replica)
+
+    def press(self) -> None:
+        """Ends the processes that a failure left behind, when they do not by themselves."""
+        stop_seconds = self._settings.worker_stop_seconds
+        for replica in self._all:
+            killed = replica.life.press(end_seconds=self._settings.replica_end_seconds, stop_seconds=stop_seconds)
+            for child in killed:
+                self._announce(f"{child.name} did not end within {stop_seconds:g} s and is killed.")
+
+    def _restart(self, replica: Replica) -> None:
+        children = replica.life.children
+        # The failure of one among several was told when it happened.
+        who = f"{self._end_of(children[0])} and" if len(children) == 1 else replica.name
+        self._announce(f"{who} is started again (restart {replica.num_restarts + 1} of {self._settings.restarts_max}).")
+        replica.restart()
+
+    def _conclude(self, replica: Replica) -> None:
+        replica.over = True
+        rest = self._others_go_on(replica)
+        missed = bool(rest) and self._without(replica.name)
+        if replica.life.failed and len(replica.life.children) > 1:
+            if missed:
+                self._announce(f"{replica.name} never joined: the servers expect it no more.")
+            return
+        if missed:
+            rest += " without it: it never joined, and the servers expect it no more"
+        finished = f"{replica.name} finished{self._after()}"
+        self._announce(f"{self._end_of(replica.life.children[0]) if replica.life.failed else finished}{rest}.")
+
+    def _others_go_on(self, replica: Replica) -> str:
+        others = sum(one.life.goes_on for one in self._all if one is not replica)
+        noun = workers_noun(self._settings.num_processes)
+        return f"; {others} of {len(self._all)} {noun}s go on" if others else ""
+
+    def _end_of(self, child: ChildProcess) -> str:
+        return f"{child.name} {child.how_it_ended()}{self._after()}"
+
+    def _after(self) -> str:
+        return f" after {time.monotonic() - self._started_at:.1f} s"
