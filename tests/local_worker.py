@@ -105,11 +105,26 @@ class Layout:
 
 
 class LocalWorker(WireWorker):
-    """A worker with memory of its own; Hello and its like go over gRPC, rounds through the local socket."""
+    """A worker with memory of its own; Hello and its like go over gRPC, rounds through the local socket.
 
-    def __init__(self, address: str, worker_id: str = "a", *, gradients: int = 1, codec: int = 0, **options: Any):
+    One with `parts` holds those of the model alone.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        worker_id: str = "a",
+        *,
+        gradients: int = 1,
+        codec: int = 0,
+        parts: Sequence[int] = (),
+        replica: str = "",
+        **options: Any,
+    ):
         super().__init__(address, worker_id, **options)
-        self.layout = Layout(self.model, gradients=gradients, codec=codec or common.CODEC_FLOAT32)
+        self.parts, self.replica = list(parts), replica
+        self.own = self.plan.of_parts(parts) if parts else self.plan
+        self.layout = Layout(self.own.model, gradients=gradients, codec=codec or common.CODEC_FLOAT32)
         self.offer = wire.LocalTransport()
         self.descriptor = make_segment(self.layout.num_bytes)
         self.memory = mmap.mmap(self.descriptor, self.layout.num_bytes)
@@ -127,7 +142,7 @@ class LocalWorker(WireWorker):
 
     def hello(self, **fields: object) -> wire.HelloReply:
         """Says Hello, and keeps the server's offer."""
-        reply = super().hello(**fields)
+        reply = super().hello(**{"parts": self.parts, "replica": self.replica, **fields})
         self.offer = reply.local
         return reply
 
@@ -178,7 +193,7 @@ class LocalWorker(WireWorker):
         each: Mapping[str, object] | None = None,
     ) -> local.LocalRequest:
         """One push of these shards (of all), at the versions held; `each` goes into every shard's part."""
-        mine = [shard.shard_id for shard in self.plan.of_server(self.server_index)]
+        mine = [shard.shard_id for shard in self.own.of_server(self.server_index)]
         sequence = next(self._sequences)
         exchange = local.LocalExchange(gradients=gradients, pull=pull)
         for shard_id in mine if shard_ids is None else shard_ids:
@@ -219,7 +234,7 @@ class LocalWorker(WireWorker):
                 held_version=self.versions.get(shard.shard_id, -1),
                 min_version=(min_versions or {}).get(shard.shard_id, 0),
             )
-            for shard in self.plan.of_server(self.server_index)
+            for shard in self.own.of_server(self.server_index)
         ]
         request = wire.PullRequest(epoch=self.epoch, wants=wants, wait_milliseconds=round(wait_seconds * 1000))
         return local.LocalRequest(pull=local.LocalPull(request=request))
@@ -235,7 +250,7 @@ class LocalWorker(WireWorker):
         dtype = codecs.dtype_of(vectors.codec)
         return [
             np.frombuffer(self.memory, dtype, size, offset)
-            for size, offset in zip(self.model.group_sizes, vectors.offsets, strict=True)
+            for size, offset in zip(self.own.model.group_sizes, vectors.offsets, strict=True)
         ]
 
 

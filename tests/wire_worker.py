@@ -88,6 +88,8 @@ class WireWorker:
         for name, value in fields.items():
             if isinstance(value, int | str):
                 setattr(request, name, value)
+            elif isinstance(value, list | tuple):
+                getattr(request, name).extend(value)
             else:
                 getattr(request, name).CopyFrom(value)
         reply: wire.HelloReply = self.stub.Hello(request, timeout=CALL_SECONDS, metadata=self.metadata)
