@@ -245,8 +245,8 @@ def test_another_model_than_the_runs_is_refused_in_words_by_all(run, claims, wor
     [
         (
             [[claim("0.weight", (2,), 0)], [claim("0.weight", (2,), 1)]],
-            "Process 0 and process 1 of the replica both claim numbers of tensor '0.weight': [0:2] and [0:2]. Different "
-            "tensors, as of the stages of a pipeline, need different names; copies are declared by "
+            "Process 0 and process 1 of the replica both claim numbers of tensor '0.weight': [0:2] and [0:2]. "
+            "Different tensors, as of the stages of a pipeline, need different names; copies are declared by "
             "Replica(replicated=['0.weight'])",
         ),
         (
@@ -259,7 +259,7 @@ def test_another_model_than_the_runs_is_refused_in_words_by_all(run, claims, wor
         ),
         (
             [[of] for of in rows("w", (8, 2), 4)][:2],
-            "No process of the replica holds the numbers [4:8, 0:2] of tensor 'w' of shape (8, 2): is a process missing",
+            "No process of the replica holds the numbers [4:8, 0:2] of tensor 'w' of shape (8, 2): is a process",
         ),
         (
             [[of, claim(f"x{index}", (1,), index)] for index, of in enumerate(rows("w", (3, 2), 4))],
