@@ -10,7 +10,7 @@ from pyps.core.gradient import PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
-from pyps.statistics import RECENT_RECEIPTS_MAX, WORKERS_MAX, Statistics
+from pyps.statistics import RECENT_RECEIPTS_MAX, SHARDS_LISTED_MAX, WORKERS_MAX, Contacts, Statistics
 from shards import gradient
 
 
@@ -189,6 +189,25 @@ def test_threads_lose_no_count() -> None:
         thread.join()
     total = statistics.total()
     assert (total.applied, total.bytes_in, total.bytes_out) == (2000, 16000, 2000)
+
+
+def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each() -> None:
+    statistics = Statistics()
+    for shard_id in (5, 2, 5):
+        push(statistics, receipt(shard_id=shard_id))
+    push(statistics, receipt(Outcome.REJECTED, shard_id=9, reason=Reason.STALE))
+    push(statistics, receipt(shard_id=3), worker_id="b", answer_bytes=8)
+    statistics.pulled("a", 8, shard_ids=(7, 6))
+    assert statistics.contacts("a") == Contacts(pushed=(2, 5, 9), pulled=(6, 7))
+    # Parameters that came back with a push were pulled too.
+    assert statistics.contacts("b") == Contacts(pushed=(3,), pulled=(3,))
+    assert statistics.contacts("nobody") == Contacts()
+
+
+def test_of_very_many_shards_the_first_are_listed_and_no_more_kept() -> None:
+    statistics = Statistics()
+    statistics.pulled("a", 8, shard_ids=range(10, 10 + 2 * SHARDS_LISTED_MAX))
+    assert statistics.contacts("a").pulled == tuple(range(10, 10 + SHARDS_LISTED_MAX))
 
 
 def part(worker_id: str, rate_scale: float, **fields: Any) -> Part:

@@ -1,0 +1,193 @@
+"""A model that is cut into parts, seen whole: export, checkpoints, eval, status and replay against real servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from client_support import addresses, start_servers
+from cut_model import CUT, cut_run, push_tensors, whole_tensors
+from inspection import checksums, inspect
+from pyps.update_log import log_paths, replay
+from pyps_client import Observer
+from pyps_wire import common_pb2 as common
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.partition import partition
+from support import PythonProcess, ServerProcess
+from wire_worker import WireWorker
+
+Start = Callable[..., ServerProcess]
+PLAN = partition(CUT, num_servers=2)
+
+
+@pytest.fixture
+def shell(start_python: Callable[..., PythonProcess]) -> Callable[..., str]:
+    """Runs a `pyps` command to its end and gives its output."""
+
+    def run(*arguments: str, status: int = 0) -> str:
+        process = start_python("-m", "pyps", *arguments)
+        assert process.wait() == status, process.output()
+        assert "Traceback" not in process.output()
+        return process.output()
+
+    return run
+
+
+def checkpointed_servers(start_server: Start, folder: Path, *flags: str) -> list[ServerProcess]:
+    """Two servers with a folder each."""
+    servers = [
+        start_server("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False) for index in range(2)
+    ]
+    for server in servers:
+        server.wait_ready()
+    return servers
+
+
+def require_whole(file: Path, expected: dict[str, np.ndarray]) -> None:
+    """The file holds these tensors, under their names, and nothing else."""
+    tensors = load_file(file)
+    assert {name: array.shape for name, array in tensors.items()} == {n: a.shape for n, a in expected.items()}
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restore(
+    start_server: Start, shell: Callable[..., str], tmp_path: Path
+) -> None:
+    servers = checkpointed_servers(start_server, tmp_path)
+    expected = whole_tensors()
+    with cut_run(servers) as workers:
+        push_tensors(workers, expected)
+        told = shell("export", str(tmp_path / "live"), "--servers", addresses(servers))
+        assert "3 tensors, 328 parameters" in told
+        shell("save", "--servers", ",".join(server.control for server in servers))
+    for server in servers:
+        server.kill()
+    told = shell("export", str(tmp_path / "saved"), "--checkpoint", str(tmp_path))
+    assert "3 tensors, 328 parameters" in told
+    restored = checkpointed_servers(start_server, tmp_path, "--resume")
+    shell("export", str(tmp_path / "restored"), "--servers", addresses(restored))
+    for name in ("live", "saved", "restored"):
+        require_whole(tmp_path / name, expected)
+
+    half = shell("export", str(tmp_path / "half"), "--checkpoint", str(tmp_path / "server-0"), status=1)
+    assert "missing here: those of server 1, with shards of part 1. Give --checkpoint once for each server" in half
+    assert not (tmp_path / "half").exists()
+
+
+def test_a_restored_server_goes_on_with_the_same_cut(start_server: Start, tmp_path: Path) -> None:
+    flags = ("--checkpoint-dir", str(tmp_path))
+    first, second = whole_tensors(1), whole_tensors(2)
+    server = start_server(*flags)
+    with cut_run([server]) as workers:
+        push_tensors(workers, first)
+        # Says on its way out that it has written a checkpoint.
+        assert server.terminate() == 0
+    server = start_server(*flags, "--resume")
+    with WireWorker(server.data, "b", model=CUT) as worker:
+        assert not worker.hello().initialize
+        push_tensors([worker], second)
+    with Observer(server.data) as observer:
+        snapshot = observer.snapshot()
+    assert observer.model == CUT
+    for name, values in snapshot.items():
+        np.testing.assert_array_equal(values, first[name] + second[name])
+
+
+def test_eval_scores_whole_tensors(start_server: Start, shell: Callable[..., str], tmp_path: Path) -> None:
+    script = tmp_path / "score.py"
+    script.write_text(
+        "def evaluate(parameters):\n"
+        "    assert {n: v.shape for n, v in parameters.items()} == {'up': (8, 20), 'down': (20, 8), 'scale': (8,)}\n"
+        "    return {'corner': parameters['up'][0, 19]}\n"
+    )
+    servers = start_servers(start_server, 2)
+    expected = whole_tensors()
+    with cut_run(servers) as workers:
+        push_tensors(workers, expected)
+        output = shell("eval", str(script), "--once", "--servers", addresses(servers))
+    assert output == f"update 1  corner {expected['up'][0, 19]:.6g}\n"
+
+
+def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(
+    start_server: Start, shell: Callable[..., str]
+) -> None:
+    servers = start_servers(start_server, 2)
+    control = ",".join(server.control for server in servers)
+    with cut_run(servers) as workers:
+        push_tensors(workers, whole_tensors())
+        table = shell("status", "--servers", control)
+        answer = json.loads(shell("status", "--json", "--servers", control))
+    shown = {shard["shardId"]: shard["part"] for server in answer["servers"] for shard in server["shards"]}
+    assert shown == {shard.shard_id: PLAN.part_of(shard.shard_id) for shard in PLAN.shards}
+    assert set(shown.values()) == {0, 1}
+    assert all(shard["numWorkers"] == 1 for server in answer["servers"] for shard in server["shards"])
+    (heading,) = [line for line in table.splitlines() if "CRC-32" in line]
+    assert heading.replace("┃", " ").split()[:4] == ["server", "shard", "part", "workers"]
+
+    plain = start_server()
+    with WireWorker(plain.data) as worker:
+        worker.join()
+        worker.push_step(1.0)
+        table = shell("status", "--servers", plain.control)
+    (heading,) = [line for line in table.splitlines() if "CRC-32" in line]
+    assert heading.replace("┃", " ").split()[:3] == ["server", "shard", "group"]
+    assert "replica" not in table and "parts" not in table
+
+
+def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server: Start) -> None:
+    servers = start_servers(start_server, 2)
+    expected = whole_tensors()
+    with cut_run(servers) as workers:
+        push_tensors(workers, expected)
+        pages = [inspect(server.control, "ListTensors", pb.ListTensorsRequest(name_prefix="up")) for server in servers]
+    blocks = {}
+    for info in (info for page in pages for info in page.tensors):
+        key = tuple(info.offset)
+        begin, held = blocks.setdefault(key, (info, 0))
+        blocks[key] = (begin, held + info.held_parameters)
+        assert (info.name, tuple(info.whole_shape)) == ("up", (8, 20))
+    assert {key: (tuple(info.shape), info.part, held) for key, (info, held) in blocks.items()} == {
+        (0, 0): ((8, 10), 0, 80),
+        (0, 10): ((8, 10), 1, 80),
+    }
+    first = next(iter(pages[0].tensors))
+    np.testing.assert_array_equal(np.float32(list(first.first_values)), expected["up"][0, :8])
+
+
+def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server: Start) -> None:
+    servers = start_servers(start_server, 2)
+    mine = [shard.shard_id for shard in PLAN.of_server(0)]
+    with cut_run(servers) as workers:
+        first = workers[0]
+        # Taken, taken, repeated.
+        first.push(first.push_request(1.0, mine[2], sequence=90), first.push_request(1.0, mine[0], sequence=91))
+        first.push(first.push_request(1.0, mine[2], sequence=90))
+        exchanged = first.push_request(1.0, mine[1], reply_codec=common.CODEC_FLOAT32)
+        assert [reply.version for reply in first.stub.Exchange(iter([exchanged]), timeout=60)] == [1]
+        (told,) = inspect(servers[0].control, "ListWorkers").workers
+        assert (list(told.shards_pushed), list(told.shards_pulled)) == (mine, [mine[1]])
+        (told,) = inspect(servers[1].control, "ListWorkers").workers
+        assert (list(told.shards_pushed), list(told.shards_pulled)) == ([], [])
+
+
+def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server: Start, tmp_path: Path) -> None:
+    flags = ("--update-log", str(tmp_path), "--log-gradients", "--protocol", "softsync:n=1")
+    servers = start_servers(start_server, 2, *flags)
+    with cut_run(servers) as workers:
+        for seed in range(3):
+            push_tensors(workers, whole_tensors(seed))
+    final = {}
+    for server in servers:
+        final |= checksums(server.control)
+        assert server.terminate() == 0
+    replayed = {log.shard_id: log for log in map(replay, log_paths(tmp_path))}
+    assert set(replayed) == {shard.shard_id for shard in PLAN.shards}
+    for shard_id, log in replayed.items():
+        assert (log.difference, log.ended, log.updates) == ("", True, 3)
+        assert (log.version, log.checksum) == final[shard_id]
