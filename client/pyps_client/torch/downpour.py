@@ -32,6 +32,7 @@ from pyps_client.torch.overlap import BlockingLink, Link, SessionLike, ThreadedL
 from pyps_client.torch.pace import Pace, Tempo
 from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_client.torch.pinned import PinnedPages
+from pyps_client.torch.rates import RateChanges
 from pyps_client.torch.screen import Screen
 from pyps_client.torch.shared_buffers import SharedBuffers
 from pyps_client.work import LeaseCall
@@ -43,9 +44,6 @@ from pyps_wire.work_pb2 import LeaseReply
 # worker waits for the one under way. A worker that ran on without bound would at last push a sum that no rate
 # was meant for.
 BEHIND_MAX = 8
-
-# Group -> the learning rate that the push which begins now must carry.
-RateChanges = Callable[[], Mapping[int, float]]
 
 
 class Downpour:
@@ -269,8 +267,11 @@ class Downpour:
         self._take_pulled()
 
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
-        if all(gradient is None for gradient in gradients):
-            return
+        if any(gradient is not None for gradient in gradients):
+            self._add(gradients, example_count)
+
+    def _add(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
+        """Adds a minibatch to what has gathered, where it is finite; takes a step of the worker's own with it."""
         moves = self._buffers.moves() if self._buffers is not None else []
         everything = [*gradients, *moves]
         accepted = self._screen.add(
@@ -298,7 +299,7 @@ class Downpour:
             or self._session.ask_to_proceed
         ):
             return False
-        if not self._screen.seal(self._gradients):
+        if not self._seal():
             return False
         self._push_due = self._pull_due = False
         try:
@@ -327,10 +328,14 @@ class Downpour:
         return True
 
     def _push(self) -> None:
-        if self._screen.seal(self._gradients):
+        if self._seal():
             self._sent_before, self._sent = self._sent, self.steps
             self._gradients = self._link.push(self._gradients, self._rate_changes())
             self._screen.note(self.receipts)
+
+    def _seal(self) -> bool:
+        """True when what has gathered may go on its way; else it is left out."""
+        return self._screen.seal(self._gradients)
 
     def _proceed(self) -> None:
         if not self._tempo.overlaps:

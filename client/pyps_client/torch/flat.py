@@ -62,6 +62,7 @@ def may_lie_in_vectors(layout: Layout, index: int) -> bool:
     parameter = layout.parameters[index]
     return (
         index < layout.first_buffer
+        and index not in layout.apart
         and type(parameter) in (torch.nn.Parameter, torch.Tensor)
         and parameter.device.type == "cpu"
         and parameter.dtype == torch.float32

@@ -54,6 +54,10 @@ class Layout:
     # The first of `parameters` that is a buffer (batch norm's statistics); buffers are the last group, and all that
     # follows is buffers.
     first_buffer: int
+    # id of one of the module's own tensors -> the name under which servers hold it.
+    names: Mapping[int, str]
+    # Tensors that stay in their own memory, as they are parts of something: blocks of a parameter, a DTensor's.
+    apart: frozenset[int] = frozenset()
 
     @property
     def kinds(self) -> tuple[int, ...] | None:
@@ -79,16 +83,12 @@ def plan(
 
     With buffers, the model's saved floating-point buffers follow as a group of their own.
     """
-    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
     parameters: list[torch.Tensor] = []
     tensors: list[Tensor] = []
     offsets: list[int] = []
-    for group_index, group in enumerate(param_groups):
-        if not group["params"]:
-            raise BadRequest(f"Parameter group {group_index} is empty: leave it out.")
+    for group_index, group in enumerate(named_groups(module, param_groups)):
         offset = 0
-        for index, parameter in enumerate(group["params"]):
-            name = _checked_name(parameter, names, group=group_index, index=index)
+        for name, parameter in group:
             tensors.append(Tensor(name, tuple(parameter.shape), group_index))
             parameters.append(parameter)
             offsets.append(offset)
@@ -108,7 +108,25 @@ def plan(
         group_offsets=tuple(offsets),
         blocks=blocks_of(tensors, parameters, offsets),
         first_buffer=first_buffer,
+        names={id(tensor): spec.name for tensor, spec in zip(parameters, tensors, strict=True)},
     )
+
+
+def named_groups(
+    module: torch.nn.Module, param_groups: Sequence[Mapping[str, Any]]
+) -> list[list[tuple[str, torch.Tensor]]]:
+    """Each group's parameters with their names in the module; refuses what cannot live on a server."""
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+    empty = next((index for index, group in enumerate(param_groups) if not group["params"]), None)
+    if empty is not None:
+        raise BadRequest(f"Parameter group {empty} is empty: leave it out.")
+    return [
+        [
+            (_checked_name(parameter, names, group=group_index, index=index), parameter)
+            for index, parameter in enumerate(group["params"])
+        ]
+        for group_index, group in enumerate(param_groups)
+    ]
 
 
 def shareable_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -16,10 +16,9 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
     By the model's original names, without what torch.compile adds; a tied tensor stands under each of its
     names. What servers hold is float32, whatever the model's type; all is on the CPU.
     """
-    names = {id(tensor): spec.name for tensor, spec in zip(layout.parameters, layout.model.tensors, strict=True)}
     state = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        shared = names.get(id(value))
+        shared = layout.names.get(id(value))
         if shared is not None:
             state[plain_name(name)] = held[shared]
         elif isinstance(value, torch.Tensor):
@@ -29,8 +28,7 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
 
 def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
     """Says what a model saves that is not the run's: parameters that are not the optimizer's, buffers."""
-    shared = {id(tensor) for tensor in layout.parameters}
-    parameters = [name for name, value in module.named_parameters() if id(value) not in shared]
+    parameters = [name for name, value in module.named_parameters() if id(value) not in layout.names]
     if layout.kinds is None:
         _tell(list(shareable_buffers(module)), "buffer", "buffers='average' shares them")
     _tell(parameters, "parameter", "give the optimizer all parameters, frozen ones too, to share them")

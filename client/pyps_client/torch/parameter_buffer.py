@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from pyps_client.torch.aliases import Aliases
 from pyps_client.torch.flat import places_in, places_of_block, recorded_event, tensor_over
 from pyps_client.torch.layout import Block, Layout
-from pyps_wire.partition import ShardRange
+from pyps_wire import blocks
+from pyps_wire.partition import ShardRange, Tensor
 
 
 class ParameterBuffer:
@@ -81,9 +83,12 @@ class ParameterBuffer:
             self._events.pop().synchronize()
 
     def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
-        """The tensors that lie in such vectors, by name, on the CPU; views of the vectors."""
-        places = places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
-        return {tensor.name: place for tensor, place in zip(self._layout.model.tensors, places, strict=True)}
+        """The tensors that lie in such vectors, by name, on the CPU; views of the vectors, but where they were cut."""
+        return joined(zip(self._layout.model.tensors, self.places_of(vectors), strict=True))
+
+    def places_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> list[torch.Tensor]:
+        """Each tensor's place in such vectors."""
+        return places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -117,6 +122,18 @@ class ParameterBuffer:
 
 
 _Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors by name; the blocks of a tensor that is cut over parts become one new tensor."""
+    by_name: dict[str, torch.Tensor] = {}
+    for tensor, values in tensors:
+        if tensor.whole_shape:
+            whole = by_name.setdefault(tensor.name, values.new_full(tensor.whole_shape, math.nan))
+            whole[blocks.place(tensor.offset, tensor.shape)] = values
+        else:
+            by_name[tensor.name] = values
+    return by_name
 
 
 def initial_values(layout: Layout) -> Callable[[ShardRange], npt.NDArray[np.float32]]:

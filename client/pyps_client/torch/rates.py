@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyps_client.log import logger
@@ -11,6 +11,9 @@ from pyps_client.torch.pace import Pace
 from pyps_client.torch.translate import Translation
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest
+
+# Group -> the learning rate that the push which begins now must carry.
+RateChanges = Callable[[], Mapping[int, float]]
 
 
 class GroupRates:

@@ -12,19 +12,18 @@ from pyps_client import departure, uncaught
 from pyps_client.fork import ForkGuard, keep_alive, let_go
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.session import Session
 from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.layout import Layout, plan
+from pyps_client.torch.joining import Joining, check_replica, worker_of
 from pyps_client.torch.model_state import tell_unshared, whole_state
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import initial_values
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
+from pyps_client.torch.replica import Replica
 from pyps_client.torch.shared_buffers import MODES, shared_buffers
 from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.translate import translate, translation_of
 from pyps_wire.allocator import give_back_free_memory
-from pyps_wire.common_pb2 import OptimizerSettings, Receipt
+from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
@@ -80,6 +79,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         owns_schedule: bool | None = None,
         examples_in_batch: int | None = None,
         shard_size: int = DEFAULT_SHARD_SIZE,
+        replica: Replica | None = None,
     ) -> None:
         """Joins the run on `servers` ("host:port,host:port"; PYPS_SERVERS by default).
 
@@ -103,6 +103,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `owns_schedule`: True where this worker's changes of the learning rate count, for all workers; by
         default that is the worker with index 0, or one without an index.
         `shard_size`: the largest number of parameters in a shard; the same for all workers.
+        `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
+        a RemoteOptimizer over what they hold, and take the same steps.
         """
         uncaught.install()
         if buffers not in MODES:
@@ -113,7 +115,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         check_local_rate(translation, asked=local_learning_rate, pace=pace)
         if read_my_writes:
             check_read_my_writes(translation, asked=local_learning_rate)
-        layout = plan(model, optimizer.param_groups, shard_size=shard_size, with_buffers=buffers != "local")
+        check_replica(replica, overlap=overlap, buffers=buffers, read_my_writes=read_my_writes)
         launch = Launch.from_environment(
             servers,
             token_file=token_file,
@@ -131,8 +133,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._model = model
         self._agreement = Agreement(translation, settings)
-        self._layout = layout
-        self._trained = layout.parameters[: layout.first_buffer]
         self.examples_in_batch = examples_in_batch
         self._finish_seen = False
         self._closed = False
@@ -141,28 +141,20 @@ class RemoteOptimizer(torch.optim.Optimizer):
         rates = GroupRates(
             self.param_groups, settings, owns_schedule=is_first if owns_schedule is None else owns_schedule
         )
-        self._session = Session(
-            layout.model,
-            _with_buffers(settings, layout),
-            launch=launch,
-            initial=lambda: initial_values(layout),
-            device=layout.devices,
-        )
+        joined = Joining(
+            *(model, self.param_groups, settings, launch, replica, shard_size),
+            with_buffers=buffers != "local",
+        ).join()
+        self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
 
         def downpour() -> Downpour:
-            return Downpour(
-                self._session,
-                layout,
-                pace=pace,
-                local_rates=LocalRates(translation, rates, asked=local_learning_rate),
-                rate_changes=rates.take_changes,
-                buffers=shared_buffers(model, layout, mode=buffers, is_first=is_first, overlaps=overlap == "step"),
-                read_my_writes=read_my_writes,
-            )
+            shared = shared_buffers(model, joined.layout, mode=buffers, is_first=is_first, overlaps=overlap == "step")
+            local_rates = LocalRates(translation, rates, asked=local_learning_rate)
+            return worker_of(joined, replica, pace, local_rates, rates, buffers=shared, read_my_writes=read_my_writes)
 
-        self._downpour = self._join(downpour)
+        self._downpour = self._start(downpour)
         self._begin()
-        tell_unshared(model, layout)
+        tell_unshared(model, self._layout)
         # The memory that the parameters lay in, where they lie in the session's now.
         give_back_free_memory()
 
@@ -329,7 +321,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             if loss is not None:
                 self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         count = self.examples_in_batch if examples is None else examples
-        self._downpour.step([parameter.grad for parameter in self._trained], example_count=count or 0)
+        self._downpour.step(self._gradients(), example_count=count or 0)
         self._finish_seen = self.finished
         return loss
 
@@ -344,10 +336,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             or _global_optimizer_post_hooks
         )
 
-    def _join(self, downpour: Callable[[], Downpour]) -> Downpour:
-        """Joins the run; what is made of a worker's wishes may depend on what the servers then say."""
+    def _start(self, downpour: Callable[[], Downpour]) -> Downpour:
+        """Makes the steps' own side, which may depend on what the servers said when the run was joined."""
         try:
-            self._session.connect()
             # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
             # what comes now.
             self._wrapped.state.clear()
@@ -373,12 +364,3 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
 # A step as torch makes it of an optimizer's own: with hooks, and a range for its profiler.
 _watched_step = torch.optim.Optimizer.profile_hook_step(RemoteOptimizer._step)
-
-
-def _with_buffers(settings: OptimizerSettings, layout: Layout) -> OptimizerSettings:
-    """The settings with a group for buffers, where they are shared. What is pushed of them is added as it comes."""
-    whole = OptimizerSettings()
-    whole.CopyFrom(settings)
-    while len(whole.groups) < layout.model.num_groups:
-        whole.groups.add()
-    return whole

@@ -24,13 +24,15 @@ class Screen:
         self._model = model
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
+        # Minibatches that another process of the replica refused.
+        self._left_out_with_others = 0
         # The minibatch that gathers now, where nobody has looked for NaN in it: the servers will.
         self._unchecked: Sequence[torch.Tensor | None] = ()
 
     @property
     def skipped(self) -> int:
         """Minibatches and sums of minibatches that were left out because they were not finite."""
-        return self._minibatch_guard.skips_total + self._payload_guard.skips_total
+        return self._minibatch_guard.skips_total + self._payload_guard.skips_total + self._left_out_with_others
 
     def add(
         self,
@@ -59,6 +61,13 @@ class Screen:
             to.clear()
         self._skip(gradients)
         return False
+
+    def leave_out(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Counts a minibatch that is left out; where this worker's part of it is finite, another process's is not."""
+        if all_finite([gradient for gradient in gradients if gradient is not None]):
+            self._left_out_with_others += 1
+        else:
+            self._skip(gradients)
 
     def seal(self, gathered: GradientBuffer) -> bool:
         """True when what has gathered may go on its way; else it is left out."""

@@ -1,0 +1,176 @@
+"""How a torch model joins a run: whole, in the cut that the run's model has, or as the parts of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyps_client import departure
+from pyps_client.arrangement import arrange
+from pyps_client.launch import Launch
+from pyps_client.looking import model_of_run
+from pyps_client.peers import led
+from pyps_client.session import Session
+from pyps_client.torch.cut_layout import Cut, CutRates, gradients_of, layout_of, settings_of
+from pyps_client.torch.downpour import Downpour
+from pyps_client.torch.layout import Layout, named_groups, plan
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.parameter_buffer import initial_values
+from pyps_client.torch.rates import GroupRates, LocalRates
+from pyps_client.torch.replica import Replica
+from pyps_client.torch.replica_downpour import ReplicaDownpour
+from pyps_client.torch.shared_buffers import SharedBuffers
+from pyps_wire.common_pb2 import OptimizerSettings
+from pyps_wire.errors import BadRequest, ModelMismatch
+from pyps_wire.partition import Model
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A run that a worker has joined, and how the worker's model lies on its servers."""
+
+    session: Session
+    layout: Layout
+    # This minibatch's gradients, one entry a tensor of the layout.
+    gradients: Callable[[], list[torch.Tensor | None]]
+    # None where the model is not cut.
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class Joining:
+    """One worker's, or one process's, way into a run."""
+
+    module: torch.nn.Module
+    param_groups: Sequence[Mapping[str, Any]]
+    settings: OptimizerSettings
+    launch: Launch
+    replica: Replica | None
+    shard_size: int
+    with_buffers: bool
+
+    def join(self) -> Joined:
+        """Joins the run; all processes of a replica call it, and raise the same error or none."""
+        if self.replica is not None:
+            return self._as_a_replica(self.replica)
+        try:
+            return self._whole()
+        except ModelMismatch:
+            run = self._run()
+            if run is None or run.num_parts == 1 or self.with_buffers:
+                raise
+        return self._cut(run, None)
+
+    def _whole(self) -> Joined:
+        layout = plan(self.module, self.param_groups, shard_size=self.shard_size, with_buffers=self.with_buffers)
+        trained = layout.parameters[: layout.first_buffer]
+        session = self._connected(layout, layout.model, _with_buffers(self.settings, layout))
+        return Joined(session, layout, lambda: [parameter.grad for parameter in trained])
+
+    def _as_a_replica(self, replica: Replica) -> Joined:
+        """Founds the run, or takes over its cut; once more where another founded it meanwhile in another cut."""
+        replica.bind(self.launch.worker_id)
+        try:
+            return self._cut(led(replica, self._run), replica)
+        except ModelMismatch as mismatch:
+            run = led(replica, self._run)
+            if run is None:
+                raise mismatch from None
+        return self._cut(run, replica)
+
+    def _cut(self, run: Model | None, replica: Replica | None) -> Joined:
+        # Imported here: DTensors take a second to load, which workers of whole models need not spend.
+        from pyps_client.torch.claims import claims_of
+
+        claimed = claims_of(named_groups(self.module, self.param_groups), replica)
+        claims, index = ([claimed.claims], 0) if replica is None else (replica.gather(claimed.claims), replica.index)
+        arrangement = arrange(claims, index, run=run, shard_size=self.shard_size)
+        layout = layout_of(arrangement, claimed)
+        parts = arrangement.parts if arrangement.model.num_parts > 1 else ()
+        settings = settings_of(arrangement, self.settings)
+        session = self._connected(layout, arrangement.model, settings, parts=parts, peers=replica)
+        cut = Cut(arrangement, claimed)
+        return Joined(session, layout, lambda: gradients_of(arrangement, claimed), cut)
+
+    def _run(self) -> Model | None:
+        """The run's model, None before there is one."""
+        found = model_of_run(self.launch)
+        return None if found is None else found[0]
+
+    def _connected(
+        self,
+        layout: Layout,
+        model: Model,
+        settings: OptimizerSettings,
+        *,
+        parts: Sequence[int] = (),
+        peers: Replica | None = None,
+    ) -> Session:
+        session = Session(
+            model,
+            settings,
+            launch=self.launch,
+            initial=lambda: initial_values(layout),
+            device=layout.devices,
+            parts=parts,
+            peers=peers,
+        )
+        try:
+            session.connect()
+        except BaseException as error:
+            session.close(*departure.cause_of(error))
+            raise
+        return session
+
+
+def worker_of(
+    joined: Joined,
+    replica: Replica | None,
+    pace: Pace,
+    local_rates: LocalRates,
+    rates: GroupRates,
+    *,
+    buffers: SharedBuffers | None,
+    read_my_writes: bool,
+) -> Downpour:
+    """What takes a worker's steps, or those of one process of a replica; its session is connected."""
+    if joined.cut is None:
+        return Downpour(
+            *(joined.session, joined.layout),
+            pace=pace,
+            local_rates=local_rates,
+            rate_changes=rates.take_changes,
+            buffers=buffers,
+            read_my_writes=read_my_writes,
+        )
+    cut = CutRates(joined.cut.arrangement)
+    own: dict[str, Any] = {
+        "pace": pace,
+        "local_rates": lambda: cut.spread(local_rates()),
+        "rate_changes": cut.changes(rates.take_changes),
+    }
+    if replica is None:
+        return Downpour(joined.session, joined.layout, **own, read_my_writes=read_my_writes)
+    return ReplicaDownpour(joined.session, joined.layout, **own, replica=replica, cut=joined.cut)
+
+
+def check_replica(replica: Replica | None, *, overlap: str, buffers: str, read_my_writes: bool) -> None:
+    """Refuses what the processes of a replica cannot do together."""
+    if replica is None:
+        return
+    wanted = {"overlap": (overlap, "off"), "buffers": (buffers, "local"), "read_my_writes": (read_my_writes, False)}
+    for name, (value, possible) in wanted.items():
+        if value != possible:
+            raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+
+
+def _with_buffers(settings: OptimizerSettings, layout: Layout) -> OptimizerSettings:
+    """The settings with a group for buffers, where they are shared. What is pushed of them is added as it comes."""
+    whole = OptimizerSettings()
+    whole.CopyFrom(settings)
+    while len(whole.groups) < layout.model.num_groups:
+        whole.groups.add()
+    return whole

@@ -1,0 +1,95 @@
+"""Downpour SGD's worker where several processes of a replica are one worker (Dean et al. 2012, sections 3 and 4.1).
+
+Each process pushes and pulls the shards of its own parts, and all take the same steps: what servers ask of a worker is
+agreed upon by the session, with each push. What is decided here, likewise by sums over the processes that all of them
+make in the same order:
+
+* A minibatch counts for all processes or for none: where one of them finds NaN, all leave it out.
+* Numbers that several processes hold come to one of them, which hands them to the others before the next minibatch.
+
+An error that ends one process ends them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from pyps_client.torch.cut_layout import Cut
+from pyps_client.torch.downpour import Downpour
+from pyps_client.torch.layout import Layout
+from pyps_client.torch.looks import all_finite
+from pyps_client.torch.overlap import SessionLike
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.parameter_buffer import joined
+from pyps_client.torch.rates import RateChanges
+from pyps_client.torch.replica import Replica
+
+
+class ReplicaDownpour(Downpour):
+    """One process's steps. All processes of the replica call the same methods in the same order."""
+
+    def __init__(
+        self,
+        session: SessionLike,
+        layout: Layout,
+        *,
+        pace: Pace,
+        local_rates: Callable[[], Sequence[float]],
+        rate_changes: RateChanges,
+        replica: Replica,
+        cut: Cut,
+    ) -> None:
+        super().__init__(session, layout, pace=pace, local_rates=local_rates, rate_changes=rate_changes)
+        self._replica = replica
+        self._cut = cut
+        # Whether parameters have come since copies were last handed on: so on all processes, or on none.
+        self._brought = False
+
+    def start(self) -> None:
+        """Pulls the run's parameters into the model, before the first minibatch, once the replica may begin."""
+        super().start()
+        self._hand_on()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """The servers' parameters as they are now, by name: the whole model, each process's parts from that process."""
+        vectors = [np.empty(size, np.float32) for size in self._layout.model.group_sizes]
+        self._session.snapshot(vectors)
+        own = list(zip(self._layout.model.tensors, self._parameters.places_of(vectors), strict=True))
+        return joined(pair for of_process in self._replica.gather(own) for pair in of_process)
+
+    def _step(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
+        super()._step(gradients, example_count)
+        self._hand_on()
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._hand_on()
+
+    def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
+        present = [gradient for gradient in gradients if gradient is not None]
+        refused, contributed = self._replica.total([float(not all_finite(present)), float(bool(present))])
+        if refused:
+            self._screen.leave_out(gradients)
+        elif contributed:
+            # Of a process without gradients too: the others' count for all.
+            self._add(gradients, example_count)
+
+    def _seal(self) -> bool:
+        fits = super()._seal()
+        if self._replica.total([float(not fits)])[0] == 0:
+            return True
+        self._gradients.clear()
+        return False
+
+    def _take_pulled(self) -> None:
+        super()._take_pulled()
+        self._brought = True
+
+    def _hand_on(self) -> None:
+        """Brings the numbers that several processes hold from those that pulled them to the others."""
+        if self._brought:
+            self._brought = False
+            self._replica.spread(self._cut.arrangement.copies, self._cut.claimed.local)
