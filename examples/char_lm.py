@@ -106,7 +106,12 @@ class Network(nn.Module):
 
 def loss_of(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
     """The mean cross-entropy of the characters that follow, in nats."""
-    return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    return loss_between(model(text[:, :-1]), text[:, 1:])
+
+
+def loss_between(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """The same, of the characters' scores."""
+    return functional.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def bits_per_character(model: nn.Module, text: TensorDataset, *, every: int = 1) -> float:
