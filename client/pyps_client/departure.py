@@ -47,6 +47,7 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
     """How a worker that ends with this exception (or none) tells it: cause and message."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return "finished", ""
+    error = uncaught.translated(error)
     return "failed", f"{type(error).__name__}: {error}"[:1000]
 
 

@@ -8,12 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from pyps_client.channel import Channel
-from pyps_client.connection import ADVICE, CALL_SECONDS, Connection
-from pyps_client.initialization import Initialization, Lease, Values
+from pyps_client.connection import ADVICE, Connection
+from pyps_client.founding import Founding
+from pyps_client.initialization import Initialization, Values
 from pyps_client.launch import Launch
 from pyps_client.log import logger
+from pyps_client.peers import ALONE, Peers, agreed, led
 from pyps_client.retry import LinkLost, RetryPolicy
 from pyps_client.shareable import check_shareable
 from pyps_client.version import SOFTWARE
@@ -33,10 +37,8 @@ from pyps_wire.errors import (
     LimitExceeded,
     PypsError,
     RunFinished,
-    RunMismatch,
     ServerUnavailable,
     StateLost,
-    Superseded,
     WaitTimedOut,
 )
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
@@ -45,7 +47,20 @@ from pyps_wire.partition import Partition
 # A message's fields beside the payload take less.
 _HEADER_BYTES_MAX = 4096
 
-_WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
+WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
+
+
+class _Word(NamedTuple):
+    """What the leader of a replica heard from server 0."""
+
+    # The run's name; empty where it has none yet.
+    run_id: str
+    # Whether the run has parameters.
+    ready: bool
+    # Whether the replica is to send the first ones: under this name, in this term.
+    elected: bool = False
+    term: int = 0
+    lease_seconds: float = 0.0
 
 
 class Handshake:
@@ -59,12 +74,20 @@ class Handshake:
         optimizer: OptimizerSettings | None = None,
         device: str = "",
         codec: int = CODEC_FLOAT32,
+        whole: Partition | None = None,
+        peers: Peers = ALONE,
     ) -> None:
-        """`codec`: how a worker's gradients travel."""
+        """`codec`: how a worker's gradients travel. `peers`: the processes of the caller's replica.
+
+        `whole`: the run's partition, where `partition`, the caller's own, is of some parts only.
+        """
         self.launch = launch
         # Who speaks; the run's name is learned at the latest when joined.
-        self.sender = Sender(run_id=launch.run_id, worker_id=launch.worker_id, incarnation=time.time_ns())
+        worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
+        self.sender = Sender(run_id=launch.run_id, worker_id=worker_id, incarnation=time.time_ns())
         self._partition = partition
+        self._whole = whole or partition
+        self._peers = peers
         self._optimizer = optimizer
         self._device = device
         self._codec = codec
@@ -76,17 +99,21 @@ class Handshake:
         initial: Callable[[], Values] | None,
         stop: threading.Event,
     ) -> list[HelloReply]:
-        """Joins all servers, server 0 first, waiting for what is not there yet; initialises where elected."""
+        """Joins the servers, server 0 first, waiting for what is not there yet; initialises where elected.
+
+        All processes of a replica call it; where it fails on one, that error is raised on all.
+        """
+        # All have one life: what one of them loses, all lose.
+        self.sender.incarnation = self._peers.tell(self.sender.incarnation)
         if self.launch.transport == "shm" and self._partition is not None:
-            self._check_shareable(connections, self._partition, stop)
+            agreed(self._peers, partial(self._check_shareable, connections, self._partition, stop))
         first = self._await_parameters(connections, initial, stop)
-        self.sender.run_id = first.run_id
-        return [first] + [self._hello_of_rest(connection, stop) for connection in connections[1:]]
+        return agreed(self._peers, partial(self._greet_all, connections, first, stop))
 
     def rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
         """Says Hello again to a server of the joined run, which may have been restarted meanwhile."""
         reply = self.hello(connection, channel, timeout_seconds)
-        if reply.state in _WITHOUT_PARAMETERS:
+        if reply.state in WITHOUT_PARAMETERS:
             raise self.state_lost(connection)
         return reply
 
@@ -108,6 +135,20 @@ class Handshake:
         connection.epoch = reply.epoch
         return reply
 
+    def hello_patiently(self, connection: Connection, stop: threading.Event, *, asks_only: bool = False) -> HelloReply:
+        """Says Hello until there is a verdict, or the time for a start is over."""
+        wait = self._start.begin(connection.name, stop=stop, advice=ADVICE)
+        while True:
+            channel = connection.channel
+            try:
+                reply = self.hello(connection, channel, wait.call_seconds, asks_only=asks_only)
+            except LinkLost as lost:
+                connection.renew(channel)
+                wait.pause(str(lost))
+            else:
+                wait.end()
+                return reply
+
     def state_lost(self, connection: Connection) -> StateLost:
         """The error for a server of the run that came back without its parameters."""
         return StateLost(
@@ -124,7 +165,7 @@ class Handshake:
             if not plan.of_server(connection.index):
                 continue
             try:
-                reply = self._hello_patiently(connection, stop, asks_only=True)
+                reply = self.hello_patiently(connection, stop, asks_only=True)
             except (ServerUnavailable, RunFinished):
                 raise
             except PypsError as error:
@@ -138,110 +179,86 @@ class Handshake:
         connections: Sequence[Connection],
         initial: Callable[[], Values] | None,
         stop: threading.Event,
-    ) -> HelloReply:
-        """Says Hello to server 0 until the run has parameters, sending them itself where elected."""
+    ) -> HelloReply | None:
+        """Waits until the run has parameters, by the leader's word, sending them where elected.
+
+        Returns server 0's reply, where this process leads.
+        """
         connection = connections[0]
         initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
         wait = initialiser.begin(f"the first parameters on {connection.name}", stop=stop)
+        replies: list[HelloReply] = []
+
+        def ask() -> _Word:
+            replies.append(self.hello_patiently(connection, stop))
+            return self._word_of(replies[-1], may_send=initial is not None)
+
         while True:
-            reply = self._hello_patiently(connection, stop)
-            if reply.run_id and not self.sender.run_id:
-                self.sender.run_id = reply.run_id
-            if reply.state not in _WITHOUT_PARAMETERS:
-                return reply
-            if reply.initialize and initial is not None:
-                problem = self._initialize(connections, reply, initial, stop)
+            word = led(self._peers, ask)
+            if word.ready or not word.elected:
+                self.sender.run_id = self.sender.run_id or word.run_id
+            if word.ready:
+                return replies[-1] if replies else None
+            if word.elected and initial is not None:
+                problem = self._initialize(connections, word, initial, stop)
                 if not problem:
                     continue
             else:
                 problem = "no worker has finished sending them"
-            wait.pause(problem, WaitTimedOut)
+            led(self._peers, partial(wait.pause, problem, WaitTimedOut))
+
+    def _word_of(self, reply: HelloReply, *, may_send: bool) -> _Word:
+        """What the leader tells the others of server 0's reply."""
+        ready = reply.state not in WITHOUT_PARAMETERS
+        run_id = self.sender.run_id or reply.run_id
+        if ready or not (reply.initialize and may_send):
+            return _Word(run_id, ready)
+        # The run gets its name when server 0 has its parameters; until then another worker's name may win.
+        self.sender.run_id = run_id
+        name = run_id or f"run-{secrets.token_hex(4)}"
+        return _Word(name, ready, elected=True, term=reply.term, lease_seconds=reply.initialize_lease_seconds)
 
     def _initialize(
         self,
         connections: Sequence[Connection],
-        elected: HelloReply,
+        elected: _Word,
         initial: Callable[[], Values],
         stop: threading.Event,
     ) -> str:
         """Sends the first parameters to all servers. Returns what went wrong where trying again may help."""
         assert self._partition is not None and self._optimizer is not None
-        # The run gets its name when server 0 has its parameters; until then another worker's name may win.
         sender = Sender()
         sender.CopyFrom(self.sender)
-        sender.run_id = sender.run_id or f"run-{secrets.token_hex(4)}"
+        sender.run_id = elected.run_id
         logger.info("initialising run %s on %s", sender.run_id, ", ".join(self.launch.servers))
         turn = Initialization(
             sender,
             term=elected.term,
             partition=self._partition,
+            whole=self._whole,
             optimizer=self._optimizer,
             values=initial(),
+            replica=self._peers.name,
         )
-        first = connections[0]
-        with Lease(elected, lambda: self.hello(first, first.channel, CALL_SECONDS)) as lease:
-            for connection in connections[1:]:
-                self._compare_limits(connection, stop)
-            try:
-                for connection in reversed(connections):
-                    self._send_patiently(turn, connection, lease, stop)
-            except (Superseded, RunMismatch):
-                try:
-                    if lease.held():
-                        raise
-                except LinkLost as lost:
-                    return str(lost)
-                return "another worker was elected to initialise the run meanwhile"
-        self.sender.run_id = sender.run_id
-        return ""
+        founding = Founding(self, peers=self._peers, start=self._start, stop=stop)
+        problem = founding.run(turn, connections, term=elected.term, lease_seconds=elected.lease_seconds)
+        if not problem:
+            self.sender.run_id = sender.run_id
+        return problem
 
-    def _compare_limits(self, connection: Connection, stop: threading.Event) -> None:
-        """Asks a server for its limits before anything is sent to any: LimitExceeded, as `hello`."""
-        try:
-            # Not as a member: what one that did not finish has left is replaced only where no worker is.
-            self._hello_patiently(connection, stop, asks_only=True)
-        except (LimitExceeded, ServerUnavailable):
-            raise
-        except PypsError as error:
-            # Initialize has the verdict.
-            logger.debug("before the first parameters: %s", error)
+    def _greet_all(
+        self, connections: Sequence[Connection], first: HelloReply | None, stop: threading.Event
+    ) -> list[HelloReply]:
+        """Says Hello to the servers that have not heard it: all but server 0, or all."""
+        replies = [first or self._hello_of_member(connections[0], stop)]
+        self.sender.run_id = replies[0].run_id
+        return replies + [self._hello_of_member(connection, stop) for connection in connections[1:]]
 
-    def _send_patiently(
-        self, turn: Initialization, connection: Connection, lease: Lease, stop: threading.Event
-    ) -> None:
-        """Sends a server its first parameters, waiting for it where it is not there yet."""
-        wait = self._start.begin(connection.name, stop=stop, advice=ADVICE)
-        while True:
-            lease.check()
-            channel = connection.channel
-            try:
-                turn.send_to(connection, channel)
-            except LinkLost as lost:
-                connection.renew(channel)
-                wait.pause(str(lost))
-            else:
-                wait.end()
-                return
-
-    def _hello_of_rest(self, connection: Connection, stop: threading.Event) -> HelloReply:
-        reply = self._hello_patiently(connection, stop)
-        if reply.state in _WITHOUT_PARAMETERS:
+    def _hello_of_member(self, connection: Connection, stop: threading.Event) -> HelloReply:
+        reply = self.hello_patiently(connection, stop)
+        if reply.state in WITHOUT_PARAMETERS:
             raise self.state_lost(connection)
         return reply
-
-    def _hello_patiently(self, connection: Connection, stop: threading.Event, *, asks_only: bool = False) -> HelloReply:
-        """Says Hello until there is a verdict, or the time for a start is over."""
-        wait = self._start.begin(connection.name, stop=stop, advice=ADVICE)
-        while True:
-            channel = connection.channel
-            try:
-                reply = self.hello(connection, channel, wait.call_seconds, asks_only=asks_only)
-            except LinkLost as lost:
-                connection.renew(channel)
-                wait.pause(str(lost))
-            else:
-                wait.end()
-                return reply
 
     def _request(self, server_index: int) -> HelloRequest:
         request = HelloRequest(
@@ -256,11 +273,14 @@ class Handshake:
             host=socket.gethostname(),
             process_id=os.getpid(),
             device=self._device,
+            replica=self._peers.name,
         )
-        if self._partition is not None and self._optimizer is not None:
-            request.model.CopyFrom(self._partition.model.to_proto())
+        if self._partition is not None and self._whole is not None and self._optimizer is not None:
+            request.model.CopyFrom(self._whole.model.to_proto())
             request.optimizer.CopyFrom(self._optimizer)
-            request.fingerprint = self._partition.fingerprint
+            request.fingerprint = self._whole.fingerprint
+            if self._partition is not self._whole:
+                request.parts.extend(sorted(set(self._partition.model.group_parts)))
         return request
 
 

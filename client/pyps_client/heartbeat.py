@@ -35,8 +35,9 @@ class Heartbeat:
         launch: Launch,
         request: Callable[[], HeartbeatRequest],
         heard: Callable[[Connection, HeartbeatReply], None],
+        refused: Callable[[PypsError], None] | None = None,
     ) -> None:
-        """`request` makes the next message; `heard` gets each answer, on the heartbeat's thread.
+        """`request` makes the next message; `heard` gets each answer and `refused` each refusal, on this thread.
 
         `connections` tell which servers, and are handed to `heard`.
         """
@@ -45,6 +46,7 @@ class Heartbeat:
         self._interval_seconds = interval_seconds
         self._request = request
         self._heard = heard
+        self._refused = refused
         self._ended = threading.Event()
         self._reported_at = dict.fromkeys((connection.index for connection in connections), time.monotonic())
         self._thread = threading.Thread(target=self._beat_until_ended, name="pyps-heartbeat", daemon=True)
@@ -65,6 +67,8 @@ class Heartbeat:
             except PypsError as error:
                 # The next push or pull meets it too, on the caller's thread, where it can be acted upon.
                 logger.debug("heartbeat: %s", error)
+                if self._refused is not None:
+                    self._refused(error)
 
     def _beat(self) -> None:
         """One heartbeat to all servers at once; a slow one delays the next by a call's deadline at most."""

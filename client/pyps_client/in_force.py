@@ -1,4 +1,4 @@
-"""What a session tells of the terms in force."""
+"""What a session tells of the run: the terms in force, and how far it is."""
 
 from __future__ import annotations
 
@@ -45,3 +45,23 @@ class InForce:
         """Whether the protocol in force hands out data and parameters under one mutex (asgd, on one server)."""
         name, _, settings = self.protocol.partition(":")
         return name == "asgd" and "mutex=shard" not in settings
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the whole run: the largest shard version seen so far."""
+        return self._standing.global_step
+
+    @property
+    def num_workers(self) -> int:
+        """Live workers, as the servers last said."""
+        return self._standing.num_workers
+
+    @property
+    def finished(self) -> bool:
+        """True when the run is over: pulls still work, a push raises RunFinished."""
+        return self._standing.finished
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Pushed shards that servers did not take, by the reason's name: {"STALE": 3}."""
+        return self._standing.refusals.counts

@@ -1,4 +1,4 @@
-"""Sending a run's first parameters, while keeping the election's lease alive."""
+"""One process's message of a run's first parameters, and the election's lease that is kept meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = Sequence[Vector] | Callable[[ShardRange], Vector]
 
 
 class Initialization:
-    """One elected worker's turn to send the first parameters."""
+    """What one process of an elected worker sends: the shards of its own partition."""
 
     def __init__(
         self,
@@ -33,15 +33,24 @@ class Initialization:
         partition: Partition,
         optimizer: OptimizerSettings,
         values: Values,
+        whole: Partition | None = None,
+        replica: str = "",
     ) -> None:
+        """`whole`: the run's partition, where the sender's own is of some parts only; `optimizer` is for the whole."""
         if not callable(values):
             check_vectors(values, partition.model, dtype_of(CODEC_FLOAT32), what="initial parameters")
             values = partial(part_of, values)
         self._sender = sender
         self._term = term
         self._partition = partition
+        self._whole = whole or partition
         self._optimizer = optimizer
+        self._replica = replica
         self._values = values
+
+    def has_shards_for(self, connection: Connection) -> bool:
+        """Whether a server is to get numbers from this process."""
+        return bool(self._partition.of_server(connection.index))
 
     def send_to(self, connection: Connection, channel: Channel) -> None:
         """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
@@ -56,10 +65,11 @@ class Initialization:
         yield InitializeRequest(
             sender=self._sender,
             term=self._term,
-            model=self._partition.model.to_proto(),
+            model=self._whole.model.to_proto(),
             optimizer=self._optimizer,
             server_index=server_index,
             num_servers=self._partition.num_servers,
+            replica=self._replica,
         ).SerializeToString()
         for shard in self._partition.of_server(server_index):
             header = InitializeRequest(
@@ -71,9 +81,9 @@ class Initialization:
 class Lease:
     """Keeps an election alive by a Hello to server 0 now and then; notices when it is lost all the same."""
 
-    def __init__(self, elected: HelloReply, hello: Callable[[], HelloReply]) -> None:
-        self._term = elected.term
-        self._interval_seconds = (elected.initialize_lease_seconds or 10.0) / 3
+    def __init__(self, term: int, lease_seconds: float, hello: Callable[[], HelloReply]) -> None:
+        self._term = term
+        self._interval_seconds = (lease_seconds or 10.0) / 3
         self._hello = hello
         self._ended = threading.Event()
         self._lost = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -14,6 +15,7 @@ from pyps_client.conversion import Converter
 from pyps_client.holdings import Holdings
 from pyps_client.intake import Intake
 from pyps_client.learning_rates import LearningRates
+from pyps_client.peers import ALONE, Peers
 from pyps_client.pushing import OutgoingPush, Part, check_bases, check_push, norm_of, pushed_parts
 from pyps_client.servers import Servers
 from pyps_client.vectors import check_vectors
@@ -54,11 +56,14 @@ class Contribution(NamedTuple):
 class Pushes:
     """Makes pushes and sends them to all servers at once. For one thread at a time."""
 
-    def __init__(self, holdings: Holdings, *, sender: Sender, codec: Codec, servers: Servers) -> None:
+    def __init__(
+        self, holdings: Holdings, *, sender: Sender, codec: Codec, servers: Servers, peers: Peers = ALONE
+    ) -> None:
         self._partition = partition = holdings.partition
         self._sender = sender
         self._codec = codec
         self._servers = servers
+        self._peers = peers
         self._holdings = holdings
         self._rates = LearningRates(partition.num_servers, num_groups=partition.model.num_groups)
         self._gradients_only = [PAYLOAD_KIND_GRADIENT] * partition.model.num_groups
@@ -79,7 +84,8 @@ class Pushes:
         """Sends a push to all servers and returns the receipts, server by server.
 
         With intakes, one a server, it is an exchange. `lent_index`: which of the lent gradients it is, where the
-        intakes' vectors are lent too. Float32 is converted. The push's norm is told where `clip_norm` is not 0.
+        intakes' vectors are lent too. Float32 is converted. The push's norm, of all processes of the replica, is told
+        where `clip_norm` is not 0.
         """
         vectors, kinds = contribution.vectors, contribution.kinds or self._gradients_only
         model = self._partition.model
@@ -94,30 +100,35 @@ class Pushes:
         newest = base if contribution.newest_base_versions is None else contribution.newest_base_versions
         check_bases(self._partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else held.epochs
-        parts = [self._parts(index, contribution.present) for index in range(len(epochs))]
+        connections = self._servers.connections
+        parts = [self._parts(connection.index, contribution.present) for connection in connections]
         header = self._header(contribution)
         if clip_norm > 0:
-            header["gradient_norm"] = norm_of(
-                chain(*parts), vectors, codec=self._codec, kinds=kinds, converter=converter
-            )
+            own = norm_of(chain(*parts), vectors, codec=self._codec, kinds=kinds, converter=converter)
+            header["gradient_norm"] = self._norm_of_all(own)
         pushes = [
             OutgoingPush(
-                *(PushRequest(**header, epoch=epoch), parts[index], vectors),
+                *(PushRequest(**header, epoch=epochs[connection.index]), parts[place], vectors),
                 base_versions=base,
                 newest_base_versions=newest,
                 kinds=kinds,
-                learning_rates=self._rates.owed(index, epoch=epoch),
-                connection=self._servers.connections[index],
-                intake=None if intakes is None else intakes[index],
+                learning_rates=self._rates.owed(connection.index, epoch=epochs[connection.index]),
+                connection=connection,
+                intake=None if intakes is None else intakes[place],
                 lent_index=lent_index,
                 converter=converter,
             )
-            for index, epoch in enumerate(epochs)
+            for place, connection in enumerate(connections)
         ]
         answers = self._servers.on_all(pushes)
-        for index, epoch in enumerate(epochs):
-            self._rates.answered(index, epoch=epoch, receipts=answers[index])
+        for connection, receipts in zip(connections, answers, strict=True):
+            self._rates.answered(connection.index, epoch=epochs[connection.index], receipts=receipts)
         return answers
+
+    def _norm_of_all(self, norm: float) -> float:
+        if self._peers.count == 1:
+            return norm
+        return math.sqrt(self._peers.total([norm * norm])[0])
 
     def _parts(self, server_index: int, present: Sequence[bool] | None) -> tuple[Part, ...]:
         settled = self._holdings.settled(server_index)

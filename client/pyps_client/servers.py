@@ -24,6 +24,7 @@ from pyps_client.vectors import Vectors, check_vectors
 from pyps_wire.codecs import dtype_of
 from pyps_wire.common_pb2 import CODEC_FLOAT32, Role, Sender
 from pyps_wire.errors import PypsError
+from pyps_wire.partition import Partition
 
 T = TypeVar("T")
 Task = Callable[[threading.Event], T]
@@ -34,11 +35,25 @@ SETTLE_SECONDS = 3.0
 
 
 class Servers:
-    """A connection a server. Operations on several run at once, each through losses of its connection."""
+    """A connection a server. Operations on several run at once, each through losses of its connection.
 
-    def __init__(self, launch: Launch, *, rejoin: Callable[[Connection, Channel, float], object]) -> None:
-        """`rejoin` introduces the caller again to a server that was lost."""
-        self.connections = [Connection(index, launch=launch) for index in range(len(launch.servers))]
+    Where something is given or returned server by server, it is for those of `connections`, in their order.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        rejoin: Callable[[Connection, Channel, float], object],
+        contacts: Sequence[int] | None = None,
+    ) -> None:
+        """`rejoin` introduces the caller again to a server that was lost.
+
+        `contacts`: the indices of the servers that the caller has to do with, 0 first; by default all. No other is
+        ever called.
+        """
+        indices = range(len(launch.servers)) if contacts is None else contacts
+        self.connections = [Connection(index, launch=launch) for index in indices]
         self._rejoin = rejoin
         self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
         self._crew = Crew()
@@ -65,9 +80,14 @@ class Servers:
         decoded = bool(vectors) and vectors[0].dtype == np.float32
         dtype = dtype_of(CODEC_FLOAT32 if decoded else codec)
         check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
-        pairs = zip(self.connections, holdings.of_server, strict=True)
         return [
-            Intake(vectors, held, codec=codec, name=connection.name, converter=converter) for connection, held in pairs
+            Intake(
+                *(vectors, holdings.of_server[connection.index]),
+                codec=codec,
+                name=connection.name,
+                converter=converter,
+            )
+            for connection in self.connections
         ]
 
     def read(
@@ -129,3 +149,15 @@ class Servers:
         # A server answers Hello when no earlier request of the caller works in its memory any more.
         with contextlib.suppress(LinkLost, PypsError):
             self._rejoin(connection, connection.channel, SETTLE_SECONDS)
+
+
+def contacts_of(own: Partition, whole: Partition, *, leads: bool) -> list[int]:
+    """The servers that a process of a replica has to do with: server 0 and those that hold shards of its parts.
+
+    The leader, which a worker of one process is, has to do with those that hold nobody's, too: they are of the run.
+    """
+    return [
+        index
+        for index in range(whole.num_servers)
+        if index == 0 or own.of_server(index) or (leads and not whole.of_server(index))
+    ]

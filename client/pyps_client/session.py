@@ -23,10 +23,12 @@ from pyps_client.intake import Intake
 from pyps_client.launch import Launch
 from pyps_client.lent import Layout, Lent
 from pyps_client.log import logger
+from pyps_client.lost_replica import LostReplica
 from pyps_client.parking import Parking
+from pyps_client.peers import ALONE, Peers, led, own_partition
 from pyps_client.proceeding import Proceeding
 from pyps_client.pushes import Contribution, Description, Pushes
-from pyps_client.servers import Operation, Servers
+from pyps_client.servers import Operation, Servers, contacts_of
 from pyps_client.sharing import Sharing
 from pyps_client.standing import Standing
 from pyps_client.terms import warn_of_differences
@@ -34,7 +36,7 @@ from pyps_client.vectors import Vector, Vectors
 from pyps_client.versions import Versions
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
-from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.errors import BadRequest, PypsError, ReplicaLost, RunFinished, Superseded
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
 from pyps_wire.partition import Model, partition
 
@@ -58,6 +60,8 @@ class Session(InForce):
         *,
         launch: Launch,
         initial: Callable[[], Values],
+        parts: Sequence[int] = (),
+        peers: Peers | None = None,
         codec: str | None = None,
         pull_codec: str | None = None,
         device: str = "",
@@ -65,13 +69,20 @@ class Session(InForce):
         """`initial` gives one float32 vector a group, or what makes a shard's numbers as they are sent; only called
         where this worker is elected to initialise.
 
+        `parts`: those of the model's that this process holds, all by default. `model` and `optimizer` are of the whole;
+        the groups, and all vectors, are those of these parts. `peers`: the processes of this worker's replica, all of
+        which connect, push and proceed in the same order: those calls are collective. BadRequest where several are to
+        hold all of the model.
+
         `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written; `pull_codec`, how pulled ones
         are. None takes the launch's.
         """
         uncaught.install()
         self.launch = launch
-        self.model = model
-        self.partition = partition(model, num_servers=len(launch.servers))
+        self.whole = partition(model, num_servers=len(launch.servers))
+        self.partition = own_partition(self.whole, parts, peers)
+        self.model = self.partition.model
+        self._peers = peers = peers or ALONE
         # The worker's own count of steps, sent with pushes and heartbeats. Whoever drives the session counts it up.
         self.clock = 0
         self._converter: Converter = NUMPY
@@ -79,14 +90,22 @@ class Session(InForce):
         self._pull_codec = codec_of(pull_codec or launch.pull_codec)
         self._initial = initial
         self._handshake = Handshake(
-            launch, partition=self.partition, optimizer=optimizer, device=device, codec=self._codec
+            launch,
+            partition=self.partition,
+            whole=self.whole,
+            optimizer=optimizer,
+            device=device,
+            codec=self._codec,
+            peers=peers,
         )
         self._guard = ForkGuard()
-        self._servers = servers = Servers(launch, rejoin=self._rejoin)
+        self._lost = LostReplica()
+        contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
+        self._servers = servers = Servers(launch, rejoin=self._rejoin, contacts=contacts)
         self._holdings = Holdings(self.partition)
-        self._standing = Standing()
+        self._standing = Standing(peers)
         sender = self._handshake.sender
-        self._pushes = Pushes(self._holdings, sender=sender, codec=self._codec, servers=servers)
+        self._pushes = Pushes(self._holdings, sender=sender, codec=self._codec, servers=servers, peers=peers)
         self._sharing = Sharing(launch, self.partition, servers.connections, sender)
         self._lent_intakes: list[Intake] = []
         self._closing = threading.Event()
@@ -103,19 +122,21 @@ class Session(InForce):
         replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
         for connection, reply in zip(self._servers, replies, strict=True):
             self._note_hello(connection, reply)
-        warn_of_differences(replies)
+        warn_of_differences(replies, [connection.index for connection in self._servers])
         self._hello = first = replies[0]
         self._heartbeat = Heartbeat(
             *(self._servers.connections, first.heartbeat_seconds or 5.0),
             launch=self.launch,
             request=self._heartbeat_request,
             heard=self._heard,
+            refused=self._refused,
         )
         self._heartbeat.start()
         departure.expect(self)
+        self._standing.meet(pull_needed=True)
         logger.info(
             "%s joined run %s on %s (%s, %s, staleness %s)",
-            *(self.launch.worker_id, first.run_id, ", ".join(self.launch.servers)),
+            *(self.sender.worker_id, first.run_id, ", ".join(connection.address for connection in self._servers)),
             *(first.optimizer.rule, first.protocol, first.staleness),
         )
 
@@ -169,13 +190,14 @@ class Session(InForce):
         `wait_seconds`, the launch's by default. Then WaitTimedOut names those who were waited for.
         """
         self._check_open()
-        indices = range(len(self._holdings.of_server))
+        indices = [connection.index for connection in self._servers]
         changed = self._servers.read(
             *(self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
             parking=Parking(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
         )
+        self._standing.pull_agreed = False
         self._standing.note_version(self._holdings.largest_version)
         return changed
 
@@ -184,7 +206,7 @@ class Session(InForce):
 
         GET of Zhang et al. 2013, for a run on one server; `vectors` as for `pull`. Without a portion nothing comes.
         """
-        self._check_open()
+        self._check_portions()
         lent = self._sharing.are_parameters(vectors)
         return GetCall(self.sender, self._intakes(vectors)[0], connection=self._servers.connections[0], lent=lent)
 
@@ -207,19 +229,19 @@ class Session(InForce):
     def proceed(self) -> None:
         """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
 
-        To be called between two steps, before the pull, with `clock` counted up. Raises WaitTimedOut, naming those who
-        were waited for, after the launch's `wait_seconds`.
+        To be called between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all
+        wait. Raises WaitTimedOut, naming those who were waited for, after the launch's `wait_seconds`.
         """
         self._check_open()
         if self._standing.finished or not self._standing.terms.ask_to_proceed:
             return
         question = Proceeding(self._handshake.sender, clock=self.clock, parking=Parking(self.launch.wait_seconds))
-        reply = self._servers.on_first(question)
-        self._standing.terms.ask_to_proceed = reply.ask_to_proceed
+        asks = led(self._peers, lambda: self._servers.on_first(question).ask_to_proceed)
+        self._standing.granted(ask_to_proceed=asks)
 
     def ask_first(self, operation: Operation[T]) -> T:
         """Runs an operation of another service on server 0, again after each loss of its connection."""
-        self._check_open()
+        self._check_portions()
         return self._servers.on_first(operation)
 
     def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
@@ -247,26 +269,9 @@ class Session(InForce):
         """True when gradients of what is held would be refused: a pull has to come before the next is computed.
 
         So it is when a round waits for others, when the last gradient came too late, and after a server's
-        restore.
+        restore. In a replica it is so on all processes where it was on one when the last push ended.
         """
-        pairs = zip(self._servers, self._holdings.of_server, strict=True)
-        # A server without a shard sends nothing that could bring its epoch here.
-        return any(held.versions and (connection.epoch != held.epoch or held.wanted) for connection, held in pairs)
-
-    @property
-    def global_step(self) -> int:
-        """Updates of the whole run: the largest shard version seen so far."""
-        return self._standing.global_step
-
-    @property
-    def num_workers(self) -> int:
-        """Live workers, as the servers last said."""
-        return self._standing.num_workers
-
-    @property
-    def finished(self) -> bool:
-        """True when the run is over: pulls still work, a push raises RunFinished."""
-        return self._standing.finished
+        return self._needs_pull() if self._peers.count == 1 else self._standing.pull_agreed
 
     @property
     def run_id(self) -> str:
@@ -285,12 +290,7 @@ class Session(InForce):
         So it is where one server holds everything in shared memory; all shards of such a push are then refused as
         NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused.
         """
-        return self._sharing.checks_first
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Pushed shards that servers did not take, by the reason's name: {"STALE": 3}."""
-        return self._standing.refusals.counts
+        return self._sharing.checks_first and self._peers.count == 1
 
     def report(self, **scalars: float) -> None:
         """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
@@ -302,6 +302,7 @@ class Session(InForce):
         if self._guard.in_child or self._closing.is_set():
             return
         self._closing.set()
+        self._lost.settle()
         departure.forget(self)
         self._servers.give_up()
         if self._heartbeat is not None:
@@ -341,7 +342,13 @@ class Session(InForce):
         self._holdings.note(receipts)
         if parameters is not None:
             self._standing.note_version(self._holdings.largest_version)
+        self._standing.meet(pull_needed=self._needs_pull())
         return receipts
+
+    def _needs_pull(self) -> bool:
+        pairs = [(connection, self._holdings.of_server[connection.index]) for connection in self._servers]
+        # A server without a shard sends nothing that could bring its epoch here.
+        return any(held.versions and (connection.epoch != held.epoch or held.wanted) for connection, held in pairs)
 
     def _intakes(self, vectors: Vectors) -> list[Intake]:
         if self._lent_intakes and self._sharing.are_parameters(vectors):
@@ -353,10 +360,20 @@ class Session(InForce):
 
     def _check_open(self) -> None:
         self._guard.check()
+        self._lost.check()
         if self._closing.is_set():
             raise RunFinished("The client was closed: make a new one to go on.")
         if self._hello is None:
             raise BadRequest("The session is not connected: call connect() before pushing or pulling.")
+
+    def _check_portions(self) -> None:
+        """Refuses what would hand each process of a replica other data than the others."""
+        self._check_open()
+        if self._peers.count > 1:
+            raise BadRequest(
+                f"Replica {self._peers.name!r} is {self._peers.count} processes, which need the same examples: "
+                "portions are for workers of one process. Divide the data by PYPS_WORKER_INDEX, which is the replica's."
+            )
 
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
         self._standing.greeted(connection.index, reply)
@@ -371,3 +388,8 @@ class Session(InForce):
         self._standing.reminded(connection.index, reply)
         if not reply.known:
             self._rejoin(connection, connection.channel, HELLO_SECONDS)
+
+    def _refused(self, error: PypsError) -> None:
+        """Acts on a heartbeat's refusal: the thread that trains may not meet it by itself, nor ever come back."""
+        if self._peers.name and isinstance(error, ReplicaLost | Superseded):
+            self._lost.note(error)

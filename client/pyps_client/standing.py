@@ -5,39 +5,71 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from pyps_client.peers import ALONE, Peers
 from pyps_client.refusals import Refusals
 from pyps_client.terms import Terms
 from pyps_wire.common_pb2 import REASON_FINISHED, RUN_STATE_FINISHED, Receipt
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
-class Standing:
-    """What servers tell besides parameters. Any thread may read; several may note."""
+class View:
+    """What is known of the run."""
 
     def __init__(self) -> None:
         self.terms = Terms()
-        self.refusals = Refusals()
         self.finished = False
-        self.num_workers = 0
+        # The largest version of a shard.
         self.global_step = 0
+
+
+class Standing:
+    """What servers tell besides parameters. Any thread may read; several may note.
+
+    The processes of a replica must go by one view, or one would wait for a step that another does not take: there what
+    servers tell counts from the next `meet` on, which takes the leader's word, and everybody's on the run's end.
+    """
+
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self.refusals = Refusals()
+        self.num_workers = 0
+        # Whether some process of the replica needed a pull when they last met.
+        self.pull_agreed = False
+        self._peers = peers
+        self._in_force = View()
+        self._heard = View() if peers.count > 1 else self._in_force
         self._lock = threading.Lock()
+
+    @property
+    def terms(self) -> Terms:
+        """The terms to go by."""
+        return self._in_force.terms
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self._in_force.finished
+
+    @property
+    def global_step(self) -> int:
+        """The number of the run's updates, as far as it is known."""
+        return self._in_force.global_step
 
     def greeted(self, server_index: int, reply: HelloReply) -> None:
         """Notes what a handshake tells."""
         self.note_version(max((shard.version for shard in reply.shards), default=0))
         if reply.state == RUN_STATE_FINISHED:
-            self.finished = True
+            self._heard.finished = True
         if server_index == 0:
-            self.terms.greeted(reply)
+            self._heard.terms.greeted(reply)
 
     def answered(self, server_index: int, receipts: Sequence[Receipt]) -> None:
         """Notes what one server's receipts of a push tell."""
         for receipt in receipts:
             self.num_workers = receipt.num_workers or self.num_workers
             if receipt.reason == REASON_FINISHED:
-                self.finished = True
+                self._heard.finished = True
             if server_index == 0:
-                self.terms.answered(receipt)
+                self._heard.terms.answered(receipt)
         self.refusals.note(receipts)
         self.note_version(max((receipt.version_after for receipt in receipts), default=0))
 
@@ -45,11 +77,27 @@ class Standing:
         """Notes what a heartbeat's answer tells."""
         self.note_version(reply.version)
         if server_index == 0:
-            self.terms.reminded(reply)
+            self._heard.terms.reminded(reply)
         if reply.state == RUN_STATE_FINISHED or reply.command == HeartbeatReply.COMMAND_STOP:
-            self.finished = True
+            self._heard.finished = True
+
+    def granted(self, *, ask_to_proceed: bool) -> None:
+        """Notes what the leave to begin a step tells, on all processes of a replica."""
+        self._heard.terms.ask_to_proceed = self._in_force.terms.ask_to_proceed = ask_to_proceed
 
     def note_version(self, version: int) -> None:
         """Notes a shard's version, which is the number of the run's updates, as far as it goes."""
         with self._lock:
-            self.global_step = max(self.global_step, version)
+            self._heard.global_step = max(self._heard.global_step, version)
+
+    def meet(self, *, pull_needed: bool) -> None:
+        """Brings all processes of the replica to one view; all call it at the same place. Nothing for one alone."""
+        if self._peers.count == 1:
+            return
+        heard, leads = self._heard, float(self._peers.index == 0)
+        of_leader = [leads * number for number in (heard.global_step, *heard.terms.numbers)]
+        finished, pull, step, *numbers = self._peers.total([heard.finished, pull_needed, *of_leader])
+        self._in_force.terms.take_over(heard.terms, numbers)
+        self._in_force.global_step = int(step)
+        self._in_force.finished = finished > 0
+        self.pull_agreed = pull > 0

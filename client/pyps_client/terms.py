@@ -34,6 +34,19 @@ class Terms:
         self.current_version_only = reply.current_version_only
         self.clip_norm = reply.clip_norm
 
+    @property
+    def numbers(self) -> list[float]:
+        """All but the words, as numbers."""
+        flags = (self.ask_to_proceed, self.current_version_only)
+        return [*map(float, flags), self.batch_size, self.accumulate, self.clip_norm]
+
+    def take_over(self, words: Terms, numbers: Sequence[float]) -> None:
+        """Takes over terms whose words one process has heard and whose `numbers` another told."""
+        self.protocol, self.staleness = words.protocol, words.staleness
+        asks, current_only, batch_size, accumulate, self.clip_norm = numbers
+        self.ask_to_proceed, self.current_version_only = bool(asks), bool(current_only)
+        self.batch_size, self.accumulate = int(batch_size), int(accumulate)
+
     def answered(self, receipt: Receipt) -> None:
         """Takes over what a push's receipt tells."""
         self.ask_to_proceed = receipt.ask_to_proceed
@@ -49,9 +62,12 @@ class Terms:
         self.current_version_only = reply.current_version_only
 
 
-def warn_of_differences(replies: Sequence[HelloReply]) -> None:
-    """Says where a server goes by another protocol or policy than server 0: nobody else compares them."""
-    for index, reply in enumerate(replies):
+def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:
+    """Says where a server goes by another protocol or policy than server 0: nobody else compares them.
+
+    `servers`: the indices of those that replied, server 0 first; by default all, in order.
+    """
+    for index, reply in zip(range(len(replies)) if servers is None else servers, replies, strict=True):
         for name in ("protocol", "staleness"):
             theirs, first = getattr(reply, name), getattr(replies[0], name)
             if theirs != first:

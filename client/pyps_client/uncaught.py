@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,7 +18,11 @@ TRACEBACK_VARIABLE = "PYPS_TRACEBACK"
 _OWN_PACKAGES = ("pyps_client", "pyps_wire")
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 
+# What knows others' errors for one of ours.
+Translator = Callable[[BaseException], PypsError | None]
+
 _installed = False
+_translators: list[Translator] = []
 _error: BaseException | None = None
 
 
@@ -31,12 +36,27 @@ def install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         remember(error)
-        if isinstance(error, PypsError) and os.environ.get(TRACEBACK_VARIABLE, "").strip() in ("", "0"):
-            print(told(error, trace), file=sys.stderr)
+        own = translated(error)
+        if isinstance(own, PypsError) and os.environ.get(TRACEBACK_VARIABLE, "").strip() in ("", "0"):
+            print(told(own, trace), file=sys.stderr)
         else:
             previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def translate_with(translator: Translator) -> None:
+    """Has errors that nobody catches looked at: where the translator says which of ours one is, that is told instead.
+
+    The others must get None.
+    """
+    if translator not in _translators:
+        _translators.append(translator)
+
+
+def translated(error: BaseException) -> BaseException:
+    """The error as one of ours, where a translator knows it; else the error itself."""
+    return next((own for translate in _translators if (own := translate(error)) is not None), error)
 
 
 def remember(error: BaseException) -> None:
@@ -46,8 +66,8 @@ def remember(error: BaseException) -> None:
 
 
 def last() -> BaseException | None:
-    """What ended the program, if an exception did."""
-    return _error
+    """What ended the program, if an exception did; as one of ours where it is known for one."""
+    return None if _error is None else translated(_error)
 
 
 def told(error: PypsError, trace: TracebackType | None) -> str:
