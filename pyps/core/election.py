@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One worker's turn to initialise. `expires_at` is in seconds of the caller's clock."""
+    """One worker's turn to initialise, or one replica's. `expires_at` is in seconds of the caller's clock."""
 
     number: int
+    # The replica's name where it has several processes.
     worker_id: str
     incarnation: int
     expires_at: float

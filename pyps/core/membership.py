@@ -4,64 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
-from pyps.core.roster import Roster
-from pyps_wire.errors import LimitExceeded, Superseded, UnknownWorker
+from pyps.core.lives import Lives
+from pyps.core.member import Member, WorkerInfo, WorkerState, parts_in_words, require_parts_free
+from pyps.core.roster import Entry, Expectation, Roster, whole_roster
+from pyps_wire.errors import BadRequest, LimitExceeded, Superseded, UnknownWorker
 
-
-class WorkerState(StrEnum):
-    """How it stands with a worker."""
-
-    ALIVE = "alive"
-    EXPIRED = "expired"
-    FINISHED = "finished"
-    FAILED = "failed"
-
+__all__ = ["GONE_FACTOR", "STALLS_MAX", "Member", "Membership", "WorkerInfo", "WorkerState"]
 
 _ALIVE = WorkerState.ALIVE
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """What a worker says of itself, for people."""
-
-    host: str = ""
-    process_id: int = 0
-    device: str = ""
-    software: str = ""
-
-
-@dataclass(slots=True)
-class Member:
-    """One worker as the server knew it when it was asked for. Times are in seconds of the caller's clock."""
-
-    worker_id: str
-    incarnation: int
-    state: WorkerState
-    info: WorkerInfo
-    joined_at: float
-    heard_at: float
-    # When it pushed last in this life; None before its first push.
-    pushed_at: float | None = None
-    # When it last pushed what was taken: applied, parked, or dropped as the protocol foresees.
-    taken_at: float | None = None
-    # How often it was left out since then, as others waited too long for it.
-    stalls: int = 0
-    # Whether protocols reckon with it: from its first push until it goes, or holds the others up for too long.
-    counts: bool = False
-    # The worker's own count of steps.
-    clock: int = 0
-    # The worker's own figures, by name.
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    # How it ended, in its own words.
-    message: str = ""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it counts among the run's workers."""
-        return self.state is _ALIVE
 
 
 class Membership:
@@ -69,6 +21,9 @@ class Membership:
 
     A worker_id belongs to one live process at a time. A later process (a larger incarnation) takes it over;
     an earlier one gets it back only when the later is gone.
+
+    The processes of a replica share one incarnation, the life of the replica, and go together: where one is lost, or
+    a later life begins, all that are alive are out at once.
     """
 
     def __init__(self, *, lease_seconds: float, workers_max: int, expected_workers: int = 0) -> None:
@@ -81,8 +36,10 @@ class Membership:
         self._num_alive = 0
         # How many workers the job has, as far as people have said.
         self.expected_workers = expected_workers
-        # How many workers must have pushed or gone before anybody is done without; 0 for good once they have.
-        self._expected_workers = expected_workers
+        self._expectation = Expectation(expected_workers)
+        self._lives = Lives()
+        # Whether any worker was ever a process of a replica, or held a part of the model only.
+        self.parted = False
         # Made when it is asked for; None since the last change.
         self._roster: Roster | None = None
 
@@ -102,40 +59,49 @@ class Membership:
                 self._roster = self._make_roster()
             return self._roster
 
-    def join(self, worker_id: str, incarnation: int, *, now: float, info: WorkerInfo | None = None) -> Member:
-        """Makes the worker alive.
+    def join(
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        now: float,
+        info: WorkerInfo | None = None,
+        replica: str = "",
+        parts: tuple[int, ...] = (),
+    ) -> Member:
+        """Makes the worker alive; a process of a later life of its replica ends the earlier one.
 
-        Raises Superseded where a later process holds its name, LimitExceeded at workers_max.
+        Raises Superseded where a later process holds its name or its replica's, ReplicaLost where the life that it
+        belongs to is over, BadRequest where another process has its parts, LimitExceeded at workers_max.
         """
         with self._lock:
             known = self._members.get(worker_id)
             if known is not None and known.alive and incarnation < known.incarnation:
                 raise _superseded(known, incarnation)
-            if not (known and known.alive) and self._num_alive >= self.workers_max:
+            others = [m for m in self._alive_of(replica) if m.worker_id != worker_id] if replica else []
+            self._require_name_free(worker_id, replica)
+            if replica:
+                self._require_life(replica, incarnation)
+            require_parts_free(worker_id, parts, (m for m in others if m.incarnation == incarnation))
+            earlier = [m for m in others if m.incarnation < incarnation]
+            if not (known and known.alive) and self._num_alive - len(earlier) >= self.workers_max:
                 raise LimitExceeded(
                     f"worker {worker_id!r} cannot join: {self._num_alive} workers are alive and the limit is"
                     f" {self.workers_max}; raise --max-workers on the server"
                 )
-            # A repeated Hello keeps the worker's own figures.
-            same = known is not None and known.incarnation == incarnation
-            member = Member(
-                worker_id,
-                incarnation,
-                WorkerState.ALIVE,
-                info or WorkerInfo(),
-                joined_at=known.joined_at if known and same else now,
-                heard_at=now,
-                pushed_at=known.pushed_at if known and same else None,
-                taken_at=known.taken_at if known and same else None,
-                stalls=known.stalls if known and same else 0,
-                counts=known.counts if known and same else False,
-                clock=known.clock if known and same else 0,
-                scalars=known.scalars if known and same else {},
-            )
+            info = info or WorkerInfo()
+            if known is not None and known.incarnation == incarnation:
+                member = known.greets_again(now=now, info=info, replica=replica, parts=parts)
+            else:
+                member = Member(worker_id, incarnation, _ALIVE, info, now, now, replica=replica, parts=parts)
             if known is not None and known.incarnation != incarnation:
                 del self._members[worker_id]
             self._members[worker_id] = member
             self._moved(member, before=_GONE if known is None else _standing(known))
+            if replica or parts:
+                self._begin_parted(member)
+            for other in earlier:
+                self._out(other, WorkerState.EXPIRED)
             self._forget_gone()
             return replace(member)
 
@@ -150,7 +116,8 @@ class Membership:
     ) -> Member:
         """Notes a sign of life and returns the worker; one whose lease had run out is alive again.
 
-        Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name.
+        Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name,
+        ReplicaLost when another process of its replica is lost.
         """
         with self._lock:
             member = self._require(worker_id, incarnation)
@@ -182,7 +149,7 @@ class Membership:
             return True
 
     def stall(self, worker_id: str) -> bool:
-        """Stops counting a worker, which stays a member; False where it did not count.
+        """Stops counting a worker, or all processes of its replica, which stay members; False where it did not count.
 
         It counts again from its next push, and after STALLS_MAX times in a row from the next that is taken: one
         whose pushes are all refused would hold the others up for ever.
@@ -191,55 +158,60 @@ class Membership:
             member = self._members.get(worker_id)
             if member is None or not member.counts:
                 return False
-            before, member.counts = _standing(member), False
-            member.stalls += 1
-            self._moved(member, before=before)
+            for each in self._alive_of(member.replica) if member.replica else [member]:
+                if each.counts:
+                    before, each.counts = _standing(each), False
+                    each.stalls += 1
+                    self._moved(each, before=before)
             return True
 
     def expect(self, num_workers: int) -> None:
         """Waits for so many workers, those that pushed or went already included; 0 when unknown."""
         with self._lock:
-            self.expected_workers = self._expected_workers = num_workers
-            self._roster = None
+            self.expected_workers = num_workers
+            self._expectation, self._roster = Expectation(num_workers), None
 
     def await_workers(self, num_workers: int) -> None:
         """Waits for so many workers, whatever people have said."""
         with self._lock:
-            self._expected_workers = num_workers
-            self._roster = None
+            self._expectation, self._roster = Expectation(num_workers), None
 
     def expect_no_more(self) -> None:
         """Waits for no expected worker any longer."""
         with self._lock:
-            self._expected_workers = 0
-            self._roster = None
+            self._expectation, self._roster = Expectation(0), None
 
     def leave(
         self, worker_id: str, incarnation: int, *, now: float, state: WorkerState, message: str = ""
-    ) -> Member | None:
-        """Ends the worker's membership as FINISHED or FAILED; None where that process is no member."""
+    ) -> list[Member]:
+        """Ends the worker's membership as FINISHED or FAILED; [] where that process is no member.
+
+        Returns it, and after it those that a process which failed takes along: the others of its replica.
+        """
         assert state in _ENDED, state
         with self._lock:
             member = self._members.get(worker_id)
             if member is None or member.incarnation != incarnation:
-                return None
-            before, member.state, member.counts = _standing(member), state, False
+                return []
             member.heard_at, member.message = now, message
-            self._moved(member, before=before)
-            return replace(member)
+            self._out(member, state)
+            gone = [member]
+            if state is WorkerState.FAILED:
+                gone += self._lose_replica(member, f"failed{f' ({message})' if message else ''}")
+            return [replace(each) for each in gone]
 
     def expire(self, now: float) -> list[Member]:
-        """Marks the workers that were silent for longer than the lease, and returns them."""
+        """Marks the workers that were silent for longer than the lease, with all processes of their replicas.
+
+        Returns them; after each process of a replica those that it takes along.
+        """
         with self._lock:
-            silent = [
-                member
-                for member in self._members.values()
-                if member.alive and now - member.heard_at > self.lease_seconds
-            ]
-            for member in silent:
-                before, member.state, member.counts = _standing(member), WorkerState.EXPIRED, False
-                self._moved(member, before=before)
-            return [replace(member) for member in silent]
+            gone: list[Member] = []
+            for member in list(self._members.values()):
+                if member.alive and now - member.heard_at > self.lease_seconds:
+                    self._out(member, WorkerState.EXPIRED)
+                    gone += [member, *self._lose_replica(member, "was silent for longer than its lease")]
+            return [replace(member) for member in gone]
 
     def get(self, worker_id: str) -> Member | None:
         """Returns the worker, alive or gone."""
@@ -256,13 +228,90 @@ class Membership:
         with self._lock:
             return [replace(member) for member in self._members.values()]
 
+    def of_replica(self, replica: str) -> list[Member]:
+        """Returns the live processes of a replica."""
+        with self._lock:
+            return [replace(member) for member in self._alive_of(replica)]
+
+    def name_of(self, worker_id: str) -> str:
+        """Whom the run takes a worker for: its replica, or itself."""
+        member = self._members.get(worker_id) if self.parted else None
+        return worker_id if member is None else member.name
+
+    def lives(self, name: str) -> bool:
+        """Whether any process of the worker of that name is alive."""
+        return name in self.names(alive=True)
+
+    def names(self, *, alive: bool = False) -> list[str]:
+        """The workers known, or alive, each replica once; in the order in which they joined."""
+        return list(dict.fromkeys(member.name for member in self.all() if member.alive or not alive))
+
+    def arrived(self) -> list[str]:
+        """The workers, each replica once, that need not come any more: they have pushed, or are gone."""
+        with self._lock:
+            return list(dict.fromkeys(entry.name for entry in self._entries() if entry.arrived))
+
+    def require_replica(self, replica: str, incarnation: int) -> None:
+        """Raises ReplicaLost where a process of that life of the replica is lost."""
+        with self._lock:
+            self._lives.require(replica, incarnation)
+
+    def require_part(self, worker_id: str, shard_id: int, part: int) -> None:
+        """Refuses a worker that did not declare the part of the model that a shard belongs to."""
+        with self._lock:
+            member = self._members.get(worker_id)
+            if member is not None and not member.holds(part):
+                raise BadRequest(
+                    f"shard {shard_id} belongs to part {part} of the model, and worker {worker_id!r} declared"
+                    f" {parts_in_words(member.parts)} in Hello: push and pull the shards of what it declares alone"
+                )
+
     # What follows is called under the lock.
+
+    def _alive_of(self, replica: str) -> list[Member]:
+        return [member for member in self._members.values() if member.replica == replica and member.alive]
+
+    def _require_name_free(self, worker_id: str, replica: str) -> None:
+        name = replica or worker_id
+        if self.parted and any(m.alive and m.name == name and m.replica != replica for m in self._members.values()):
+            raise BadRequest(
+                f"{name!r} is the name of a worker of one process and of a replica: give one of them another name"
+            )
+
+    def _require_life(self, replica: str, incarnation: int) -> None:
+        if any(each.incarnation > incarnation for each in self._alive_of(replica)):
+            raise self._lives.superseded(replica, incarnation)
+        self._lives.require(replica, incarnation)
+
+    def _begin_parted(self, member: Member) -> None:
+        if not self.parted and not self._make_roster().missing:
+            # Whom the others waited for so far has come: nobody waits for parts of it.
+            self._expectation = Expectation(0)
+        self.parted, self._roster = True, None
+        if member.replica:
+            self._lives.begin(member.replica, member.incarnation)
+
+    def _lose_replica(self, member: Member, how: str) -> list[Member]:
+        """Ends the life of a replica that has lost a process; returns those that were alive."""
+        if not member.replica:
+            return []
+        self._lives.lose(member.replica, member.incarnation, f"its process {member.worker_id!r} {how}")
+        others = [each for each in self._alive_of(member.replica) if each.incarnation == member.incarnation]
+        for each in others:
+            self._out(each, WorkerState.EXPIRED)
+        return others
+
+    def _out(self, member: Member, state: WorkerState) -> None:
+        before, member.state, member.counts = _standing(member), state, False
+        self._moved(member, before=before)
 
     def _require(self, worker_id: str, incarnation: int) -> Member:
         known = self._members.get(worker_id)
         if known is not None and incarnation < known.incarnation and known.alive:
             raise _superseded(known, incarnation)
-        if known is None or known.incarnation != incarnation or known.state in _ENDED:
+        if known is None or known.incarnation != incarnation or known.state in _ENDED or _is_out(known):
+            if known is not None and known.replica and known.incarnation == incarnation:
+                self._require_life(known.replica, incarnation)
             raise UnknownWorker(
                 f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
                 " say Hello, then send the same again"
@@ -270,12 +319,20 @@ class Membership:
         return known
 
     def _make_roster(self) -> Roster:
+        if self.parted:
+            return whole_roster(self._entries(), self._expectation)
         members = self._members.values()
-        missing = self._expected_workers - sum(m.pushed_at is not None or not m.alive for m in members)
-        if missing <= 0:
-            missing = self._expected_workers = 0
+        missing = self._expectation.missing(sum(m.pushed_at is not None or not m.alive for m in members))
         coming = [m.worker_id for m in members if missing and m.alive and m.pushed_at is None]
         return Roster(tuple(sorted(m.worker_id for m in members if m.counts)), missing, tuple(sorted(coming)))
+
+    def _entries(self) -> list[Entry]:
+        """The workers as a roster is made from them; those of a replica's earlier lives are none of them."""
+        return [
+            Entry(m.worker_id, m.name, m.parts, m.counts, m.pushed_at is not None or not m.alive)
+            for m in self._members.values()
+            if not m.replica or self._lives.is_latest(m.replica, m.incarnation)
+        ]
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
         """Notes a sign of life, which most of the time changes nothing of the roster."""
@@ -302,6 +359,7 @@ class Membership:
             gone = sorted((m for m in self._members.values() if not m.alive), key=lambda m: m.heard_at)
             for member in gone[:excess]:
                 del self._members[member.worker_id]
+            self._lives.keep({member.replica for member in self._members.values()})
 
 
 # Workers known, gone ones included, are at most this many times workers_max.
@@ -320,6 +378,11 @@ _GONE: Standing = (False, False, False)
 
 def _standing(member: Member) -> Standing:
     return member.state is _ALIVE, member.counts, member.pushed_at is None
+
+
+def _is_out(member: Member) -> bool:
+    """Whether it went with its replica, for which no process comes back by itself."""
+    return bool(member.replica) and not member.alive
 
 
 def _superseded(known: Member, incarnation: int) -> Superseded:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# In place of a part: the run as a whole, and every part that nobody declared by number.
+WHOLE = -1
+REST = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +16,8 @@ class Roster:
     """The workers that a protocol reckons with (the papers' lambda is their number).
 
     A worker counts from its first push until it leaves, its lease runs out, or it holds the others up for too
-    long.
+    long. Where workers hold parts of the model only, the roster of each part lists the processes that hold it, and
+    the run's own the replicas, each of which is one worker however many processes it has.
     """
 
     # Ascending by worker_id.
@@ -19,6 +26,8 @@ class Roster:
     missing: int = 0
     # Those that have joined and may be among the missing, ascending; none once nobody is missing.
     coming: tuple[str, ...] = ()
+    # The rosters of the model's parts; None where every worker is one process that holds all of them.
+    parted: Parted | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_workers(self) -> int:
@@ -35,9 +44,87 @@ class Roster:
         """Whom a gate waits for that opens once nobody is missing: those that are coming by name, others counted."""
         return (*self.coming, *not_joined(self.missing - len(self.coming)))
 
+    def of_part(self, part: int) -> Roster:
+        """Those that count for the shards of that part; the same object as long as nothing changes."""
+        parted = self.parted
+        if parted is None:
+            return self
+        return parted.rosters.get(part, parted.rosters[REST])
+
+    def counts(self, worker_id: str) -> bool:
+        """Whether that process counts for some part."""
+        parted = self.parted
+        return worker_id in (self.workers if parted is None else parted.counted)
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """The rosters of single parts of the model."""
+
+    # By part, and under REST.
+    rosters: Mapping[int, Roster]
+    # The processes that count.
+    counted: frozenset[str]
+
+
+class Entry(NamedTuple):
+    """A worker, or one process of a replica, as a roster is made from it."""
+
+    worker_id: str
+    # The replica's name, or its own.
+    name: str
+    # The parts that it holds; () for all.
+    parts: tuple[int, ...]
+    counts: bool
+    # Whether it has pushed or is gone.
+    arrived: bool
+
+
+class Expectation:
+    """How many workers must have pushed or gone before anybody is done without, for each part of the model."""
+
+    def __init__(self, num_workers: int):
+        self.num_workers = num_workers
+        # The parts, or WHOLE, for which as many have come: nobody is missing there for good.
+        self._gathered = set[int]()
+
+    def missing(self, num_arrived: int, *, part: int = WHOLE) -> int:
+        """How many have yet to come."""
+        if part in self._gathered:
+            return 0
+        missing = self.num_workers - num_arrived
+        if missing <= 0:
+            self._gathered.add(part)
+        return max(0, missing)
+
+
+def whole_roster(entries: Iterable[Entry], expectation: Expectation) -> Roster:
+    """The run's roster where some workers are replicas or hold parts of the model, with the rosters of the parts."""
+    entries = list(entries)
+    by_part: dict[int, list[Entry]] = {part: [] for entry in entries for part in entry.parts}
+    holders_of_all = [entry for entry in entries if not entry.parts]
+    for entry in entries:
+        for part in entry.parts:
+            by_part[part].append(entry)
+    rosters = {part: _roster([*holders_of_all, *some], expectation, part) for part, some in by_part.items()}
+    rosters[REST] = _roster(holders_of_all, expectation, REST)
+    counted = frozenset(entry.worker_id for entry in entries if entry.counts)
+    names = [entry._replace(worker_id=entry.name) for entry in entries]
+    run = _roster(names, expectation, WHOLE)
+    return Roster(run.workers, run.missing, run.coming, Parted(rosters, counted))
+
 
 def not_joined(count: int) -> tuple[str, ...]:
     """Returns so many workers that nobody knows by name in words, as an entry in a list of names; () for none."""
     if count <= 0:
         return ()
     return (f"{count} more worker{'s' if count > 1 else ''} that ha{'ve' if count > 1 else 's'} not joined",)
+
+
+def _roster(entries: Iterable[Entry], expectation: Expectation, part: int) -> Roster:
+    entries = list(entries)
+    arrived = {entry.name for entry in entries if entry.arrived}
+    missing = expectation.missing(len(arrived), part=part)
+    coming = {entry.worker_id for entry in entries if entry.name not in arrived} if missing else set()
+    workers = {entry.worker_id for entry in entries if entry.counts}
+    return Roster(tuple(sorted(workers)), missing, tuple(sorted(coming)))

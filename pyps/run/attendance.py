@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
-from pyps.core.membership import Membership, WorkerInfo, WorkerState
+from pyps.core.member import Member, WorkerInfo, WorkerState
+from pyps.core.membership import Membership
 from pyps.core.roster import Roster
 from pyps.run.events import Events
 from pyps.run.handshake import Greeting
@@ -21,16 +23,26 @@ class Attendance:
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
 
     def join(self, greeting: Greeting, *, now: float) -> bool:
-        """Makes the worker that greets a live one; True where that ended an earlier process of its name."""
+        """Makes the worker that greets a live one; True where that ended an earlier life of its name or replica."""
         before = self.membership.get(greeting.worker_id)
+        replica = greeting.replica
+        earlier = self.membership.of_replica(replica) if replica else []
         info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
-        member = self.membership.join(greeting.worker_id, greeting.incarnation, now=now, info=info)
+        member = self.membership.join(
+            greeting.worker_id, greeting.incarnation, now=now, info=info, replica=replica, parts=greeting.parts
+        )
         renewed = before is not None and before.incarnation != member.incarnation
         if before is None or renewed or not before.alive:
             self._events.add("joined", "worker joined", worker=member.worker_id, host=info.host, pid=info.process_id)
         if renewed:
             self.on_gone(member.worker_id, True)
-        return renewed
+        ended = [each.worker_id for each in earlier if each.incarnation != member.incarnation]
+        if ended:
+            what = f"replica {replica} is out: a later life of it has begun"
+            self._events.add("replica", what, taken_along=", ".join(ended))
+        for worker_id in ended:
+            self.on_gone(worker_id, True)
+        return bool(ended) if replica else renewed
 
     def is_member(self, greeting: Greeting) -> bool:
         """Whether this very process has joined before."""
@@ -61,9 +73,9 @@ class Attendance:
     def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None) -> Roster:
         """Notes a push and returns who counts now; raises as `heard`."""
         # Whoever counts already, as nearly always, has nothing to tell.
-        before = None if worker_id in self.membership.roster.workers else self.membership.get(worker_id)
+        before = None if self.membership.roster.counts(worker_id) else self.membership.get(worker_id)
         roster = self.membership.pushed(worker_id, incarnation, now=now, clock=clock)
-        if before is not None and not before.counts and worker_id in roster.workers:
+        if before is not None and not before.counts and roster.counts(worker_id):
             what = "worker counts" if before.alive else "worker is back"
             self._events.add("counts" if before.alive else "back", what, worker=worker_id, workers=roster.num_workers)
         return roster
@@ -74,30 +86,48 @@ class Attendance:
             workers = self.membership.roster.num_workers
             self._events.add("counts", "worker counts", worker=worker_id, workers=workers)
 
-    def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> bool:
-        """Ends a membership at the worker's own word; False where it was none."""
+    def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> list[str]:
+        """Ends a membership at the worker's own word, and that of its replica where it failed.
+
+        Returns the worker by the name that the run has for it, if that is gone now.
+        """
         state = WorkerState.FAILED if failed else WorkerState.FINISHED
         before = self.membership.get(worker_id)
-        member = self.membership.leave(worker_id, incarnation, now=now, state=state, message=message)
-        if member is None:
-            return False
-        if before is None or before.state is not state:
+        gone = self.membership.leave(worker_id, incarnation, now=now, state=state, message=message)
+        if gone and (before is None or before.state is not state):
             self._events.add("left", "worker left", worker=worker_id, state=state.value, message=message)
-        self.on_gone(worker_id, failed)
-        return True
+        return self._note_gone(gone, lost=failed, was_alive=before is not None and before.alive)
 
     def expire(self, now: float) -> list[str]:
-        """Forgets workers that were silent for longer than their lease, and returns them."""
+        """Forgets workers that were silent for longer than their lease, with their replicas.
+
+        Returns those that are gone now, by the names that the run has for them.
+        """
         expired = self.membership.expire(now)
         for member in expired:
-            silent = round(now - member.heard_at, 1)
-            self._events.add(
-                "expired", "worker's lease ran out", worker=member.worker_id, silent_seconds=silent, warning=True
-            )
-            self.on_gone(member.worker_id, True)
-        return [member.worker_id for member in expired]
+            silent = now - member.heard_at
+            if silent > self.membership.lease_seconds:
+                facts = {"worker": member.worker_id, "silent_seconds": round(silent, 1)}
+                self._events.add("expired", "worker's lease ran out", warning=True, **facts)
+        names: list[str] = []
+        for _, of_name in groupby(expired, key=lambda member: member.name):
+            names += self._note_gone(list(of_name), lost=True, was_alive=True)
+        return names
 
     def done(self, *, expected_workers: int) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
-        joined = len(self.membership.all())
+        joined = len(self.membership.names())
         return joined >= max(1, expected_workers) and self.membership.num_alive == 0
+
+    def _note_gone(self, gone: Sequence[Member], *, lost: bool, was_alive: bool) -> list[str]:
+        """Tells of a worker that is gone, the first, and of those that its replica takes along with it."""
+        for member in gone:
+            self.on_gone(member.worker_id, lost)
+        if lost and was_alive and gone and gone[0].replica:
+            self._events.add(
+                "replica",
+                f"replica {gone[0].replica} is out: its process {gone[0].worker_id} was lost",
+                warning=True,
+                taken_along=", ".join(member.worker_id for member in gone[1:]),
+            )
+        return [gone[0].name] if gone and not self.membership.lives(gone[0].name) else []

@@ -80,7 +80,7 @@ class Conduct:
             logged=recorder is not None,
             behaviour=lambda: self.behaviour,
             on_update=lambda shard: self.on_update(shard),
-            on_smaller_roster=lambda shard: self._complete(shard, self._membership.roster),
+            on_smaller_roster=lambda content, shard: self._complete(content, shard, self._membership.roster),
         )
         # Called after an update, with its shard.
         self.on_update: Callable[[Shard], None] = lambda shard: None
@@ -102,10 +102,13 @@ class Conduct:
                 self.account.note(shard)
             if content.initializer is None and not self._membership.expected_workers:
                 # Whoever pushed to a round before the server ended is likely to come back.
-                former = {worker_id for shard in content.shards.values() for worker_id in shard.contributors}
-                self._membership.await_workers(len(former))
+                former: dict[int, set[str]] = {}
+                for shard_id, shard in content.shards.items():
+                    former.setdefault(content.parts[shard_id], set()).update(shard.contributors)
+                # A replica pushes to each part of the model by one of its processes.
+                self._membership.await_workers(max(map(len, former.values()), default=0))
             self.pacing.replace(self._new_pacer(content))
-            self.pacing.excuse(self._not_to_come())
+            self.pacing.excuse(self._membership.arrived())
             self.pacing.advanced(content.version_max)
 
     @property
@@ -121,7 +124,7 @@ class Conduct:
     @property
     def warnings_of_a_change(self) -> tuple[str, ...]:
         """The same for whoever changes it; where nobody counts now, with the workers to expect or those known."""
-        members = len(self._membership.all())
+        members = len(self._membership.names())
         return self._warnings_with(self._membership.roster.num_expected or self._membership.expected_workers or members)
 
     def _warnings_with(self, num_workers: int) -> tuple[str, ...]:
@@ -131,11 +134,11 @@ class Conduct:
 
     # What a change of membership brings.
 
-    def departed(self, worker_id: str) -> None:
-        """Waits no longer for a worker's step; its rounds are completed by `complete_rounds`."""
-        self.pacing.depart(worker_id)
-        if self.owner.release(worker_id):
-            self._events.add("owner", "the schedule of the learning rate has no owner now", worker=worker_id)
+    def departed(self, name: str) -> None:
+        """Waits no longer for the step of a worker or replica; its rounds are completed by `complete_rounds`."""
+        self.pacing.depart(name)
+        if self.owner.release(name):
+            self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
 
     def complete_rounds(self) -> None:
         """Makes the updates that are due since other workers count."""
@@ -144,7 +147,7 @@ class Conduct:
             if content is None or roster is before:
                 return
             self._roster = roster
-            updates = sum(self._complete(shard, roster) for shard in content.shards.values())
+            updates = sum(self._complete(content, shard, roster) for shard in content.shards.values())
         gone = ", ".join(sorted({*before.workers} - {*roster.workers}))
         if updates:
             if not self.aggregation.barrier:
@@ -164,17 +167,21 @@ class Conduct:
             idle = self._stalls.idle(self._membership.alive(), now=now)
             rounds = set[str]()
             # Most of the time nobody is idle, and no lock is taken.
-            for shard in content.shards.values() if idle or roster.missing else ():
+            # In the order of the rosters, each once.
+            awaited = list(dict.fromkeys(name for of_part in content.rosters(roster) for name in of_part.awaited))
+            for shard_id, shard in content.shards.items() if idle or awaited else ():
                 if shard.num_pending:
-                    rounds.update(shard.waiting_for(roster))
-            gate_holds = not rounds.isdisjoint(roster.awaited) or self.pacing.gate_holds
+                    rounds.update(shard.waiting_for(content.roster_of(shard_id, roster)))
+            gate_holds = not rounds.isdisjoint(awaited) or self.pacing.gate_holds
             gate_stalled = self._stalls.look_at_gate(holds=gate_holds, now=now)
-            waited_for = rounds.difference(roster.awaited)
+            waited_for = rounds.difference(awaited)
             stalled = self._stalls.look(waited_for & idle, self._membership, now=now)
         if gate_stalled:
-            self._go_without_the_missing(roster)
+            self._go_without_the_missing(", ".join(awaited or roster.awaited))
         for worker_id in stalled:
-            self._membership.stall(worker_id)
+            if not self._membership.stall(worker_id):
+                # It went meanwhile, or with another process of its replica.
+                continue
             self._events.add(
                 "stalled",
                 "worker does not count until its next push: others waited too long for it",
@@ -182,7 +189,7 @@ class Conduct:
                 stall_seconds=self._config.stall_seconds,
                 warning=True,
             )
-            self.departed(worker_id)
+            self.departed(self._membership.name_of(worker_id))
         for worker_id in self.pacing.set_aside(now=now, stall_seconds=self._config.stall_seconds):
             self._events.add(
                 "stalled",
@@ -192,13 +199,13 @@ class Conduct:
                 warning=True,
             )
 
-    def _go_without_the_missing(self, roster: Roster) -> None:
+    def _go_without_the_missing(self, awaited: str) -> None:
         """Opens the gate: expected workers that have not come count from their first push, as any other does."""
-        alive = [member.worker_id for member in self._membership.alive()]
+        alive = self._membership.names(alive=True)
         self._events.add(
             "stalled",
             "expected workers are waited for no longer, as they came too late; each counts from its first push",
-            waited_for=", ".join(self.pacing.awaited(alive) or roster.awaited),
+            waited_for=", ".join(self.pacing.awaited(alive)) or awaited,
             stall_seconds=self._config.stall_seconds,
             warning=True,
         )
@@ -207,18 +214,19 @@ class Conduct:
 
     def waited_for_by(self, worker_id: str) -> tuple[str, ...]:
         """Whom a worker waits for that may not begin its next step yet."""
-        alive = [member.worker_id for member in self._membership.alive()]
-        return self.pacing.awaited(alive) or self.pacing.waiting_for(worker_id)
+        alive = self._membership.names(alive=True)
+        return self.pacing.awaited(alive) or self.pacing.waiting_for(self._membership.name_of(worker_id))
 
     def tick(self, now: float) -> None:
         """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
-        for worker_id in self._attendance.expire(now):
-            self.departed(worker_id)
+        for name in self._attendance.expire(now):
+            self.departed(name)
         content = self._content
         if content is None:
             return
         restored = content.initializer is None
-        if restored and self._membership.roster.missing and now - content.ready_at > self._config.lease_seconds:
+        missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
+        if restored and missing and now - content.ready_at > self._config.lease_seconds:
             # Workers of a restored run that live have said so by now.
             self._membership.expect_no_more()
             self.pacing.open_gate()
@@ -252,6 +260,8 @@ class Conduct:
         with self._lock:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
             handshake.check_servers(behaviour.aggregation, num_servers)
+            parts_of = {member.worker_id: member.parts for member in self._membership.alive()}
+            handshake.check_parts(behaviour.aggregation, parts_of)
             if learning_rate is not None:
                 require_rate(learning_rate)
                 self._require_unowned("before the server's is changed")
@@ -281,7 +291,7 @@ class Conduct:
         with self._lock:
             self._membership.expect(num_workers)
             self.pacing.expect(num_workers if self._membership.roster.missing else 0)
-            self.pacing.excuse(self._not_to_come())
+            self.pacing.excuse(self._membership.arrived())
         self._events.add("configured", "settings changed", expected_workers=num_workers)
         self.complete_rounds()
 
@@ -295,7 +305,9 @@ class Conduct:
             if schedule_text
             else old.schedule,
         )
-        changed.aggregation.check(self._membership.roster.num_expected)
+        roster, content = self._membership.roster, self._content
+        for of_part in (roster,) if content is None else (roster, *content.rosters(roster)):
+            changed.aggregation.check(of_part.num_expected)
         if schedule_text and changed.schedule.text != Constant.name:
             self._require_unowned("before the server gets a schedule")
         return changed
@@ -316,16 +328,17 @@ class Conduct:
         gradients = updates = 0
         for shard in content.shards.values():
             gradients += shard.num_pending
-            made = shard.configure(behaviour=behaviour, learning_rate=learning_rate, roster=roster)
+            of_shard = content.roster_of(shard.shard_id, roster)
+            made = shard.configure(behaviour=behaviour, learning_rate=learning_rate, roster=of_shard)
             updates += made
             self._updated(shard, made)
         if new_protocol:
             self.pacing.replace(self._new_pacer(content))
-            self.pacing.excuse(self._not_to_come())
+            self.pacing.excuse(self._membership.arrived())
         return Settled(gradients if new_protocol else 0, updates)
 
-    def _complete(self, shard: Shard, roster: Roster) -> int:
-        made = shard.complete(roster)
+    def _complete(self, content: Content, shard: Shard, roster: Roster) -> int:
+        made = shard.complete(content.roster_of(shard.shard_id, roster))
         self._updated(shard, made)
         return made
 
@@ -342,7 +355,3 @@ class Conduct:
         if pacer is not None and self._membership.roster.missing:
             pacer.quorum = self._membership.expected_workers
         return pacer
-
-    def _not_to_come(self) -> list[str]:
-        """The workers that need not ask before others may begin: gone, or at work already."""
-        return [m.worker_id for m in self._membership.all() if not m.alive or m.pushed_at is not None]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from pyps.core import update_rules
+from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
+from pyps.core.roster import Roster
 from pyps.core.shard import Shard, ShardState
 from pyps.core.vector_machine import VectorMachine
 from pyps.core.whole_model import WholeModel
@@ -39,9 +42,22 @@ class Content:
     whole: WholeModel
     # What a coordinator keeps beside them.
     machine: VectorMachine
-    # Term, worker and incarnation that initialised it; None for a restored run.
+    # Term, worker (or replica) and incarnation that initialised it; None for a restored run.
     initializer: tuple[int, str, int] | None
     ready_at: float
+
+    @cached_property
+    def parts(self) -> Mapping[int, int]:
+        """The part of the model that each shard belongs to."""
+        return {shard_id: self.partition.part_of(shard_id) for shard_id in self.shards}
+
+    def roster_of(self, shard_id: int, roster: Roster) -> Roster:
+        """Those of a run's roster that hold a shard's part of the model."""
+        return roster.of_part(self.parts[shard_id])
+
+    def rosters(self, roster: Roster) -> list[Roster]:
+        """The rosters that this server's shards go by, each once."""
+        return [roster.of_part(part) for part in sorted(set(self.parts.values()))] or [roster]
 
     @property
     def version_max(self) -> int:
@@ -108,12 +124,12 @@ class ContentFactory:
         lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
         return cls(behaviour, recorder, epoch, lives_max, vector_bytes_max=config.max_vector_bytes, logged=logged)
 
-    def first(self, initialization: Initialization, *, now: float) -> Content:
-        """The content that a worker's first parameters make."""
+    def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> Content:
+        """The content that the first parameters make, those of an initialisation that is complete."""
         opening = initialization.opening
         states = {
             shard_id: ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
-            for shard_id, parameters in initialization.take().items()
+            for shard_id, parameters in received.items()
         }
         return self._make(
             opening.run_id,

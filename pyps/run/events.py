@@ -22,7 +22,8 @@ class Event:
     # Counts up from 1 as long as the server runs.
     number: int
     time: float
-    # "joined", "left", "expired", "back", "stalled", "round", "configured", "owner", "ready", "finished".
+    # "joined", "left", "expired", "back", "stalled", "round", "configured", "owner", "ready", "finished",
+    # "replica".
     kind: str
     message: str
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pyps.core.aggregation import Aggregation
@@ -13,6 +13,7 @@ from pyps.core.shard import Shard
 from pyps.core.staleness import StalenessPolicy
 from pyps.core.vector_machine import VectorMachine
 from pyps.core.whole_model import WholeModel
+from pyps.run import handshake
 from pyps.run.attendance import Attendance
 from pyps.run.conduct import Conduct
 from pyps.run.content import Content
@@ -24,7 +25,7 @@ from pyps.run.settings import RuleSettings
 from pyps.run.state import RunState
 from pyps.statistics import Statistics
 from pyps.work import WorkQueue
-from pyps_wire.errors import NotInitialized
+from pyps_wire.errors import NotInitialized, ServerUnavailable
 from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
@@ -122,6 +123,27 @@ class RunFacts:
         """Those of them that the protocol reckons with."""
         return self.membership.roster
 
+    def roster_of(self, shard_id: int) -> Roster:
+        """Those that the protocol reckons with at a shard: the workers, or processes of replicas, with its part."""
+        content = self._content
+        # A call that waits may ask after a shard of a run that was reset.
+        return self.roster.of_part(0 if content is None else content.parts.get(shard_id, 0))
+
+    def shards_of(self, worker_id: str) -> Mapping[int, Shard]:
+        """This server's shards of the parts of the model that a worker holds; all where it did not name parts."""
+        content = self._content
+        member = self.membership.get(worker_id) if self.membership.parted else None
+        if content is None or member is None or not member.parts:
+            return self.shards
+        return {i: shard for i, shard in content.shards.items() if member.holds(content.parts[i])}
+
+    def require_declared(self, worker_id: str, shard_ids: Iterable[int]) -> None:
+        """Refuses (BadRequest) a worker that means shards of a part that it did not declare in Hello."""
+        content = self._content
+        if content is not None and self.membership.parted:
+            for shard_id in shard_ids:
+                self.membership.require_part(worker_id, shard_id, content.parts[shard_id])
+
     # How it goes about its work.
 
     @property
@@ -186,3 +208,21 @@ class RunFacts:
                 "a worker's Hello and Initialize come first"
             )
         return content
+
+    def _serving(self, run_id: str | None) -> Content:
+        """The content, where the server serves the caller's run; None trusts the caller to mean this one."""
+        content = self._content
+        # The usual case first: a small push is over in no time.
+        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
+            content = self._require_content()
+            self._refuse_when_draining()
+            self._require_run(content, run_id)
+        return content
+
+    def _require_run(self, content: Content, run_id: str | None) -> None:
+        if run_id is not None and run_id != content.run_id:
+            handshake.check_run(run_id or "(none)", self.holding(), observer=False)
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise ServerUnavailable("this server is shutting down: try again once it is back")

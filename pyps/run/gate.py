@@ -7,8 +7,10 @@ import shlex
 from pyps.core.election import Election, Term
 from pyps.run.content import Content
 from pyps.run.handshake import Holding
-from pyps.run.initialization import Opening
+from pyps.run.initialization import Initialization, Opening
+from pyps.run.settings import RuleSettings
 from pyps_wire.errors import RunMismatch, Superseded
+from pyps_wire.partition import Partition
 
 # An initialiser that is silent for so long has died: another takes its place.
 ELECTION_LEASE_SECONDS = 10.0
@@ -26,6 +28,8 @@ class InitializationGate:
         self._election = Election(lease_seconds=min(ELECTION_LEASE_SECONDS, lease_seconds), first_term=first_term)
         self._newest_run = ""
         self._newest_term = 0
+        # What the processes of a replica have sent so far, each in a call of its own; None for other initialisers.
+        self._shared: Initialization | None = None
 
     @property
     def lease_seconds(self) -> float:
@@ -37,9 +41,9 @@ class InitializationGate:
         """Whether somebody has been given the turn."""
         return self._election.term is not None or self._newest_term > 0
 
-    def elect(self, worker_id: str, incarnation: int, *, now: float) -> Term | None:
-        """Gives the turn to a worker of server 0, None when another has it."""
-        return self._election.elect(worker_id, incarnation, now=now)
+    def elect(self, name: str, incarnation: int, *, now: float) -> Term | None:
+        """Gives the turn to a worker of server 0, or to its replica; None when another has it."""
+        return self._election.elect(name, incarnation, now=now)
 
     def renew(self, opening: Opening, *, now: float) -> None:
         """Notes that the initialiser is at work; Superseded when the turn has passed to another."""
@@ -53,9 +57,22 @@ class InitializationGate:
                 self._newest_run, self._newest_term = opening.run_id, opening.term
         if not current:
             raise Superseded(
-                f"worker {opening.worker_id!r} is not (or no longer) the one that initialises this run: "
+                f"worker {opening.name!r} is not (or no longer) the one that initialises this run: "
                 f"term {opening.term} is over; say Hello again"
             )
+
+    def admit(self, opening: Opening, plan: Partition, settings: RuleSettings) -> Initialization:
+        """The initialisation that the caller adds its shards to; that of an earlier term is thrown away."""
+        shared = self._shared
+        if shared is not None and (shared.opening.run_id, shared.opening.initializer) == (
+            opening.run_id,
+            opening.initializer,
+        ):
+            shared.join(opening, plan, settings)
+            return shared
+        begun = Initialization(opening, plan, settings)
+        self._shared = begun if opening.replica else None
+        return begun
 
     def already_done(self, content: Content | None, opening: Opening) -> bool:
         """Whether this very initialisation has made the run; refuses a second one of the same run."""
@@ -83,4 +100,5 @@ class InitializationGate:
 
     def done(self) -> None:
         """Ends the election: the parameters are there."""
+        self._shared = None
         self._election.done()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyps.core.aggregation import Aggregation
+from pyps.core.member import parts_in_words
 from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps_wire.contract import PROTOCOL_VERSION
@@ -43,6 +45,15 @@ class Greeting:
     host: str
     process_id: int
     device: str
+    # The parts of the model that it holds, ascending; () for all of them.
+    parts: tuple[int, ...] = ()
+    # The replica that it is one of several processes of; empty for a worker of one process.
+    replica: str = ""
+
+    @property
+    def name(self) -> str:
+        """Whom the run takes it for: its replica, which is one worker, or itself."""
+        return self.replica or self.worker_id
 
 
 @dataclass(frozen=True)
@@ -89,10 +100,16 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
         )
     check_name(greeting.run_id, what="run_id")
     check_name(greeting.worker_id, what="worker_id")
+    check_name(greeting.replica, what="replica")
     if greeting.observer:
         return
     if not greeting.worker_id:
         raise BadRequest("the worker gives no worker_id: every worker of a run needs a name of its own")
+    if greeting.replica and not greeting.worker_id.startswith(f"{greeting.replica}/"):
+        raise BadRequest(
+            f"the worker calls itself {greeting.worker_id!r}, a process of replica {greeting.replica!r}: the names of "
+            f"its processes begin with {greeting.replica + '/'!r}"
+        )
     if greeting.incarnation == 0:
         raise BadRequest("the worker gives no incarnation: send its start time in nanoseconds")
     # Later lives of its name have larger ones: nobody could take the name over from a life of the future.
@@ -110,12 +127,41 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
         )
 
 
+def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation) -> Greeting:
+    """The greeting with the parts of the run's model (its own where there is none yet), () for all of them.
+
+    Refuses parts that there are not, and a worker of some where the protocol needs whole ones.
+    """
+    model = model or greeting.model
+    assert model is not None
+    absent = [part for part in greeting.parts if not 0 <= part < model.num_parts]
+    if absent:
+        raise BadRequest(
+            f"worker {greeting.worker_id!r} declares part {absent[0]}; the run's model has {model.num_parts}, from 0"
+        )
+    parts = tuple(sorted(set(greeting.parts)))
+    parts = parts if len(parts) < model.num_parts else ()
+    check_parts(protocol, {greeting.worker_id: parts})
+    return replace(greeting, parts=parts)
+
+
+def check_parts(protocol: Aggregation, parts_of: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses a protocol of one mutex over the whole model beside workers, by worker_id, that hold parts of it."""
+    for worker_id, parts in parts_of.items():
+        if protocol.whole_model and parts:
+            raise BadRequest(
+                f"{protocol.text} holds one mutex over the whole model, and worker {worker_id!r} holds only "
+                f"{parts_in_words(parts)} of it: take asgd:mutex=shard, or workers that hold the whole model"
+            )
+
+
 def check_opening(opening: Opening) -> None:
     """Refuses an initialiser that does not say who it is, or which run it opens."""
     if not opening.run_id or not opening.worker_id:
         raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
     check_name(opening.run_id, what="run_id")
     check_name(opening.worker_id, what="worker_id")
+    check_name(opening.replica, what="replica")
 
 
 def check_name(name: str, *, what: str) -> None:

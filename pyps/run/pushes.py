@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
@@ -42,7 +43,7 @@ class Pushes:
         logged: bool,
         behaviour: Callable[[], Behaviour],
         on_update: Callable[[Shard], None],
-        on_smaller_roster: Callable[[Shard], object],
+        on_smaller_roster: Callable[[Content, Shard], object],
     ):
         """`logged` says that a recorder keeps payloads. `on_update` hears of a shard that a push has updated.
 
@@ -50,6 +51,7 @@ class Pushes:
         changed meanwhile.
         """
         self._attendance = attendance
+        self._membership = attendance.membership
         self._statistics = statistics
         self._events = events
         self._clock = clock
@@ -80,16 +82,19 @@ class Pushes:
         # Whoever pushes what does not fit is not heard of.
         if finding is None:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
+        part = content.parts[shard_id]
+        if self._membership.parted:
+            self._membership.require_part(gradient.worker_id, shard_id, part)
         counted = None if answer is None else CountedAnswer(answer, shard)
         if gradient.learning_rate is None:
             roster = self._hear(gradient, now=began)
-            receipt = shard.push(gradient, roster=roster, answer=counted, finding=finding)
+            receipt = shard.push(gradient, roster=roster.of_part(part), answer=counted, finding=finding)
         else:
-            with self._owner.claiming([gradient], schedule=self._own_schedule, events=self._events) as receipts:
+            with self._claiming([gradient]) as receipts:
                 roster = self._hear(gradient, now=began)
-                receipt = shard.push(gradient, roster=roster, answer=counted, finding=finding)
+                receipt = shard.push(gradient, roster=roster.of_part(part), answer=counted, finding=finding)
                 receipts.append(receipt)
-        self._answered(shard, gradient, receipt, roster, began=began, answer=counted)
+        self._answered(content, shard, gradient, receipt, roster, began=began, answer=counted)
         return receipt
 
     def push_whole(
@@ -102,7 +107,7 @@ class Pushes:
     ) -> list[Receipt]:
         """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
         shards = [content.shard(shard_id) for shard_id, _ in gradients]
-        began, roster = self._clock(), self._attendance.membership.roster
+        began, roster = self._clock(), self._membership.roster
         for shard, (shard_id, gradient) in zip(shards, gradients, strict=True):
             require_fitting(gradient, shard_id=shard_id, shard_length=shard.length)
         if self._logged and any(gradient.volatile for _, gradient in gradients):
@@ -111,15 +116,19 @@ class Pushes:
         counted = {
             shard_id: CountedAnswer(answer, content.shard(shard_id)) for shard_id, answer in (answers or {}).items()
         }
-        with self._owner.claiming(
-            [gradient for _, gradient in gradients], schedule=self._own_schedule, events=self._events
-        ) as receipts:
+        with self._claiming([gradient for _, gradient in gradients]) as receipts:
             for _, gradient in gradients:
                 roster = self._hear(gradient, now=began)
             receipts += content.whole.push(gradients, roster=roster, answers=counted, finding=finding)
         for shard, (shard_id, gradient), receipt in zip(shards, gradients, receipts, strict=True):
-            self._answered(shard, gradient, receipt, roster, began=began, answer=counted.get(shard_id))
+            self._answered(content, shard, gradient, receipt, roster, began=began, answer=counted.get(shard_id))
         return receipts
+
+    def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
+        """Lets whoever sends a learning rate own the schedule; see `ScheduleOwner.claiming`."""
+        rated = [gradient.worker_id for gradient in gradients if gradient.learning_rate is not None]
+        names = [self._membership.name_of(worker_id) for worker_id in rated]
+        return self._owner.claiming(names, schedule=self._own_schedule, events=self._events)
 
     def _hear(self, gradient: Gradient, *, now: float) -> Roster:
         """Takes note of whose push it is; returns the workers that count with it."""
@@ -127,11 +136,12 @@ class Pushes:
         roster = self._attendance.pushed(gradient.worker_id, gradient.incarnation, now=now, clock=clock)
         if self._pacing.gate_holds:
             # At work already, with or without asking.
-            self._pacing.excuse([gradient.worker_id])
+            self._pacing.excuse([self._membership.name_of(gradient.worker_id)])
         return roster
 
     def _answered(
         self,
+        content: Content,
         shard: Shard,
         gradient: Gradient,
         receipt: Receipt,
@@ -161,9 +171,9 @@ class Pushes:
         if receipt.version_after > receipt.version_before:
             self._pacing.advanced(receipt.version_after)
             self._on_update(shard)
-        elif receipt.outcome is Outcome.PENDING and self._attendance.membership.roster is not roster:
+        elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
             # Somebody went while this push was on its way: whoever completed rounds then did not see it.
-            self._on_smaller_roster(shard)
+            self._on_smaller_roster(content, shard)
 
     @property
     def _own_schedule(self) -> str:

@@ -31,7 +31,7 @@ from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
 from pyps.work import WorkQueue
-from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
+from pyps_wire.errors import NotInitialized, RunMismatch, UnknownWorker
 
 if TYPE_CHECKING:
     from pyps.checkpoint import RestoredRun
@@ -124,14 +124,15 @@ class Run(RunFacts):
                 handshake.check_founding(greeting, config=self.config, told=self.told, protocol=self.aggregation)
             if greeting.observer:
                 return Welcome()
+            greeting = handshake.with_parts(greeting, self.model, protocol=self.aggregation)
             if self._attendance.join(greeting, now=now):
-                self.conduct.departed(greeting.worker_id)
+                self.conduct.departed(greeting.name)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
-            term = self.gate.elect(greeting.worker_id, greeting.incarnation, now=now)
+            term = self.gate.elect(greeting.name, greeting.incarnation, now=now)
             if term is None:
                 return Welcome()
-            log.info("worker elected to initialise the run", worker=greeting.worker_id, term=term.number)
+            log.info("worker elected to initialise the run", worker=greeting.name, term=term.number)
             return Welcome(initialize=True, term=term.number)
 
     def heartbeat(
@@ -156,8 +157,8 @@ class Run(RunFacts):
         """Ends a worker's membership; returns how many are left alive. `conduct.complete_rounds` is to follow."""
         if run_id == self.run_id:
             now = self.clock()
-            if self._attendance.leave(worker_id, incarnation, now=now, failed=failed, message=message):
-                self.conduct.departed(worker_id)
+            for name in self._attendance.leave(worker_id, incarnation, now=now, failed=failed, message=message):
+                self.conduct.departed(name)
         return self.membership.num_alive
 
     # How the first parameters come in.
@@ -171,16 +172,21 @@ class Run(RunFacts):
             told, protocol = self.told, self.aggregation
             plan, settings = handshake.check_founding(opening, config=self.config, told=told, protocol=protocol)
             plan.of_server(opening.server_index)
-            return Initialization(opening, plan, settings)
+            return self.gate.admit(opening, plan, settings)
 
     def renew_term(self, opening: Opening) -> None:
-        """Prolongs the initialiser's turn; Superseded when it has passed to another."""
+        """Prolongs the initialiser's turn; Superseded when it has passed to another, ReplicaLost when it is out."""
+        self.membership.require_replica(opening.replica, opening.incarnation)
         with self._lock:
             self.gate.renew(opening, now=self.clock())
 
     def commit(self, initialization: Initialization) -> None:
-        """Makes the collected parameters the run's: from now on it serves."""
-        content = self._factory().first(initialization, now=self.clock())
+        """Makes the collected parameters the run's, if all are there: from now on it serves."""
+        with self._lock:
+            received = initialization.take()
+        if received is None:
+            return
+        content = self._factory().first(initialization, received, now=self.clock())
         with self._lock:
             if self._already_initialized(initialization.opening):
                 return
@@ -274,7 +280,7 @@ class Run(RunFacts):
             self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock)
         if self._ending.over:
             return True
-        return self.conduct.pacing.may_proceed(worker_id, clock=clock, wake=wake)
+        return self.conduct.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
 
     def configure(
         self, *, protocol: str = "", staleness: str = "", learning_rate: float | None = None, schedule: str = ""
@@ -295,14 +301,16 @@ class Run(RunFacts):
     def shards_to_pull(
         self, run_id: str, worker_id: str, incarnation: int, *, observer: bool, shard_ids: Iterable[int]
     ) -> list[Shard]:
-        """The shards that a caller may read, those named or all; a worker's lease is renewed."""
+        """The shards that a caller may read, those named or all that it may; a worker's lease is renewed."""
         content = self._require_content()
         if observer:
             handshake.check_run(run_id, self.holding(), observer=True)
-        else:
-            self._require_run(content, run_id)
-            self._attendance.heard(worker_id, incarnation, now=self.clock())
-        return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
+            return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
+        self._require_run(content, run_id)
+        self._attendance.heard(worker_id, incarnation, now=self.clock())
+        shards = [content.shard(shard_id) for shard_id in shard_ids]
+        self.require_declared(worker_id, (shard.shard_id for shard in shards))
+        return shards or list(self.shards_of(worker_id).values())
 
     def tick(self) -> None:
         """Does what time brings: forgets silent workers, ends a run whose time is over, forgets one that measured.
@@ -349,6 +357,7 @@ class Run(RunFacts):
     def _already_initialized(self, opening: Opening) -> bool:
         """Whether there is nothing to do; refuses whoever may not initialise now."""
         self._refuse_when_draining()
+        self.membership.require_replica(opening.replica, opening.incarnation)
         if self.gate.already_done(self._content, opening):
             return True
         self.gate.require_replaceable(
@@ -380,21 +389,3 @@ class Run(RunFacts):
     def _ended(self, reason: str) -> None:
         self.waits.wake_all()
         self.events.add("finished", "run finished", run=self.run_id, version=self.version_max, reason=reason)
-
-    def _serving(self, run_id: str | None) -> Content:
-        """The content, where the server serves the caller's run; None trusts the caller to mean this one."""
-        content = self._content
-        # The usual case first: a small push is over in no time.
-        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
-            content = self._require_content()
-            self._refuse_when_draining()
-            self._require_run(content, run_id)
-        return content
-
-    def _require_run(self, content: Content, run_id: str | None) -> None:
-        if run_id is not None and run_id != content.run_id:
-            handshake.check_run(run_id or "(none)", self.holding(), observer=False)
-
-    def _refuse_when_draining(self) -> None:
-        if self._draining:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 
-from pyps.core.gradient import Gradient
 from pyps.core.receipt import Outcome, Receipt
 from pyps.run.events import Events
 from pyps_wire.errors import ScheduleOwned
 
 
 class ScheduleOwner:
-    """At most one worker, from its first learning rate until it goes. May be used from any thread."""
+    """At most one worker, or replica, from its first learning rate until it goes. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -55,14 +54,13 @@ class ScheduleOwner:
             return owned
 
     @contextmanager
-    def claiming(self, gradients: Sequence[Gradient], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
-        """Makes a worker that sends a rate the owner, if one of the receipts then says that a gradient was taken.
+    def claiming(self, worker_ids: Sequence[str], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
+        """Makes a worker that sends rates the owner, if one of the receipts then says that a gradient was taken.
 
         Yields the list to put the receipts into. Raises ScheduleOwned where another owns the schedule.
         """
         receipts: list[Receipt] = []
-        rated = [gradient.worker_id for gradient in gradients if gradient.learning_rate is not None]
-        claimed = [worker_id for worker_id in rated if self.claim(worker_id, schedule=schedule)]
+        claimed = [worker_id for worker_id in worker_ids if self.claim(worker_id, schedule=schedule)]
         try:
             yield receipts
         finally:

@@ -69,6 +69,8 @@ def greeting_from(request: wire.HelloRequest) -> Greeting:
         host=for_people(request.host),
         process_id=request.process_id,
         device=for_people(request.device),
+        parts=tuple(request.parts),
+        replica=request.replica,
     )
 
 
@@ -85,6 +87,7 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
         optimizer=settings_from(request.optimizer) if request.HasField("optimizer") else None,
         server_index=request.server_index,
         num_servers=request.num_servers,
+        replica=request.replica,
     )
 
 

@@ -134,6 +134,8 @@ class ParameterServer:
         """Answers when the worker may begin its next step."""
         request = convert.parse(wire.ProceedRequest, message)
         run, sender, clock = self._run, request.sender, request.clock
+        # A replica takes steps as one worker.
+        name = run.membership.name_of(sender.worker_id)
 
         def describe() -> str:
             others = names_in_words(run.conduct.waited_for_by(sender.worker_id))
@@ -161,7 +163,7 @@ class ParameterServer:
             raise
         finally:
             # An answer that came too late is fetched by asking again; nobody asks again for one that was given up.
-            run.conduct.pacing.forget(sender.worker_id, parking.wake, withdraw=cancelled)
+            run.conduct.pacing.forget(name, parking.wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.conduct.pacing.asks).SerializeToString()
 
     async def heartbeat(self, message: bytes, context: Context) -> bytes:

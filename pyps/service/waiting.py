@@ -178,7 +178,7 @@ class Arrivals:
         return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))
 
     def _others(self, shard: Shard) -> list[str]:
-        return [name for name in shard.waiting_for(self._run.roster) if name != self._worker_id]
+        return [name for name in shard.waiting_for(self._run.roster_of(shard.shard_id)) if name != self._worker_id]
 
 
 def names_in_words(names: list[str] | tuple[str, ...]) -> str:

@@ -89,8 +89,7 @@ def test_a_process_with_a_slow_clock_gets_the_name_of_a_dead_one(members: Member
 
 def test_a_worker_that_leaves_no_longer_counts(members: Membership) -> None:
     members.join("a", 1, now=0.0)
-    left = members.leave("a", 1, now=1.0, state=WorkerState.FAILED, message="out of memory")
-    assert left is not None
+    [left] = members.leave("a", 1, now=1.0, state=WorkerState.FAILED, message="out of memory")
     assert (left.state, left.message, members.num_alive) == (WorkerState.FAILED, "out of memory", 0)
 
 
@@ -105,7 +104,7 @@ def test_a_worker_that_left_has_to_say_hello_to_come_back(members: Membership) -
 def test_the_farewell_of_an_earlier_process_does_not_end_the_later(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     members.join("a", 2, now=1.0)
-    assert members.leave("a", 1, now=2.0, state=WorkerState.FINISHED) is None
+    assert members.leave("a", 1, now=2.0, state=WorkerState.FINISHED) == []
     assert members.num_alive == 1
 
 

@@ -1,0 +1,98 @@
+"""A worker, or one process of a replica, as the run knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from pyps_wire.errors import BadRequest
+
+
+class WorkerState(StrEnum):
+    """How it stands with a worker."""
+
+    ALIVE = "alive"
+    EXPIRED = "expired"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+_ALIVE = WorkerState.ALIVE
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself, for people."""
+
+    host: str = ""
+    process_id: int = 0
+    device: str = ""
+    software: str = ""
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker as the server knew it when it was asked for. Times are in seconds of the caller's clock."""
+
+    worker_id: str
+    incarnation: int
+    state: WorkerState
+    info: WorkerInfo
+    joined_at: float
+    heard_at: float
+    # When it pushed last in this life; None before its first push.
+    pushed_at: float | None = None
+    # When it last pushed what was taken: applied, parked, or dropped as the protocol foresees.
+    taken_at: float | None = None
+    # How often it was left out since then, as others waited too long for it.
+    stalls: int = 0
+    # Whether protocols reckon with it: from its first push until it goes, or holds the others up for too long.
+    counts: bool = False
+    # The worker's own count of steps.
+    clock: int = 0
+    # The worker's own figures, by name.
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    # How it ended, in its own words.
+    message: str = ""
+    # The replica that it is one of several processes of; empty for a worker of one process.
+    replica: str = ""
+    # The parts of the model that it holds, ascending; () for all of them.
+    parts: tuple[int, ...] = ()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it counts among the run's workers."""
+        return self.state is _ALIVE
+
+    @property
+    def name(self) -> str:
+        """Whom the run takes it for: its replica, which is one worker, or itself."""
+        return self.replica or self.worker_id
+
+    def holds(self, part: int) -> bool:
+        """Whether that part of the model is its own."""
+        return not self.parts or part in self.parts
+
+    def shares(self, parts: tuple[int, ...]) -> bool:
+        """Whether one of those parts of the model (() for all of them) is its own."""
+        return not parts or any(self.holds(part) for part in parts)
+
+    def greets_again(self, *, now: float, info: WorkerInfo, replica: str, parts: tuple[int, ...]) -> Member:
+        """The same process after another Hello, which keeps its figures."""
+        return replace(self, state=_ALIVE, info=info, heard_at=now, message="", replica=replica, parts=parts)
+
+
+def require_parts_free(worker_id: str, parts: tuple[int, ...], others: Iterable[Member]) -> None:
+    """Refuses a process that declares what another process of its replica holds."""
+    for other in others:
+        if other.shares(parts):
+            raise BadRequest(
+                f"worker {worker_id!r} declares {parts_in_words(parts)} of the model, and {other.worker_id!r} of the"
+                f" same replica {parts_in_words(other.parts)}: give each part to one process of a replica"
+            )
+
+
+def parts_in_words(parts: tuple[int, ...]) -> str:
+    """The parts of a model that a worker holds, for people."""
+    return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts))}" if parts else "all parts"
