@@ -1,0 +1,121 @@
+"""How a process ends whose replica is lost: by the thread that trains, or without it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pyps_client import departure, uncaught
+from pyps_client.lost_replica import LostReplica
+from pyps_wire.errors import PypsError, ReplicaLost, Superseded
+from support import PythonProcess
+
+StartPython = Callable[..., PythonProcess]
+
+HANGS = """\
+import sys, threading
+from pyps_client import lost_replica
+from pyps_wire.errors import ReplicaLost
+
+lost_replica.GRACE_SECONDS = 0.2
+lost = lost_replica.LostReplica()
+sys.stdout.write("so far")
+lost.note(ReplicaLost("process 'r/1' is gone"))
+lost.note(ReplicaLost("told twice"))
+threading.Event().wait()
+"""
+
+COMES_TO_KNOW = """\
+import sys, threading
+from pyps_client import lost_replica
+from pyps_wire.errors import ReplicaLost
+
+lost_replica.GRACE_SECONDS = 600.0
+lost = lost_replica.LostReplica()
+lost.note(ReplicaLost("process 'r/1' is gone"))
+try:
+    lost.check()
+except ReplicaLost as error:
+    print("raised", error)
+[watch] = [thread for thread in threading.enumerate() if thread.name == "pyps-lost-replica"]
+watch.join()
+sys.exit(7)
+"""
+
+DIES_OF_ANOTHERS_ERROR = """\
+from pyps_client import departure, uncaught
+from pyps_wire.errors import ReplicaLost
+
+class Closable:
+    def close(self, cause="finished", message=""):
+        print("left as", cause, "with", message)
+
+uncaught.translate_with(lambda error: ReplicaLost(f"lost ({error})") if isinstance(error, RuntimeError) else None)
+closable = Closable()
+departure.expect(closable)
+
+def forward():
+    raise RuntimeError("Connection closed by peer")
+
+forward()
+"""
+
+
+def test_a_process_whose_main_thread_hangs_ends_with_the_sentence(start_python: StartPython) -> None:
+    process = start_python("-c", HANGS)
+    assert process.wait() == 1
+    assert "so far" in process.output()
+    assert process.output().count("pyps: process 'r/1' is gone") == 1
+    assert "told twice" not in process.output()
+
+
+def test_a_process_whose_main_thread_comes_to_know_is_left_alone(start_python: StartPython) -> None:
+    process = start_python("-c", COMES_TO_KNOW)
+    assert process.wait() == 7
+    assert process.output() == "raised process 'r/1' is gone\n"
+
+
+@pytest.mark.parametrize("kind", [ReplicaLost, Superseded])
+def test_any_thread_meets_what_was_noted_as_it_was_told(kind: type[PypsError]) -> None:
+    lost = LostReplica()
+    lost.check()
+    lost.note(kind("gone"))
+    met: list[PypsError] = []
+
+    def meet() -> None:
+        try:
+            lost.check()
+        except PypsError as error:
+            met.append(error)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    thread.join()
+    [error] = met
+    assert (type(error), str(error)) == (kind, "gone")
+    with pytest.raises(kind, match="gone"):
+        lost.check()
+
+
+def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_python: StartPython) -> None:
+    process = start_python("-c", DIES_OF_ANOTHERS_ERROR)
+    assert process.wait() == 1
+    assert process.output() == (
+        "pyps: lost (Connection closed by peer)\n  at <string>:13\n"
+        "left as failed with ReplicaLost: lost (Connection closed by peer)\n"
+    )
+
+    shown = start_python("-c", DIES_OF_ANOTHERS_ERROR, env={"PYPS_TRACEBACK": "1"})
+    assert shown.wait() == 1
+    assert "Traceback" in shown.output() and "RuntimeError: Connection closed by peer" in shown.output()
+
+
+def test_an_error_that_no_translator_knows_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uncaught, "_translators", [])
+    uncaught.translate_with(lambda error: ReplicaLost("lost") if isinstance(error, OSError) else None)
+    error = KeyError("x")
+    assert uncaught.translated(error) is error
+    assert departure.cause_of(error) == ("failed", "KeyError: 'x'")
+    assert departure.cause_of(OSError()) == ("failed", "ReplicaLost: lost")
