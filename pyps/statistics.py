@@ -185,12 +185,14 @@ class Statistics:
             worker.add(receipt, payload_bytes=payload_bytes, examples=examples)
             shard.add(receipt, payload_bytes=payload_bytes, examples=examples)
             contacts = self._contacts[worker_id]
-            _note(contacts.pushed, shard_id)
+            if shard_id not in contacts.pushed:
+                _note(contacts.pushed, shard_id)
             self._recent.append(logged)
             if answer_bytes:
                 self._beside.bytes_out += answer_bytes
                 worker.bytes_out += answer_bytes
-                _note(contacts.pulled, shard_id)
+                if shard_id not in contacts.pulled:
+                    _note(contacts.pulled, shard_id)
             if receipt.version_after > receipt.version_before and not receipt.duplicate:
                 self._last_update = now
             if apply_seconds is not None:
@@ -325,7 +327,7 @@ class _Shards:
 
 
 def _note(shards: set[int], shard_id: int) -> None:
-    if shard_id not in shards and len(shards) < SHARDS_LISTED_MAX:
+    if len(shards) < SHARDS_LISTED_MAX:
         shards.add(shard_id)
 
 
