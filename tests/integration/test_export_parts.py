@@ -191,3 +191,21 @@ def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server: Start, tm
     for shard_id, log in replayed.items():
         assert (log.difference, log.ended, log.updates) == ("", True, 3)
         assert (log.version, log.checksum) == final[shard_id]
+
+
+def test_status_shows_which_process_of_which_replica_holds_what(start_server: Start, shell: Callable[..., str]) -> None:
+    server = start_server()
+    with cut_run([server]), WireWorker(server.data, "r/0", model=CUT) as process:
+        alone = shell("status", "--servers", server.control)
+        process.hello(replica="r", parts=[0])
+        table = shell("status", "--servers", server.control)
+        answer = json.loads(shell("status", "--json", "--servers", server.control))
+    assert "replica" not in alone
+    (heading,) = [line for line in table.splitlines() if "silent for" in line]
+    assert heading.replace("┃", " ").split()[:4] == ["worker", "state", "replica", "parts"]
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in table.splitlines() if line.startswith("│")]
+    assert [row[2:] for row in rows if row[0] == "r/0"] == [["r", "0"]]
+    assert [row[2:] for row in rows if row[0] == "a"] == [["", "all"]]
+    workers = {worker["workerId"]: worker for worker in answer["servers"][0]["workers"]}
+    assert (workers["r/0"]["replica"], workers["r/0"]["parts"]) == ("r", [0])
+    assert workers["a"]["parts"] == []
