@@ -71,7 +71,7 @@ def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
     """A shard and what was pushed to it."""
     shard_range = partition.shard(shard.shard_id)
     tally, part = run.statistics.shard(shard.shard_id), partition.model.group_parts[shard_range.group]
-    roster = run.roster
+    roster = run.roster.of_part(part)
     version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
     return pb.ShardInfo(
         shard_id=shard.shard_id,
@@ -141,6 +141,8 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_me
         counts=member.counts,
         waits_for=waits_for,
         transport="shm" if shares_memory else "grpc",
+        replica=member.replica,
+        parts=member.parts,
         shards_pushed=contacts.pushed,
         shards_pulled=contacts.pulled,
     )

@@ -8,6 +8,7 @@ from mmap import PAGESIZE
 from typing import NamedTuple
 
 from pyps.core.gradient import Codec, item_bytes
+from pyps.core.membership import Membership
 from pyps.core.reply import Reply
 from pyps.core.shard import Shard
 from pyps.service import convert
@@ -68,7 +69,7 @@ class Attachment:
         )
 
     def shard(self, shard_id: int) -> Shard:
-        """The shard of that number; BadRequest when it is not on this server, or of a part that the worker has not."""
+        """The shard of that number; BadRequest when it is not on this server."""
         content = self.content
         shard = content.shards.get(shard_id)
         if shard is None:
@@ -76,12 +77,14 @@ class Attachment:
                 f"shard {shard_id} is not on server {content.server_index}, which holds {len(content.shards)} of the "
                 f"model's {content.plan.num_shards}"
             )
-        if shard_id not in self.replies:
-            parts = ", ".join(map(str, sorted(set(content.own.model.group_parts))))
-            raise BadRequest(
-                f"shard {shard_id} is of part {content.plan.part_of(shard_id)}; worker {self.worker_id!r} holds {parts}"
-            )
         return shard
+
+    def require_laid_out(self, shard_id: int, membership: Membership) -> None:
+        """Refuses a shard that has no place in the memory: it is of a part that the worker does not declare."""
+        if shard_id in self.replies:
+            return
+        membership.require_part(self.worker_id, shard_id, self.content.plan.part_of(shard_id))
+        raise NotInitialized("the worker declares other parts since this memory was attached: attach it anew")
 
     def require_sender(self, sender: common.Sender) -> None:
         """Refuses whoever speaks for another worker than the one that attached; to say nothing is enough."""

@@ -93,6 +93,7 @@ class Exchange:
         if request.HasField("sender"):
             attachment.require_sender(request.sender)
         shard = attachment.shard(request.shard_id)
+        attachment.require_laid_out(request.shard_id, self._run.membership)
         if request.codec not in (0, numbers.codec):
             raise BadRequest(f"the push names codec {request.codec}; its vectors were attached with {numbers.codec}")
         # A push that is one for all shards is made or left with the first.

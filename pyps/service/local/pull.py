@@ -30,9 +30,12 @@ class Pull:
                 f"the pull wants codec {request.codec}; its parameters were attached with {attachment.codec}"
             )
         wants = {want.shard_id: want for want in request.wants}
+        places = attachment.replies
         self.shards = run.shards_to_pull(
-            content.run_id, attachment.worker_id, attachment.incarnation, observer=False, shard_ids=wants
+            content.run_id, attachment.worker_id, attachment.incarnation, observer=False, shard_ids=wants or places
         )
+        for shard_id in wants:
+            attachment.require_laid_out(shard_id, run.membership)
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
         same_epoch = request.epoch == content.epoch
         self.min_versions = {i: want.min_version if same_epoch else 0 for i, want in wants.items()}

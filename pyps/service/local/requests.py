@@ -74,7 +74,9 @@ class Requests:
         run.shards_to_pull(sender.run_id, sender.worker_id, sender.incarnation, observer=False, shard_ids=())
         if plan is None or run.shards is not shards:
             raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
-        return Content(run.run_id, epoch, plan, plan, run.server_index, shards)
+        member = run.membership.get(sender.worker_id)
+        own = plan.of_parts(member.parts) if member is not None and member.parts else plan
+        return Content(run.run_id, epoch, plan, own, run.server_index, shards)
 
     # Push, or push and pull.
 

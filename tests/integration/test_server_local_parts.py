@@ -1,0 +1,146 @@
+"""Shared memory of workers that hold a part of the model: their own vectors, and no other shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from cut_model import CUT, cut_run, push_tensors, vectors_of, whole_tensors
+from inspection import checksums, inspect
+from local_worker import LocalSocket, LocalWorker, local_worker, maps_of
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire import local_pb2 as local
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.errors import BadRequest, NotInitialized, ReplicaLost
+from support import ServerProcess, wait_until
+from wire_worker import refusal_of
+
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def server(start_server: Start) -> Iterator[ServerProcess]:
+    """A server that holds both parts of the cut model, the numbers of `whole_tensors` in it."""
+    server = start_server()
+    with cut_run([server]) as workers:
+        push_tensors(workers, whole_tensors())
+        yield server
+
+
+@contextmanager
+def replica(server: ServerProcess, name: str = "r") -> Iterator[list[LocalWorker]]:
+    """Both processes of a replica, which have joined, attached the vectors of their parts and pulled them."""
+    with (
+        LocalWorker(server.data, f"{name}/0", model=CUT, parts=[0], replica=name) as first,
+        LocalWorker(server.data, f"{name}/1", model=CUT, parts=[1], replica=name) as second,
+    ):
+        second.sender.incarnation = first.sender.incarnation
+        for process in (first, second):
+            process.begin()
+        yield [first, second]
+
+
+def infos(server: ServerProcess) -> dict[str, pb.WorkerInfo]:
+    return {info.worker_id: info for info in inspect(server.control, "ListWorkers").workers}
+
+
+def ids_of(worker: LocalWorker) -> list[int]:
+    return [shard.shard_id for shard in worker.own.shards]
+
+
+def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: ServerProcess) -> None:
+    expected = vectors_of(whole_tensors())
+    with replica(server) as processes:
+        for part, process in enumerate(processes):
+            (parameters,) = process.parameters
+            np.testing.assert_array_equal(parameters, expected[part])
+            process.gradients[0][0][:] = part + 1.0
+            replies = process.exchange()
+            assert [reply.receipt.shard_id for reply in replies] == ids_of(process)
+            np.testing.assert_array_equal(parameters, expected[part] - np.float32(part + 1.0))
+        told = infos(server)
+        for part, process in enumerate(processes):
+            info = told[f"r/{part}"]
+            assert (info.replica, list(info.parts), info.transport) == ("r", [part], "shm")
+            assert list(info.shards_pushed) == list(info.shards_pulled) == ids_of(process)
+        assert not set(ids_of(processes[0])) & set(ids_of(processes[1]))
+
+
+def test_a_shard_has_as_many_workers_as_declared_its_part(server: ServerProcess) -> None:
+    with replica(server) as (first, _):
+        first.exchange()
+        shards = inspect(server.control, "ListShards").shards
+    # The worker that holds all parts has pushed to each; the replica's first process to those of part 0.
+    assert {shard.shard_id: (shard.part, shard.num_workers) for shard in shards} == {
+        shard.shard_id: (first.plan.part_of(shard.shard_id), 1 + (shard.shard_id in ids_of(first)))
+        for shard in first.plan.shards
+    }
+
+
+def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: ServerProcess) -> None:
+    with replica(server) as (_, second):
+        second.parameters[0][:] = 0.0
+        assert second.link is not None
+        request = local.LocalRequest(pull=local.LocalPull(request=wire.PullRequest(epoch=second.epoch)))
+        written = second.link.ask(request).pulled.shards
+        assert [shard.shard_id for shard in written] == ids_of(second)
+        np.testing.assert_array_equal(second.parameters[0], vectors_of(whole_tensors())[1])
+
+
+def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: ServerProcess) -> None:
+    with replica(server) as (first, second):
+        theirs = ids_of(second)[0]
+        status, name, words = refusal_of(first.push, first.push_request(1.0, theirs))
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert f"shard {theirs} belongs to part 1" in words and "'r/0'" in words and "part 0" in words
+        assert first.link is not None
+        want = wire.PullRequest.Want(shard_id=theirs, held_version=-1)
+        pull = wire.PullRequest(epoch=first.epoch, wants=[want])
+        for request in (
+            first.exchange_request([theirs]),
+            first.exchange_request([*ids_of(first), theirs]),
+            local.LocalRequest(pull=local.LocalPull(request=pull)),
+        ):
+            with pytest.raises(BadRequest) as refused:
+                first.link.ask(request)
+            assert str(refused.value) == words
+        # Nothing of that was applied, and the connection is as good as before.
+        assert {reply.version for reply in first.exchange()} == {2}
+
+
+def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: ServerProcess) -> None:
+    with LocalWorker(server.data, "r/0", model=CUT, parts=[0], replica="r") as worker:
+        worker.hello()
+        link = LocalSocket(worker.offer.address)
+        request = worker.attach_request(parameters=local.LocalVectors(codec=1, offsets=[4096, 8192]))
+        with pytest.raises(BadRequest, match="names 2 vectors; the worker's parts of the model have 1 groups"):
+            link.ask(request, worker.descriptor)
+        link.close()
+
+
+def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: ServerProcess) -> None:
+    with local_worker(server.data, "solo", model=CUT, parts=[0]) as worker:
+        worker.hello(parts=[0, 1])
+        theirs = next(shard.shard_id for shard in worker.plan.shards if shard.shard_id not in ids_of(worker))
+        assert worker.link is not None
+        with pytest.raises(NotInitialized, match="attach it anew"):
+            worker.link.ask(worker.exchange_request([theirs]))
+        assert {reply.version for reply in worker.exchange()} == {2}
+
+
+def test_the_memory_of_a_replica_that_lost_a_process_is_let_go_and_nothing_more_is_taken(server: ServerProcess) -> None:
+    with replica(server) as (first, second):
+        before = checksums(server.control)
+        assert maps_of(server.pid)
+        second.leave(wire.LeaveRequest.CAUSE_FAILED)
+        first.gradients[0][0][:] = 1.0
+        # Refused, or cut off where the server has looked after its connections meanwhile.
+        with pytest.raises((ReplicaLost, EOFError, ConnectionError)):
+            first.exchange()
+        _, name, words = refusal_of(first.push, first.push_request(1.0, ids_of(first)[0]))
+        assert name == "ReplicaLost" and "'r/1'" in words
+        wait_until(lambda: not maps_of(server.pid), what="the end of the replica's mappings")
+        assert checksums(server.control) == before
