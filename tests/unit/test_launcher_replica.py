@@ -92,7 +92,7 @@ def world() -> Iterator[Callable[..., World]]:
     def make(programs: Programs, *, never_joined: tuple[str, ...] = (), **settings: float | int | None) -> World:
         # The seconds of a test that does not say how long are far away.
         seconds = {"replica_end_seconds": 600.0, "worker_stop_seconds": 600.0}
-        one = World(JobSettings(("python",), **(seconds | settings)), programs, never_joined=never_joined)  # type: ignore[arg-type]
+        one = World(JobSettings(("python",), **(seconds | settings)), programs, never_joined=never_joined)
         worlds.append(one)
         return one
 
