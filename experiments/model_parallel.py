@@ -167,7 +167,7 @@ def measure_work(net: Dense | Patches) -> tuple[dict[int, list[Trace]], dict[str
     stopwatch = Stopwatch()
     traces: dict[int, list[Trace]] = {}
     for number in range(1, ROUNDS + 1):
-        # Later rounds come minutes after: what disturbed one of them does not disturb all.
+        # Later rounds come a while after: what disturbed one of them does not disturb all.
         stopwatch.samples_wanted = number * REPEATS
         for machines in MACHINES:
             traces[machines] = compute(net.parts(machines), stopwatch).traces

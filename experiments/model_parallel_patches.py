@@ -8,7 +8,7 @@ to the parts whose windows reach them, downwards these return the gradients: a h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,9 @@ from experiments.model_parallel_machines import Block, Exchange, Floats, Program
 
 # Rows and columns of the image.
 Rectangle = tuple[slice, slice]
+# Windows that are computed together. As many columns as a machine of 64 holds: with whole rows, in the first run, one
+# machine's windows fitted no cache, and two were 2.6 times as quick as one.
+COLUMNS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def _padded(mine: Rectangle, reach: int) -> tuple[int, int]:
     return rows, columns
 
 
-# The work: functions of arrays. They go row by row, so that what lies in memory at once does not grow with the patch.
+# The work: functions of arrays.
 
 
 def place(pieces: Sequence[Floats], where: Sequence[Rectangle], size: tuple[int, int]) -> Floats:
@@ -200,8 +203,12 @@ def cut_out(states: Floats, where: Rectangle) -> Floats:
 
 def local_layer(read: Floats, weights: Floats, bias: Floats, window: int) -> Floats:
     """States of a rectangle's nodes, from those that their windows reach."""
-    rows = [sigmoid(_windows(read, row, window) @ weights[row] + bias[row][:, None, :]) for row in range(len(weights))]
-    return np.stack(rows)
+    rows, columns, _, maps = weights.shape
+    states = np.empty((rows, columns, read.shape[2], maps), read.dtype)
+    for row, strip in _strips(rows, columns):
+        sums = _windows(read, row, strip, window) @ weights[row, strip] + bias[row, strip, None]
+        states[row, strip] = sigmoid(sums)
+    return states
 
 
 def square_gradient(states: Floats, targets: Floats) -> Floats:
@@ -215,18 +222,21 @@ def input_gradient(gradient: Floats, weights: Floats, window: int) -> Floats:
     rows, columns, examples, _ = gradient.shape
     maps = weights.shape[2] // window**2
     around = np.zeros((rows + window - 1, columns + window - 1, examples, maps), gradient.dtype)
-    for row in range(rows):
-        of_windows = gradient[row] @ weights[row].transpose(0, 2, 1)
-        of_windows = of_windows.reshape(columns, examples, window, window, maps)
+    for row, strip in _strips(rows, columns):
+        of_windows = gradient[row, strip] @ weights[row, strip].transpose(0, 2, 1)
+        of_windows = of_windows.reshape(-1, examples, window, window, maps)
         for down in range(window):
             for right in range(window):
-                around[row + down, right : right + columns] += of_windows[:, :, down, right]
+                around[row + down, strip.start + right : strip.stop + right] += of_windows[:, :, down, right]
     return around
 
 
 def local_parameter_gradients(read: Floats, gradient: Floats, window: int) -> tuple[Floats, Floats]:
-    rows = [_windows(read, row, window).transpose(0, 2, 1) @ gradient[row] for row in range(len(gradient))]
-    return np.stack(rows), gradient.sum(axis=2)
+    rows, columns, _, maps = gradient.shape
+    weights = np.empty((rows, columns, window**2 * read.shape[3], maps), read.dtype)
+    for row, strip in _strips(rows, columns):
+        weights[row, strip] = _windows(read, row, strip, window).transpose(0, 2, 1) @ gradient[row, strip]
+    return weights, gradient.sum(axis=2)
 
 
 def add_through_sigmoid(shares: Sequence[Floats], where: Sequence[Rectangle], states: Floats) -> Floats:
@@ -237,8 +247,16 @@ def add_through_sigmoid(shares: Sequence[Floats], where: Sequence[Rectangle], st
     return total * states * (1 - states)
 
 
-def _windows(read: Floats, row: int, window: int) -> Floats:
-    """What each node of a row reads: (columns, examples, inputs of a window)."""
-    band = np.lib.stride_tricks.sliding_window_view(read[row : row + window], window, axis=1)
-    columns, examples = band.shape[1], band.shape[2]
-    return np.ascontiguousarray(band.transpose(1, 2, 0, 4, 3)).reshape(columns, examples, -1)
+def _strips(rows: int, columns: int) -> Iterator[tuple[int, slice]]:
+    """A few columns of each row, one after another."""
+    for row in range(rows):
+        for begin in range(0, columns, COLUMNS_AT_ONCE):
+            yield row, slice(begin, min(columns, begin + COLUMNS_AT_ONCE))
+
+
+def _windows(read: Floats, row: int, strip: slice, window: int) -> Floats:
+    """What each node of a strip reads: (columns, examples, inputs of a window)."""
+    band = read[row : row + window, strip.start : strip.stop + window - 1]
+    views = np.lib.stride_tricks.sliding_window_view(band, window, axis=1)
+    columns, examples = views.shape[1], views.shape[2]
+    return np.ascontiguousarray(views.transpose(1, 2, 0, 4, 3)).reshape(columns, examples, -1)
