@@ -1,0 +1,216 @@
+"""Replicas of several processes, which live and end as one (Dean et al. 2012, section 3)."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyps.core.membership import Member, Membership, WorkerState
+from pyps_wire.errors import BadRequest, LimitExceeded, ReplicaLost, Superseded, UnknownWorker
+
+
+@pytest.fixture
+def members() -> Membership:
+    return Membership(lease_seconds=30.0, workers_max=6, expected_workers=2)
+
+
+def join(members: Membership, replica: str, *parts: int, incarnation: int = 1, now: float = 0.0) -> list[Member]:
+    """Joins a process for each part."""
+    return [members.join(f"{replica}/{part}", incarnation, now=now, replica=replica, parts=(part,)) for part in parts]
+
+
+def push(members: Membership, *worker_ids: str, incarnation: int = 1, now: float = 1.0) -> None:
+    for worker_id in worker_ids:
+        members.pushed(worker_id, incarnation, now=now)
+
+
+def alive(members: Membership) -> list[str]:
+    return [member.worker_id for member in members.alive()]
+
+
+def test_processes_of_a_replica_are_members_each_and_one_worker(members: Membership) -> None:
+    [leader, _] = join(members, "r", 0, 1)
+
+    assert (leader.name, leader.parts, members.num_alive) == ("r", (0,), 2)
+    assert (members.names(), members.name_of("r/1"), members.name_of("a")) == (["r"], "r", "a")
+
+
+def test_a_process_that_fails_takes_its_replica_along(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    join(members, "s", 0, 1)
+    push(members, "r/0", "r/1", "s/0", "s/1")
+
+    gone = members.leave("r/1", 1, now=2.0, state=WorkerState.FAILED, message="out of memory")
+
+    assert [(m.worker_id, m.state) for m in gone] == [("r/1", WorkerState.FAILED), ("r/0", WorkerState.EXPIRED)]
+    assert alive(members) == ["s/0", "s/1"]
+    assert [members.roster.of_part(part).workers for part in (0, 1)] == [("s/0",), ("s/1",)]
+
+
+def test_a_process_that_falls_silent_takes_its_replica_along(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    members.renew("r/0", 1, now=29.0)
+
+    assert [member.worker_id for member in members.expire(31.0)] == ["r/1", "r/0"]
+    assert members.num_alive == 0
+
+
+@pytest.mark.parametrize("state", [WorkerState.FAILED, WorkerState.EXPIRED])
+def test_the_survivors_are_told_which_process_was_lost(members: Membership, state: WorkerState) -> None:
+    join(members, "r", 0, 1)
+    if state is WorkerState.FAILED:
+        members.leave("r/1", 1, now=1.0, state=state, message="out of memory")
+        how = r"'r/1' failed \(out of memory\)"
+    else:
+        members.renew("r/0", 1, now=29.0)
+        members.expire(31.0)
+        how = "'r/1' was silent for longer than its lease"
+    for call in (members.renew, members.pushed, members.join):
+        extra = {"replica": "r", "parts": (0,)} if call == members.join else {}
+        with pytest.raises(ReplicaLost, match=f"replica 'r' is out of the run: its process {how}.*start it anew"):
+            call("r/0", 1, now=32.0, **extra)
+    with pytest.raises(ReplicaLost, match="'r/1'"):
+        members.renew("r/1", 1, now=32.0)
+
+
+def test_a_process_that_finishes_leaves_the_others_alone(members: Membership) -> None:
+    join(members, "r", 0, 1)
+
+    gone = members.leave("r/0", 1, now=1.0, state=WorkerState.FINISHED)
+
+    assert ([member.worker_id for member in gone], alive(members)) == (["r/0"], ["r/1"])
+    assert (members.lives("r"), members.renew("r/1", 1, now=2.0).alive) == (True, True)
+
+
+def test_a_later_life_takes_the_whole_replica_over(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    push(members, "r/0", "r/1")
+
+    join(members, "r", 0, incarnation=2, now=2.0)
+
+    assert (alive(members), members.roster.workers) == (["r/0"], ())
+    with pytest.raises(Superseded, match="a later life of replica 'r' has begun"):
+        members.renew("r/1", 1, now=3.0)
+    with pytest.raises(Superseded, match="later process"):
+        members.renew("r/0", 1, now=3.0)
+    join(members, "r", 1, incarnation=2, now=3.0)
+    assert (alive(members), members.roster.coming) == (["r/0", "r/1"], ("r",))
+
+
+def test_an_earlier_life_cannot_take_a_replica_from_a_live_one(members: Membership) -> None:
+    join(members, "r", 0, incarnation=2)
+    with pytest.raises(Superseded, match="incarnation 2, this process is of 1"):
+        join(members, "r", 1, incarnation=1)
+    assert alive(members) == ["r/0"]
+
+
+def test_a_process_that_was_taken_over_does_not_come_back_by_itself(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    join(members, "r", 0, incarnation=2)
+    members.leave("r/0", 2, now=1.0, state=WorkerState.FINISHED)
+
+    with pytest.raises(UnknownWorker, match="say Hello"):
+        members.renew("r/1", 1, now=2.0)
+    assert alive(members) == []
+
+
+def test_a_new_life_begins_where_the_last_was_lost(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    members.leave("r/1", 1, now=1.0, state=WorkerState.FAILED)
+
+    join(members, "r", 0, 1, incarnation=2, now=2.0)
+
+    assert (alive(members), members.renew("r/0", 2, now=3.0).alive) == (["r/0", "r/1"], True)
+
+
+def test_a_takeover_needs_no_more_room_than_the_life_before(members: Membership) -> None:
+    full = Membership(lease_seconds=30.0, workers_max=2)
+    join(full, "r", 0, 1)
+
+    join(full, "r", 2, incarnation=2)
+
+    assert alive(full) == ["r/2"]
+    join(full, "r", 1, incarnation=2)
+    with pytest.raises(LimitExceeded, match="2 workers are alive"):
+        join(full, "s", 0)
+
+
+def test_a_part_is_held_by_one_process_of_a_replica(members: Membership) -> None:
+    join(members, "r", 0)
+    message = r"'r/9' declares parts 0, 1 of the model, and 'r/0' of the same replica part 0"
+    with pytest.raises(BadRequest, match=message):
+        members.join("r/9", 1, now=0.0, replica="r", parts=(0, 1))
+    with pytest.raises(BadRequest, match="'r/9' declares all parts"):
+        members.join("r/9", 1, now=0.0, replica="r")
+    join(members, "s", 0)
+
+
+def test_a_worker_and_a_replica_cannot_have_one_name(members: Membership) -> None:
+    join(members, "r", 0)
+    with pytest.raises(BadRequest, match="give one of them another name"):
+        members.join("r", 5, now=0.0)
+
+
+def test_a_shard_of_an_undeclared_part_is_refused(members: Membership) -> None:
+    join(members, "r", 0)
+    members.join("a", 1, now=0.0)
+
+    members.require_part("r/0", 3, 0)
+    members.require_part("a", 4, 1)
+    with pytest.raises(BadRequest, match=r"shard 4 belongs to part 1 of the model, and worker 'r/0' declared part 0"):
+        members.require_part("r/0", 4, 1)
+
+
+def test_expected_workers_are_replicas(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    push(members, "r/0", "r/1")
+    assert [members.roster.missing, *(members.roster.of_part(part).missing for part in (0, 1))] == [1, 1, 1]
+
+    join(members, "s", 0, 1)
+    push(members, "s/0")
+
+    assert [members.roster.missing, *(members.roster.of_part(part).missing for part in (0, 1))] == [0, 0, 1]
+    assert members.roster.of_part(1).coming == ("s/1",)
+
+
+def test_a_replica_that_comes_back_is_not_missed(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    join(members, "s", 0, 1)
+    push(members, "r/0", "r/1", "s/0", "s/1")
+    assert members.roster.missing == 0
+
+    join(members, "r", 0, 1, incarnation=2)
+
+    assert [members.roster.missing, *(members.roster.of_part(part).missing for part in (0, 1))] == [0, 0, 0]
+
+
+def test_whom_workers_waited_for_is_not_missed_by_parts_that_come_later() -> None:
+    members = Membership(lease_seconds=30.0, workers_max=6, expected_workers=1)
+    members.join("a", 1, now=0.0)
+    push(members, "a")
+    assert members.roster.missing == 0
+    members.join("a", 2, now=1.0)
+
+    join(members, "r", 0)
+
+    assert members.roster.of_part(0).missing == 0
+
+
+def test_processes_of_a_replica_stall_together(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    join(members, "s", 0, 1)
+    push(members, "r/0", "r/1", "s/0", "s/1")
+
+    assert members.stall("r/1")
+
+    assert [members.roster.of_part(part).workers for part in (0, 1)] == [("s/0",), ("s/1",)]
+    assert not members.stall("r/0")
+    push(members, "r/1")
+    assert [members.roster.of_part(part).workers for part in (0, 1)] == [("s/0",), ("r/1", "s/1")]
+
+
+def test_replicas_that_are_gone_are_forgotten_in_the_end(members: Membership) -> None:
+    for life in range(1, 100):
+        join(members, f"r{life}", 0, 1, incarnation=life, now=float(life))
+        members.leave(f"r{life}/0", life, now=float(life), state=WorkerState.FAILED)
+    assert len(members.all()) <= 4 * 6
+    assert len(members._lives._lives) <= 4 * 6
