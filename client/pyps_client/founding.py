@@ -44,9 +44,9 @@ class Founding:
         first, *others = connections
         lease = Lease(term, lease_seconds, lambda: self._handshake.hello(first, first.channel, CALL_SECONDS))
         with lease if self._peers.index == 0 else contextlib.nullcontext():
-            agreed(self._peers, lambda: [self._compare_limits(connection) for connection in others])
+            agreed(self._peers, lambda: self._compare_limits(others))
             try:
-                agreed(self._peers, lambda: [self._send(turn, connection, lease) for connection in reversed(others)])
+                agreed(self._peers, lambda: self._send_others(turn, others, lease))
                 agreed(self._peers, lambda: self._send_first(turn, first, lease))
             except (Superseded, RunMismatch):
                 problem = led(self._peers, lambda: _loss(lease))
@@ -55,16 +55,21 @@ class Founding:
                 return problem
         return ""
 
-    def _compare_limits(self, connection: Connection) -> None:
-        """Asks a server for its limits before anything is sent to any: LimitExceeded, as `hello`."""
-        try:
-            # Not as a member: what one that did not finish has left is replaced only where no worker is.
-            self._handshake.hello_patiently(connection, self._stop, asks_only=True)
-        except (LimitExceeded, ServerUnavailable):
-            raise
-        except PypsError as error:
-            # Initialize has the verdict.
-            logger.debug("before the first parameters: %s", error)
+    def _compare_limits(self, connections: Sequence[Connection]) -> None:
+        """Asks servers for their limits before anything is sent to any: LimitExceeded, as `hello`."""
+        for connection in connections:
+            try:
+                # Not as a member: what one that did not finish has left is replaced only where no worker is.
+                self._handshake.hello_patiently(connection, self._stop, asks_only=True)
+            except (LimitExceeded, ServerUnavailable):
+                raise
+            except PypsError as error:
+                # Initialize has the verdict.
+                logger.debug("before the first parameters: %s", error)
+
+    def _send_others(self, turn: Initialization, others: Sequence[Connection], lease: Lease) -> None:
+        for connection in reversed(others):
+            self._send(turn, connection, lease)
 
     def _send_first(self, turn: Initialization, first: Connection, lease: Lease) -> None:
         # The run's name is to come to server 0 even where that holds nothing.
