@@ -19,7 +19,6 @@ from cut_model import CUT, vectors_of, whole_tensors
 from inspection import inspect
 from peers import Meeting, ThreadPeers, on_all
 from pyps_client import (
-    BadRequest,
     Launch,
     ModelMismatch,
     Observer,
@@ -273,7 +272,9 @@ def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_
     assert_equal(snapshot(told), moved(-2.0))
 
 
-def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_server: Start) -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_server: Start, failing: int) -> None:
+    """Process 1 pushes and pulls on server 1 alone, which knows nothing of process 0: its heartbeat brings the news."""
     servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
     meeting = Meeting("r", 2)
@@ -283,12 +284,11 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_serv
         session.connect()
         parameters = pulled(session)
         peers.gather("joined")
-        if peers.index == 1:
+        if peers.index == failing:
             session.close("failed", "out of memory")
             return ""
 
         def lost() -> bool:
-            # Waits for the heartbeat's news; a pull alone would not ask server 0 for anything of process 1.
             try:
                 session.pull(parameters, wait_seconds=0)
             except ReplicaLost:
@@ -300,8 +300,8 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_serv
         session.close("failed", str(error))
         return str(error)
 
-    said, _ = on_all(meeting, work)
-    assert "'r/1'" in said and "out of memory" in said
+    said = on_all(meeting, work)[1 - failing]
+    assert f"'r/{failing}'" in said and "out of memory" in said
     # The other replica's way is free.
     with session_of(told) as session:
         assert len(session.exchange(ones(session), pulled(session))) == 5
