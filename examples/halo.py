@@ -33,9 +33,9 @@ class Band:
         """
         return _Halo.apply(states, self, layer, readers)
 
-    def sum_of_parts(self, partial: torch.Tensor, layer: str, *, edges: int) -> torch.Tensor:
-        """The sum of what all parts have of some nodes, the same on all; each node here has so many edges to others."""
-        return _SumOfParts.apply(partial, self, layer, edges)
+    def sum_of_parts(self, partial: torch.Tensor, layer: str) -> torch.Tensor:
+        """Nodes (examples, nodes) to which each part has added what it could; their sum, the same in all parts."""
+        return _SumOfParts.apply(partial, self, layer)
 
     def swap(
         self, direction: str, layer: str, rows: Sequence[tuple[int, torch.Tensor]], *, readers: int
@@ -101,7 +101,7 @@ class _Halo(torch.autograd.Function):
 
 class _SumOfParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, band: Band, layer: str, edges: int) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, band: Band, layer: str) -> torch.Tensor:
         if band.count == 1:
             return partial.clone()
         partial = partial.contiguous()
@@ -109,11 +109,12 @@ class _SumOfParts(torch.autograd.Function):
         dist.all_gather(partials, partial)
         nodes = [(node,) for node in range(partial.shape[1])]
         for part in set(range(band.count)) - {band.index}:
-            band.log.add("forward", layer, nodes, part, edges=edges * len(nodes))
+            # Nothing is gained over a message for each edge here: what crosses is added up before.
+            band.log.add("forward", layer, nodes, part, edges=len(nodes))
         # One order on all processes, so that what they go on with has the same bits.
         return torch.stack(partials).sum(0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # All processes compute the same loss from the sum, so each has its whole gradient already.
-        return gradient, None, None, None
+        return gradient, None, None

@@ -117,7 +117,7 @@ class Dense(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(examples, channels, rows, columns) to (examples, CLASSES)."""
         partial = torch.einsum("nirc,rcik->nk", states, self.weight)
-        return self._band.sum_of_parts(partial, self._name, edges=states[0].numel()) + self.bias
+        return self._band.sum_of_parts(partial, self._name) + self.bias
 
 
 def own_rows(band: Band, *shape: int, fan_in: int) -> nn.Parameter:
