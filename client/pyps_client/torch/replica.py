@@ -23,6 +23,9 @@ T = TypeVar("T")
 # that vanish, and longer than a slow minibatch or a leader that waits for its turn.
 TIMEOUT_SECONDS = 1800
 
+# The name of a replica that no optimizer has yet.
+UNNAMED = "the replica"
+
 # What torch's backends say when another process is gone; their errors are plain RuntimeErrors.
 _SIGNS_OF_LOSS = (
     "Connection closed by peer",
@@ -74,7 +77,7 @@ class Replica:
         if isinstance(replicated, str):
             raise BadRequest(f"replicated is {replicated!r}; give a list of names, as in replicated=[{replicated!r}].")
         ranks = _ranks_of(group)
-        self.name = "the replica"
+        self.name = UNNAMED
         self.ranks = ranks
         self.index = ranks.index(dist.get_rank())
         self.count = len(ranks)
@@ -93,10 +96,8 @@ class Replica:
 
     def tell(self, word: T) -> T:
         """Returns the leader's word, in all processes; what the others give is not used."""
-        words: list[Any] = [word]
-        if self._group is not None:
-            with self._as_one():
-                dist.broadcast_object_list(words, src=self.ranks[0], group=self._group)
+        # Not a broadcast of torch's: it fails once the user's program has destroyed the world, before its last push.
+        words: list[Any] = self.gather(word if self.index == 0 else None)
         told: T = words[0]
         return told
 
@@ -133,7 +134,9 @@ class Replica:
                     assert place is not None
                     piece.copy_(place.flatten())
             with self._as_one():
-                dist.broadcast(flat, src=self.ranks[copy.owner], group=self._group)
+                options = dist.BroadcastOptions()
+                options.rootRank = copy.owner
+                self._group.broadcast([flat], options).wait()
             if copy.owner != self.index:
                 for piece, place in zip(pieces, places, strict=True):
                     if place is not None:
@@ -152,7 +155,7 @@ class Replica:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            if not dist.is_initialized():
+            if not dist.is_initialized() and not _tells_of_loss(error):
                 raise BadRequest(
                     "The process group was destroyed while its replica was in use: close the optimizer before "
                     "torch.distributed.destroy_process_group()."
@@ -162,7 +165,11 @@ class Replica:
 
 def translated(error: BaseException) -> PypsError | None:
     """ReplicaLost for an error of the user's own collectives that says that another process is gone; else None."""
-    replica = next((replica for replica in _replicas if replica.count > 1), None)
+    # One that an optimizer gave a name before any that was only tried.
+    several = sorted(
+        (replica for replica in _replicas if replica.count > 1), key=lambda replica: replica.name == UNNAMED
+    )
+    replica = next(iter(several), None)
     if replica is None or isinstance(error, PypsError) or not isinstance(error, Exception):
         return None
     seen: set[int] = set()

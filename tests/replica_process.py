@@ -1,0 +1,242 @@
+"""One process of a replica, as tests start it: `python replica_process.py SCENARIO RANK COUNT STORE`.
+
+It prints what it saw as JSON, in its last line.
+"""
+
+import json
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from pyps_client import uncaught
+from pyps_client.arrangement import arrange
+from pyps_client.torch.claims import claims_of
+from pyps_client.torch.replica import Block, Replica, translated
+from pyps_wire.blocks import place
+from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
+
+SHARD_SIZE = 1024
+
+
+class Network(torch.nn.Module):
+    """A plain LayerNorm, a pair of layers for Colwise and Rowwise, a LayerNorm over a cut sequence, a layer apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(6)
+        self.up = torch.nn.Linear(6, 8)
+        self.down = torch.nn.Linear(8, 6)
+        self.last = torch.nn.LayerNorm(6)
+        self.uneven = torch.nn.Linear(6, 5)
+
+    def forward(self, inputs):
+        return self.last(self.down(torch.relu(self.up(self.norm(inputs)))))
+
+
+def described(claim):
+    return [claim.name, claim.shape, claim.offset, claim.whole_shape, sorted(claim.holders)]
+
+
+def words(replica):
+    """What is said, by each of the ways to say something."""
+    return {
+        "name": replica.name,
+        "told": replica.tell({"index": replica.index}),
+        "gathered": replica.gather(f"process {replica.index}"),
+        # Lost in float32.
+        "total": replica.total([1.0, 2.0**-40 if replica.index else 1.0]),
+    }
+
+
+def cut(replica):
+    """Claims, parts, gradients and copies of a module that parallelize_module cut, beside the module as a whole."""
+    torch.manual_seed(1)
+    whole, network = Network(), Network()
+    network.load_state_dict(whole.state_dict())
+    for norm in (whole.norm, whole.last, network.norm, network.last):
+        torch.nn.init.uniform_(norm.weight, generator=torch.Generator().manual_seed(2))
+    plan = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "last": SequenceParallel(),
+        "uneven": ColwiseParallel(),
+    }
+    parallelize_module(network, init_device_mesh("cpu", (2,)), plan)
+    inputs = torch.randn(3, 4, 6)
+    whole(inputs).pow(3).sum().backward()
+    network(inputs).full_tensor().pow(3).sum().backward()
+    claimed = claims_of([list(network.named_parameters())], replica)
+    arrangement = arrange(replica.gather(claimed.claims), replica.index, shard_size=SHARD_SIZE)
+    differences = {}
+    parameters = dict(whole.named_parameters())
+    for claim, gradient in zip(claimed.claims, claimed.gradients(), strict=True):
+        expected = parameters[claim.name].grad
+        if expected is None:
+            assert gradient is None
+            continue
+        assert type(gradient) is torch.Tensor
+        block = expected[place(claim.offset, claim.shape)]
+        differences[claim.name] = float((gradient - block).norm() / block.norm())
+    return {
+        "claims": [described(claim) for claim in claimed.claims],
+        "held": [held.tensor.name for held in arrangement.held],
+        "differences": differences,
+        "wrong": filled(replica, arrangement, claimed),
+    }
+
+
+def filled(replica, arrangement, claimed):
+    """Tensors that are not the model's after each process got its own and copies were handed round."""
+    for claim, local in zip(claimed.claims, claimed.local, strict=True):
+        with torch.no_grad():
+            local.fill_(-1.0)
+        assert local.shape == claim.shape
+    for tensor, position, where in arrangement.held:
+        numbers = values(tensor.name, tensor.whole_shape or tensor.shape)
+        claimed.local[position].detach()[where] = numbers[place(tensor.offset or (0,) * numbers.ndim, tensor.shape)]
+    replica.spread(arrangement.copies, claimed.local)
+    return [
+        claim.name
+        for claim, local in zip(claimed.claims, claimed.local, strict=True)
+        if not torch.equal(local, values(claim.name, claim.whole_shape)[place(claim.offset, claim.shape)])
+    ]
+
+
+def values(name, shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode())))
+
+
+def plain(replica):
+    """Parameters without DTensors: a block, copies, and what is a process's own."""
+    rows = (3, 2)[replica.index]
+    mine = Replica(blocks={"patch": Block((3 * replica.index, 0), (5, 2))}, replicated=["shared"])
+    named = [("patch", torch.zeros(rows, 2)), (f"stage{replica.index}", torch.zeros(3)), ("shared", torch.zeros(()))]
+    claimed = claims_of([named[:1], named[1:]], mine)
+    arrangement = arrange(mine.gather(claimed.claims), mine.index, shard_size=SHARD_SIZE)
+    return {
+        "claims": [described(claim) for claim in claimed.claims],
+        "param_groups": [claim.param_group for claim in claimed.claims],
+        "wrong": filled(mine, arrangement, claimed),
+    }
+
+
+def refusals(replica):
+    """What each process is told where one or all of them claim what is no model."""
+    first = replica.index == 0
+    mesh = init_device_mesh("cpu", (2,))
+    partial = torch.nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Partial()]))
+    thin = torch.nn.ModuleDict({"thin": torch.nn.Linear(4, 1)})
+    parallelize_module(thin, mesh, {"thin": ColwiseParallel()})
+    own = (f"own{replica.index}", torch.zeros(4))
+    cases = {
+        "partial": (replica, [("partial", partial)]),
+        "too many parts": (replica, [own, *thin.named_parameters()]),
+        "one extent": (replica, [("0.weight", torch.zeros(2))]),
+        "a part is missing": (
+            Replica(blocks={"w": Block((0,), (4,))} if first else {}),
+            [("w", torch.zeros(2)) if first else own],
+        ),
+        "beyond the whole": (
+            Replica(blocks={"w": Block((2 * replica.index,), (3,))}),
+            [("w", torch.zeros(2))],
+        ),
+        "no such block": (Replica(blocks={} if first else {"v": Block((0,), (1,))}), [own]),
+        "no such copy": (Replica(replicated=["v"] if first else []), [own]),
+        "a DTensor's block": (
+            Replica(blocks={"thin.weight": Block((0, 0), (1, 4))}),
+            list(thin.named_parameters()),
+        ),
+    }
+    return {what: refusal(*case) for what, case in cases.items()}
+
+
+def refusal(replica, named):
+    try:
+        claims = replica.gather(claims_of([named], replica).claims)
+        arrange(claims, replica.index, shard_size=SHARD_SIZE)
+    except PypsError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def errors(replica):
+    """What errors of a program with a replica are taken for."""
+    lost = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:1\nand more")
+    wrapped = ValueError("a step failed")
+    wrapped.__cause__ = lost
+    kinds = {
+        "of torch": lost,
+        "wrapped": wrapped,
+        "the user's": RuntimeError("shapes differ"),
+        "ours": BadRequest("no"),
+    }
+    return {what: str(translated(error)) for what, error in kinds.items()}
+
+
+def ended(replica):
+    """What a replica can do for an optimizer that is closed after the program destroyed torch's world."""
+    named = [(f"own{replica.index}", torch.zeros(2)), ("shared", torch.zeros(3))]
+    alike = Replica(replicated=["shared"])
+    claimed = claims_of([named], alike)
+    arrangement = arrange(alike.gather(claimed.claims), alike.index, shard_size=SHARD_SIZE)
+    dist.destroy_process_group()
+    return {**words(alike), "wrong": filled(alike, arrangement, claimed)}
+
+
+def meshes(everybody):
+    """Four processes: replicas of two in one world, and tensors on a mesh of two dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    pair = Replica(mesh["inner"])
+    placements = {"rows": [Replicate(), Shard(0)], "tiles": [Shard(0), Shard(1)], "stripes": [Shard(0), Shard(0)]}
+    named = [
+        (name, torch.nn.Parameter(distribute_tensor(torch.zeros(8, 6), mesh, of_tensor)))
+        for name, of_tensor in placements.items()
+    ]
+    claimed = claims_of([named], everybody)
+    arrangement = arrange(everybody.gather(claimed.claims), everybody.index, shard_size=SHARD_SIZE)
+    return {
+        "pair": [pair.index, pair.count, pair.gather(dist.get_rank())],
+        "claims": [described(claim) for claim in claimed.claims],
+        "wrong": filled(everybody, arrangement, claimed),
+        "outside": refusal(pair, named),
+    }
+
+
+def lost(replica):
+    """What a process says that outlives another, in pyps's collective and in its own."""
+    uncaught.install()
+    print("met", replica.gather(replica.index), flush=True)
+    if replica.index == 1:
+        signal.pause()
+    try:
+        replica.gather(0)
+    except ReplicaLost as error:
+        print(f"ReplicaLost: {error}", flush=True)
+    dist.all_reduce(torch.zeros(2))
+
+
+SCENARIOS = {"two": (words, cut, plain, refusals, errors, ended), "four": (meshes,), "lost": (lost,)}
+
+
+def main():
+    scenario, rank, count, store = sys.argv[1:]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count))
+    replica = Replica()
+    replica.bind("replica-0")
+    print(json.dumps({run.__name__: run(replica) for run in SCENARIOS[scenario]}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What a worker of one process claims, and what a Replica refuses before it speaks to anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pyps_client.arrangement import arrange
+from pyps_client.torch.claims import claims_of, local_gradient
+from pyps_client.torch.replica import Block, Replica
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import Model, Tensor
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_replica_all_is_held_as_a_whole() -> None:
+    linear = torch.nn.Linear(3, 2)
+    claimed = claims_of([[("weight", linear.weight)], [("bias", linear.bias)]], None)
+    assert [(c.name, c.param_group, c.shape, c.whole_shape, c.offset, c.holders) for c in claimed.claims] == [
+        ("weight", 0, (2, 3), (2, 3), (0, 0), {0}),
+        ("bias", 1, (2,), (2,), (0,), {0}),
+    ]
+    assert claimed.local[0] is linear.weight
+    linear(torch.ones(3)).sum().backward()
+    weight, bias = claimed.gradients()
+    assert weight is linear.weight.grad
+    assert bias is linear.bias.grad
+
+
+def test_a_parameter_without_a_gradient_has_none() -> None:
+    assert local_gradient(torch.nn.Parameter(torch.zeros(2))) is None
+
+
+def test_a_replica_of_one_process_is_a_plain_worker(world_of_one: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    replica = Replica(blocks={"block": Block((0,), (3,))}, replicated=["norm"])
+    cut = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    named = [("cut", torch.nn.Parameter(cut)), ("block", torch.ones(3)), ("norm", torch.ones(2))]
+    claimed = claims_of([named], replica)
+    arrangement = arrange(replica.gather(claimed.claims), replica.index, shard_size=1024)
+    assert arrangement.model == Model((Tensor("cut", (4, 2)), Tensor("block", (3,)), Tensor("norm", (2,))), 1024)
+    assert arrangement.copies == ()
+    assert (replica.index, replica.count, replica.tell("word"), replica.total([0.5])) == (0, 1, "word", [0.5])
+
+
+def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    cut = torch.nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    with pytest.raises(BadRequest, match=r"'up.weight' is a DTensor.*give RemoteOptimizer replica=Replica\(\)"):
+        claims_of([[("up.weight", cut)]], None)
+
+
+def test_a_replica_needs_a_process_group() -> None:
+    with pytest.raises(BadRequest, match=r"call torch\.distributed\.init_process_group\(\) before it"):
+        Replica()
+
+
+def test_a_process_that_is_not_in_the_group_is_refused(world_of_one: None) -> None:
+    with pytest.raises(BadRequest, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"):
+        Replica(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_one_name_in_place_of_several_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"replicated is 'norm'; give a list of names, as in replicated=\['norm'\]"):
+        Replica(replicated="norm")
