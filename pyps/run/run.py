@@ -155,7 +155,8 @@ class Run(RunFacts):
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
         """Ends a worker's membership; returns how many are left alive. `conduct.complete_rounds` is to follow."""
-        if run_id == self.run_id:
+        # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
+        if self._content is None or run_id == self.run_id:
             now = self.clock()
             for name in self._attendance.leave(worker_id, incarnation, now=now, failed=failed, message=message):
                 self.conduct.departed(name)
