@@ -16,6 +16,7 @@ from support import ROOT, PythonProcess
 SCRIPT = str(ROOT / "tests" / "replica_process.py")
 # Torch's import takes ten seconds and more of a machine that has others to run.
 DEADLINE_SECONDS = 500.0
+pytestmark = pytest.mark.timeout(2 * DEADLINE_SECONDS + 40)
 
 
 @contextmanager
