@@ -1,0 +1,218 @@
+"""A run over real shards whose workers are replicas, without a server: rounds, stalls, the gate, a restored run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cut_model import CUT
+from pyps.config import resolve
+from pyps.core.gradient import Gradient
+from pyps.core.receipt import Outcome
+from pyps.run import Greeting, Run
+from pyps.run.initialization import Opening
+from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
+from pyps_wire.partition import partition
+
+PLAN = partition(CUT, num_servers=1)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Replicas:
+    """A run of replicas of two processes, each of which holds one part: 3 shards the first, 2 the second."""
+
+    def __init__(self, *names: str, **flags: str) -> None:
+        self.clock = Clock()
+        flags = {"optimizer": "sgd:learning_rate=1", "staleness": "none", "protocol": "hardsync", **flags}
+        self.run = Run(resolve(flags, {}, warn=print), clock=self.clock)
+        self._sequence = 0
+        for name in names:
+            terms = [self.hello(name, part) for part in (0, 1)]
+            for part in (0, 1):
+                if terms[part]:
+                    self.initialize(name, part, terms[part])
+
+    def hello(self, name: str, part: int, life: int = 1) -> int:
+        """Says Hello as one process; the term where its replica is elected, else 0."""
+        greeting = Greeting(
+            "r", f"{name}/{part}", life, 1, "test", False, 0, 1, CUT, None, "", "", 0, "", parts=(part,), replica=name
+        )
+        return self.run.hello(greeting).term
+
+    def initialize(self, name: str, part: int, term: int, life: int = 1) -> None:
+        """Sends one process's shards, all zeros."""
+        opening = Opening("r", f"{name}/{part}", life, term, CUT, None, 0, 1, replica=name)
+        initialization = self.run.begin_initialize(opening)
+        assert initialization is not None
+        for shard in PLAN.of_parts({part}).shards:
+            initialization.add(shard.shard_id, 1, memoryview(np.zeros(shard.length, np.float32).tobytes()))
+        self.run.commit(initialization)
+
+    def push(self, name: str, part: int, version: int = 0, life: int = 1) -> list[Outcome]:
+        """Pushes all shards of a part as one process."""
+        self._sequence += 1
+        outcomes = []
+        for shard in PLAN.of_parts({part}).shards:
+            payload = np.ones(shard.length, np.float32).tobytes()
+            gradient = Gradient(f"{name}/{part}", life, self._sequence, version, 0, 1, payload, example_count=1)
+            outcomes.append(self.run.push(gradient, shard.shard_id, run_id="r").outcome)
+        return outcomes
+
+    def round(self, *names: str, version: int = 0) -> None:
+        """A round of those replicas, all parts."""
+        for name in names:
+            for part in (0, 1):
+                self.push(name, part, version)
+
+    def pass_time(self, seconds: float, *alive: str) -> None:
+        """Lets time pass in which those processes give signs of life."""
+        for _ in range(round(seconds)):
+            self.clock.now += 1.0
+            for worker_id in alive:
+                self.run.heartbeat("r", worker_id, 1, clock=0, scalars={})
+            self.run.tick()
+
+    def versions(self) -> list[int]:
+        """The versions of the parts' shards, those of one part being equal."""
+        versions = [{self.run.shards[s.shard_id].version for s in PLAN.of_parts({part}).shards} for part in (0, 1)]
+        return [version for of_part in versions for version in of_part]
+
+    def events(self, kind: str) -> list[str]:
+        return [event.message for event in self.run.events if event.kind == kind]
+
+
+PROCESSES = ("a/0", "a/1", "b/0", "b/1")
+
+
+def test_rounds_of_one_part_do_not_wait_for_the_pushes_to_another() -> None:
+    replicas = Replicas("a", "b", expected_workers="2")
+    for version in range(3):
+        replicas.push("a", 0, version)
+        assert set(replicas.push("b", 0, version)) == {Outcome.APPLIED}
+    assert replicas.versions() == [3, 0]
+
+
+def test_a_lost_process_completes_the_rounds_of_all_parts_without_its_replica() -> None:
+    replicas = Replicas("a", "b", expected_workers="2")
+    replicas.round("a", "b")
+    replicas.round("a", version=1)
+    assert replicas.versions() == [1, 1]
+
+    replicas.pass_time(31, "a/0", "a/1", "b/0")
+
+    assert replicas.versions() == [2, 2]
+    assert replicas.events("replica") == ["replica b is out: its process b/1 was lost: taken along b/0"]
+    assert replicas.events("round") == [
+        "rounds were completed without a worker that others waited for: worker b, shards 5, workers 1"
+    ]
+    with pytest.raises(ReplicaLost):
+        replicas.push("b", 0, 1)
+
+
+def test_a_process_that_holds_others_up_stalls_with_its_replica_and_comes_back_by_its_pushes() -> None:
+    replicas = Replicas("a", "b", expected_workers="2", stall_seconds="10")
+    replicas.round("a", "b")
+    replicas.round("a", version=1)
+    replicas.push("b", 0, 1)
+
+    replicas.pass_time(12, *PROCESSES)
+
+    # b/1 alone was waited for.
+    assert replicas.versions() == [2, 2]
+    [message] = replicas.events("stalled")
+    assert "worker b/1" in message
+    assert replicas.run.roster.workers == ("a",)
+    replicas.round("a", "b", version=2)
+    assert replicas.run.roster.workers == ("a", "b")
+
+
+def test_the_gate_counts_replicas_part_by_part() -> None:
+    replicas = Replicas("a", "b", expected_workers="2", stall_seconds="10")
+    replicas.round("a")
+    replicas.push("b", 0)
+    assert replicas.versions() == [1, 0]
+    assert replicas.run.shards[3].waiting_for(replicas.run.roster_of(3)) == ("b/1",)
+
+    replicas.pass_time(12, *PROCESSES)
+
+    assert replicas.versions() == [1, 1]
+    assert "waited for b/1" in replicas.events("stalled")[0]
+
+
+def test_a_replica_takes_its_turn_as_one_worker() -> None:
+    replicas = Replicas("a", "b", expected_workers="2", protocol="serial")
+
+    def asks(name: str, clock: int) -> bool:
+        return replicas.run.may_proceed("r", f"{name}/0", 1, clock=clock, wake=lambda: None)
+
+    assert not asks("a", 0)
+    assert replicas.run.conduct.waited_for_by("a/0") == ("b",)
+    asks("b", 0)
+    assert asks("a", 0)
+    assert not asks("b", 0)
+    assert replicas.run.conduct.waited_for_by("b/0") == ("a",)
+
+    replicas.run.leave("r", "a/1", 1, failed=True, message="")
+
+    assert asks("b", 0)
+
+
+def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
+    replicas = Replicas("a", "b", expected_workers="2")
+    replicas.round("a", "b")
+    replicas.round("a", version=1)
+    contributors = {worker_id for shard in replicas.run.shards.values() for worker_id in shard.contributors}
+    assert contributors == {"a/0", "a/1"}
+
+    again = Replicas(protocol="hardsync")
+    content = replicas.run._content
+    assert content is not None
+    again.run.conduct.begin(replace(content, initializer=None))
+
+    assert again.run.roster.missing == 1
+
+
+def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_changes() -> None:
+    replicas = Replicas("a", "b", protocol="async")
+    for name, part in (("a", 0), ("b", 0), ("a", 1)):
+        replicas.push(name, part)
+
+    with pytest.raises(BadRequest, match="leaves nobody of 1 workers"):
+        replicas.run.configure(protocol="backup:b=1")
+
+    assert replicas.run.aggregation.text == "async"
+
+
+def test_what_an_earlier_term_left_is_thrown_away() -> None:
+    replicas = Replicas()
+    [term] = {replicas.hello("a", part) for part in (0, 1)}
+    replicas.initialize("a", 0, term)
+    replicas.run.leave("r", "a/1", 1, failed=True, message="")
+    assert not replicas.hello("b", 0)
+    replicas.clock.now += 11.0
+
+    later = replicas.hello("b", 0)
+    replicas.hello("b", 1)
+    assert later == term + 1
+    replicas.initialize("b", 1, later)
+    assert not replicas.run.shards
+
+    with pytest.raises(ReplicaLost, match="'a/1' failed"):
+        replicas.initialize("a", 1, term)
+    replicas.hello("c", 0)
+    with pytest.raises(Superseded):
+        replicas.initialize("c", 0, term)
+    replicas.initialize("b", 0, later)
+    assert len(replicas.run.shards) == 5
+    assert replicas.run.gate._shared is None
