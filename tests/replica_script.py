@@ -1,0 +1,126 @@
+"""A worker script for tests: a digits network with a LayerNorm, cut by parallelize_module over several processes.
+
+    python tests/replica_script.py [--steps N] [--seed N] [--save FILE] [--hold FILE] [--nan-at STEP] [--rule NAME]
+
+With --hold it goes on with one batch until that file exists.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from pyps_client.torch import RemoteOptimizer, Replica
+
+BATCH = 32
+RULES = {
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.005),
+}
+
+
+class Network(nn.Module):
+    """64-32-10 with a norm that no plan mentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 32)
+        self.down = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def network(seed: int = 0) -> Network:
+    torch.manual_seed(seed)
+    return Network()
+
+
+def groups_of(model: nn.Module) -> list[dict]:
+    """Two groups with settings of their own, so that wire groups and the optimizer's differ."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": weights}, {"params": others, "weight_decay": 1e-4}]
+
+
+def batches(steps: int, *, index: int, count: int, seed: int = 0):
+    """The same minibatches for all processes of replica `index` of `count`."""
+    x, y = load_digits(return_X_y=True)
+    x, y = torch.tensor(x).float() / 16, torch.tensor(y)
+    train = torch.randperm(len(x), generator=torch.Generator().manual_seed(42))[:1437][index::count]
+    generator = torch.Generator().manual_seed(seed + index)
+    for _ in range(steps):
+        chosen = train[torch.randint(len(train), (BATCH,), generator=generator)]
+        yield x[chosen], y[chosen]
+
+
+def held_out():
+    x, y = load_digits(return_X_y=True)
+    rest = torch.randperm(len(x), generator=torch.Generator().manual_seed(42))[1437:]
+    return torch.tensor(x).float()[rest] / 16, torch.tensor(y)[rest]
+
+
+def cut(model: nn.Module, num_parts: int) -> Replica | None:
+    if num_parts == 1:
+        return None
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (num_parts,))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return Replica()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rule", default="adagrad", choices=RULES)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--hold", type=Path)
+    parser.add_argument("--nan-at", type=int, default=-1)
+    parser.add_argument("--push-every", type=int)
+    parser.add_argument("--schedule", action="store_true")
+    args = parser.parse_args()
+    num_parts, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    index, count = int(os.environ["PYPS_WORKER_INDEX"]), int(os.environ["PYPS_WORKER_COUNT"])
+    model = network(args.seed)
+    replica = cut(model, num_parts)
+    inner = RULES[args.rule](groups_of(model))
+    optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=args.push_every, pull_every=args.push_every)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) if args.schedule else None
+    print(f"joined {index}/{rank}", flush=True)
+    feed = list(batches(args.steps, index=index, count=count))
+    step = 0
+    while step < args.steps or (args.hold and not args.hold.exists()):
+        x, y = feed[step % args.steps]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        if step == args.nan_at and rank == num_parts - 1:
+            # In this process alone, as a broken card would.
+            model.up.weight.grad.to_local().fill_(float("nan"))
+        optimizer.step(examples=len(x))
+        if scheduler is not None:
+            scheduler.step()
+        step += 1
+        if args.hold and step >= args.steps:
+            time.sleep(0.01)
+    print(f"done {index}/{rank} after {step} steps, {optimizer.skipped} left out", flush=True)
+    if args.save:
+        state = optimizer.snapshot()
+        if rank == 0:
+            torch.save(state, args.save)
+    optimizer.close()
+
+
+if __name__ == "__main__":
+    main()
