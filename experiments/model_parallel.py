@@ -10,7 +10,7 @@ factors are of its machines and not claimed.
 
     python experiments/model_parallel.py [--out FOLDER] [--picture FILE]
 
-prints the tables and writes model_parallel.json (the verdict), .csv and .png. Two minutes on one core.
+prints the tables and writes model_parallel.json (the verdict), .csv and .png. About a minute on a core of its own.
 """
 
 from __future__ import annotations
