@@ -32,10 +32,6 @@ class Life:
         """True once a process has ended with an error or by a signal."""
         return self._failed_at is not None
 
-    @property
-    def goes_on(self) -> bool:
-        return not self.failed and any(child.running for child in self.children)
-
     def ended(self, child: ChildProcess) -> bool:
         """Notes the end of a process; True where it is the first failure."""
         self._living.remove(child)
@@ -126,7 +122,7 @@ class Replicas:
             self._announce(f"{replica.name} ends: its process {self._end_of(child)}{self._others_go_on(replica)}.")
         if not replica.life.over:
             return
-        if replica.life.failed and may_restart and replica.num_restarts < self._settings.restarts_max:
+        if may_restart and self._may_come_back(replica):
             self._restart(replica)
         else:
             self._conclude(replica)
@@ -160,9 +156,17 @@ class Replicas:
         self._announce(f"{self._end_of(replica.life.children[0]) if replica.life.failed else finished}{rest}.")
 
     def _others_go_on(self, replica: Replica) -> str:
-        others = sum(one.life.goes_on for one in self._all if one is not replica)
+        others = sum(self._goes_on(one) for one in self._all if one is not replica)
         noun = workers_noun(self._settings.num_processes)
         return f"; {others} of {len(self._all)} {noun}s go on" if others else ""
+
+    def _goes_on(self, replica: Replica) -> bool:
+        if replica.life.failed:
+            return not replica.over and self._may_come_back(replica)
+        return any(child.running for child in replica.life.children)
+
+    def _may_come_back(self, replica: Replica) -> bool:
+        return replica.life.failed and replica.num_restarts < self._settings.restarts_max
 
     def _end_of(self, child: ChildProcess) -> str:
         return f"{child.name} {child.how_it_ended()}{self._after()}"
