@@ -64,6 +64,7 @@ bench: $(STAMP) ## Measure everything, an hour; BENCH=quick: minutes, BENCH=roun
 experiments: $(STAMP) ## Repeat the papers' results in virtual time: tables, verdicts and pictures (a few minutes)
 	$(BIN)/python experiments/staleness_aware.py --picture out/staleness_aware.png
 	$(BIN)/python experiments/sandblaster.py --picture out/sandblaster.png
+	$(BIN)/python experiments/model_parallel.py --picture out/model_parallel.png
 
 wheel: $(STAMP) ## Build the wheels of both distributions into dist/
 	$(BIN)/python -m pip wheel --quiet --build-constraint constraints.txt --no-deps --wheel-dir dist ./client .
