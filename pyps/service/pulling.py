@@ -136,7 +136,8 @@ class PullStream:
         frame = self._serializations.take(wanted, worker_id=self._worker_id)
         if frame is None:
             return []
-        self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes)
+        shard_ids = (wanted.shard.shard_id,)
+        self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes, shard_ids=shard_ids)
         return [frame]
 
     async def _send_whole(self, whole: WholeModel, shards: list[Shard]) -> None:
@@ -175,7 +176,8 @@ class PullStream:
         frames = whole.read(readers, worker_id=self._worker_id or None, provided=provided)
         for shard_id, frame in frames.items():
             if frame is not None:
-                self._run.statistics.pulled(self._worker_id or "observer", wanted[shard_id].payload_bytes)
+                num_bytes = wanted[shard_id].payload_bytes
+                self._run.statistics.pulled(self._worker_id or "observer", num_bytes, shard_ids=(shard_id,))
         return [frame for frame in frames.values() if frame is not None]
 
     def _wanted(self, shard: Shard) -> Wanted:

@@ -17,6 +17,7 @@ from pyps.update_log import log_paths, replay
 from pyps_client import Observer
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
+from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import partition
 from support import PythonProcess, ServerProcess
 from wire_worker import WireWorker
@@ -170,8 +171,11 @@ def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled
         first.push(first.push_request(1.0, mine[2], sequence=90))
         exchanged = first.push_request(1.0, mine[1], reply_codec=common.CODEC_FLOAT32)
         assert [reply.version for reply in first.stub.Exchange(iter([exchanged]), timeout=60)] == [1]
+        first.pull([wire.PullRequest.Want(shard_id=mine[0], held_version=-1)])
+        # Nothing newer, so nothing is sent.
+        first.pull([wire.PullRequest.Want(shard_id=mine[2], held_version=1)])
         (told,) = inspect(servers[0].control, "ListWorkers").workers
-        assert (list(told.shards_pushed), list(told.shards_pulled)) == (mine, [mine[1]])
+        assert (list(told.shards_pushed), list(told.shards_pulled)) == (mine, mine[:2])
         (told,) = inspect(servers[1].control, "ListWorkers").workers
         assert (list(told.shards_pushed), list(told.shards_pulled)) == ([], [])
 
