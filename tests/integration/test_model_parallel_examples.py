@@ -14,6 +14,7 @@ from support import ROOT, PythonProcess
 
 Start = Callable[..., PythonProcess]
 
+EXAMPLES = ROOT / "examples"
 TRAINING = str(ROOT / "tests" / "cut_training.py")
 # For programs of several processes that share two cores with other work.
 PATIENCE_SECONDS = 280
@@ -64,9 +65,9 @@ def test_two_replicas_of_two_processes_train_a_transformer(start_python: Start, 
     output = finished(job)
 
     for replica in ("replica-0.0", "replica-1.0"):
-        first, last = (float(bits) for bits in re.findall(rf"{replica} +\| .*update.* (\d\.\d+) bits/char", output))
-        # Knowing nothing takes 7 bits, and its first twenty steps are in the first number.
-        assert last < first - 0.2 < 6, output
+        *_, last = re.findall(rf"{replica} +\| .*update.* (\d\.\d+) bits/char", output)
+        # Knowing nothing takes 7 bits. A replica that comes late begins with what the other has learnt.
+        assert float(last) < 4.5, output
     assert_processes_keep_to_their_parts(output)
     assert job.terminate() == 0, job.output()
 
@@ -76,19 +77,25 @@ def test_two_replicas_of_two_processes_train_patches_and_count_what_crosses(star
     output = finished(job)
 
     accuracies = [float(share) for share in re.findall(r"held-out accuracy (0\.\d+|1\.0+)", output)]
-    assert len(accuracies) == 2 and min(accuracies) > 0.85, output
+    assert len(accuracies) == 2 and min(accuracies) > 0.8, output
     # Both ways a row of 8 pixels and one of 4 channels, and 10 sums; back the row of channels alone. Its nodes have
     # 3 columns of neighbours but at the ends, and 4 channels in each.
     border = 2 * (8 + 32)
     edges = 2 * (3 * 8 - 2) * 4 * (1 + 4 + 4) + 20
     assert output.count(f"{border + 20} nodes forward, 64 gradients back; with a message for each edge {edges}") == 2
     assert output.count("went to the same part in a minibatch: 1\n") == 2
+    # The servers' model, whole, in one process.
+    [servers] = re.findall(r"pyps export FILE --servers (\S+)", output)
+    evaluation = start_python("-m", "pyps", "eval", str(EXAMPLES / "patches.py"), "--once", "--servers", servers)
+    assert evaluation.wait(PATIENCE_SECONDS) == 0, evaluation.output()
+    [accuracy] = re.findall(r"accuracy (\d\.\d+)", evaluation.output())
+    assert float(accuracy) > 0.8
     assert_processes_keep_to_their_parts(output)
     assert job.terminate() == 0, job.output()
 
 
 def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_python: Start) -> None:
-    script = start_python(str(ROOT / "examples" / "model_parallel.py"), "--cut", "tensor")
+    script = start_python(str(EXAMPLES / "model_parallel.py"), "--cut", "tensor")
 
     assert script.wait() == 2
     assert "--cut tensor does not go with 1 processes a replica" in script.output()
@@ -96,7 +103,7 @@ def test_a_cut_for_another_number_of_processes_is_refused_in_a_sentence(start_py
 
 def start_job(start_python: Start, example: str, *arguments: str) -> PythonProcess:
     """Two replicas of two processes on two servers, which stay to be asked."""
-    script = (sys.executable, str(ROOT / "examples" / example), *arguments)
+    script = (sys.executable, str(EXAMPLES / example), *arguments)
     sizes = ("--servers", "2", "--replicas", "2", "--parts", "2")
     return start_python("-m", "pyps", "run", "--stay", *sizes, "--", *script)
 
