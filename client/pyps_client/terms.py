@@ -60,6 +60,8 @@ class Terms:
         self.protocol, self.staleness = reply.protocol, reply.staleness
         self.accumulate = reply.accumulate
         self.current_version_only = reply.current_version_only
+        self.ask_to_proceed = reply.ask_to_proceed
+        self.batch_size = reply.batch_size
 
 
 def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:

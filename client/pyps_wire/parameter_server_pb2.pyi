@@ -277,7 +277,7 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., clock: _Optional[int] = ..., scalars: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("known", "epoch", "state", "command", "version", "protocol", "staleness", "accumulate", "current_version_only")
+    __slots__ = ("known", "epoch", "state", "command", "version", "protocol", "staleness", "accumulate", "current_version_only", "ask_to_proceed", "batch_size")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         COMMAND_UNSPECIFIED: _ClassVar[HeartbeatReply.Command]
@@ -293,6 +293,8 @@ class HeartbeatReply(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
     CURRENT_VERSION_ONLY_FIELD_NUMBER: _ClassVar[int]
+    ASK_TO_PROCEED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     known: bool
     epoch: int
     state: _common_pb2.RunState
@@ -302,7 +304,9 @@ class HeartbeatReply(_message.Message):
     staleness: str
     accumulate: int
     current_version_only: bool
-    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., accumulate: _Optional[int] = ..., current_version_only: bool = ...) -> None: ...
+    ask_to_proceed: bool
+    batch_size: int
+    def __init__(self, known: bool = ..., epoch: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., command: _Optional[_Union[HeartbeatReply.Command, str]] = ..., version: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., accumulate: _Optional[int] = ..., current_version_only: bool = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("sender", "cause", "message")

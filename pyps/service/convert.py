@@ -268,6 +268,8 @@ def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
         staleness=spell_out(run.staleness.name, run.staleness),
         accumulate=run.aggregation.accumulate,
         current_version_only=run.aggregation.barrier,
+        ask_to_proceed=run.conduct.pacing.asks,
+        batch_size=run.batch_size,
     )
 
 
