@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pyps_wire.blocks import overlap, place_in_words
+from pyps_wire.blocks import first_overlap, overlap, place_in_words
 from pyps_wire.errors import BadRequest
 
 
@@ -109,9 +109,11 @@ def _check_whole(extents: Iterable[Extent]) -> None:
     for extent in extents:
         of_name.setdefault(extent.claim.name, []).append(extent)
     for of_tensor in of_name.values():
-        for a, b in itertools.combinations(of_tensor, 2):
-            if overlap(a.claim, b.claim):
-                raise _claimed_twice(a.claim, b.claim, min(a.indices), min(b.indices))
+        processes = {id(extent.claim): min(extent.indices) for extent in of_tensor}
+        pair = first_overlap([extent.claim for extent in of_tensor])
+        if pair is not None:
+            a, b = sorted(pair, key=lambda claim: processes[id(claim)])
+            raise _claimed_twice(a, b, processes[id(a)], processes[id(b)])
         _check_no_gap([extent.claim for extent in of_tensor])
 
 

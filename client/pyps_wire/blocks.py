@@ -7,10 +7,9 @@ no two of them overlap.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pyps_wire.errors import BadRequest
 
@@ -72,6 +71,28 @@ def overlap(a: Placed, b: Placed) -> bool:
     )
 
 
+B = TypeVar("B", bound=Placed)
+
+
+def first_overlap(blocks: Sequence[B]) -> tuple[B, B] | None:
+    """Two blocks of one tensor that have a number in common, if there are any.
+
+    Blocks are compared along the dimension that cuts them most: those of an ordinary cut only with their neighbours.
+    """
+    if len(blocks) < 2 or not blocks[0].offset:
+        return (blocks[0], blocks[1]) if len(blocks) > 1 else None
+    axis = max(range(len(blocks[0].offset)), key=lambda a: len({block.offset[a] for block in blocks}))
+    open_blocks: list[B] = []
+    for block in sorted(blocks, key=lambda block: block.offset[axis]):
+        begin = block.offset[axis]
+        open_blocks = [other for other in open_blocks if other.offset[axis] + other.shape[axis] > begin]
+        other = next((other for other in open_blocks if overlap(other, block)), None)
+        if other is not None:
+            return other, block
+        open_blocks.append(block)
+    return None
+
+
 def check_whole(tensors: Iterable[Placed]) -> None:
     """Refuses a model whose blocks are not, each number once, the whole of every tensor that is cut.
 
@@ -88,16 +109,19 @@ def check_whole(tensors: Iterable[Placed]) -> None:
 def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
     if len(blocks) > BLOCKS_MAX:
         raise BadRequest(f"tensor {name!r} is cut into {len(blocks)} blocks; at most {BLOCKS_MAX} are allowed")
-    for a, b in itertools.combinations(blocks, 2):
-        if a.whole_shape != b.whole_shape:
-            raise BadRequest(
-                f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {b.whole_shape} in part {b.part}"
-            )
-        if overlap(a, b):
-            raise BadRequest(
-                f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
-                f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
-            )
+    a = blocks[0]
+    other = next((b for b in blocks if b.whole_shape != a.whole_shape), None)
+    if other is not None:
+        raise BadRequest(
+            f"tensor {name!r} has shape {a.whole_shape} in part {a.part}, but {other.whole_shape} in part {other.part}"
+        )
+    pair = first_overlap(blocks)
+    if pair is not None:
+        a, b = sorted(pair, key=lambda block: block.part)
+        raise BadRequest(
+            f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
+            f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
+        )
     covered = sum(math.prod(block.shape) for block in blocks)
     if covered != math.prod(blocks[0].whole_shape):
         present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4])

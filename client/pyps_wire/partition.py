@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from pyps_wire.blocks import PARTS_MAX, check_block, check_whole, place_in_words
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
@@ -278,7 +278,8 @@ def partition(model: Model, *, num_servers: int) -> Partition:
         )
     shard_size = _shard_size(model, num_servers)
     is_cut = model.num_parts > 1
-    counts = [_shards_in(size, shard_size, 1 if is_cut else num_servers) for size in model.group_sizes]
+    over = _servers_of_parts(model, num_servers) if is_cut else [num_servers] * model.num_groups
+    counts = [_shards_in(size, shard_size, servers) for size, servers in zip(model.group_sizes, over, strict=True)]
     if sum(counts) > SHARDS_MAX:
         raise BadRequest(
             f"{model.num_parameters} parameters in shards of {model.shard_size} are {sum(counts)} shards, "
@@ -329,8 +330,9 @@ def first_difference(
 
 
 def _place(tensor: Tensor) -> str:
-    block = f"the block {place_in_words(tensor.offset, tensor.shape)} of {tensor.whole_shape}"
-    return f"{block if tensor.whole_shape else 'whole'} in part {tensor.part}"
+    if not tensor.whole_shape:
+        return f"whole in part {tensor.part}"
+    return f"the block {place_in_words(tensor.offset, tensor.shape)} of {tensor.whole_shape} in part {tensor.part}"
 
 
 def _text(tensor: Tensor) -> str:
@@ -369,12 +371,27 @@ def _assign(lengths: list[int], num_servers: int) -> list[int]:
     return servers
 
 
+def _servers_of_parts(model: Model, num_servers: int) -> list[int]:
+    """Returns for each group over how many servers its part reaches, where parts are laid one behind the other."""
+    sizes = [0] * model.num_parts
+    for part, size in zip(model.group_parts, model.group_sizes, strict=True):
+        sizes[part] += size
+    # In servers' shares; what reaches into one by an eighth of its share at the most does not count.
+    ends = [end * num_servers / model.num_parameters for end in accumulate(sizes)]
+    begins = [0.0, *ends[:-1]]
+    reach = [math.ceil(end - 1 / 8) - math.floor(begin + 1 / 8) for begin, end in zip(begins, ends, strict=True)]
+    return [max(1, reach[part]) for part in model.group_parts]
+
+
 def _assign_parts(lengths: list[int], parts: list[int], num_servers: int) -> list[int]:
     """Chooses each shard's server where a model is cut into parts: all shards part by part, so much to each server."""
     servers = [0] * len(lengths)
     total, before = sum(lengths), 0
     for shard_id in sorted(range(len(lengths)), key=lambda i: (parts[i], i)):
-        # By its middle: a part that is a server's share stays together where shards are of uneven length.
-        servers[shard_id] = min(num_servers - 1, num_servers * (2 * before + lengths[shard_id]) // (2 * total))
-        before += lengths[shard_id]
+        length = lengths[shard_id]
+        # By its middle: a part that is a server's share stays together where shards are of uneven length. One longer
+        # than a share by its beginning, so that server 0, which workers ask for their steps, has the first of all.
+        place = 2 * before + length if length * num_servers <= total else 2 * before
+        servers[shard_id] = min(num_servers - 1, num_servers * place // (2 * total))
+        before += length
     return servers

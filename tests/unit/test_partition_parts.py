@@ -1,6 +1,7 @@
 """pyps_wire.partition of a model that is cut into parts: blocks, affinity of shards, sub-partitions, refusals."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyps_client.client import split_tensors
+from pyps_wire.blocks import check_whole
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Model, Tensor, first_difference, partition
 
@@ -56,9 +58,9 @@ def test_every_shard_is_of_one_part_and_every_part_has_its_own(num_parts, num_se
         seen |= ids
         assert sum(shard.length for shard in own.shards) == own.model.num_parameters
         assert {t.part for t in own.model.tensors} == {part}
-        # As few shards as their length allows: one more a group at the most, for the aligned cut.
-        least = sum(math.ceil(size / shard_size) for size in own.model.group_sizes)
-        assert len(ids) <= max(least, sum(math.ceil(size / 262_144) for size in own.model.group_sizes))
+        # As few shards as their length allows, rounded up to as many for each server that the part lies on.
+        cut = min(shard_size, 262_144)
+        assert len(ids) <= sum(math.ceil(size / cut) + num_servers for size in own.model.group_sizes)
     assert seen == {shard.shard_id for shard in plan.shards}
 
 
@@ -164,3 +166,39 @@ def two_blocks(*second):
 def test_what_is_no_whole_model_is_refused_in_words(make, words):
     with pytest.raises(BadRequest, match=words):
         partition(make(), num_servers=1)
+
+
+@given(st.integers(2, 8), st.integers(1, 16), st.sampled_from([(64, 256), (512, 2048), (1000, 3000)]))
+@settings(max_examples=60, deadline=None)
+def test_no_server_is_idle_where_there_are_numbers_for_all_and_server_0_never(num_parts, num_servers, shape):
+    plan = partition(cut_model(num_parts, shape=shape), num_servers=num_servers)
+    loads = [sum(shard.length for shard in plan.of_server(i)) for i in range(num_servers)]
+    assert loads[0] > 0
+    if sum(loads) >= 4096 * num_parts * num_servers:
+        assert min(loads) > 0
+
+
+@pytest.mark.parametrize(("num_servers", "servers"), [(4, [{0, 1}, {2, 3}]), (8, [{0, 1, 2, 3}, {4, 5, 6, 7}])])
+def test_two_parts_share_more_servers_out(num_servers, servers):
+    plan = partition(cut_model(2), num_servers=num_servers)
+    assert [{s.server_index for s in plan.of_parts([p]).shards} for p in (0, 1)] == servers
+
+
+def boxes(rows, columns, shape):
+    """A matrix cut into a grid of boxes, each a part."""
+    height, width = shape[0] // rows, shape[1] // columns
+    return [
+        Tensor("w", (height, width), r * columns + c, shape, (r * height, c * width), r * columns + c)
+        for r in range(rows)
+        for c in range(columns)
+    ]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1000), (1000, 1), (30, 30)])
+def test_a_tensor_in_many_blocks_is_looked_through_for_overlaps(rows, columns):
+    tensors = boxes(rows, columns, (rows * 2, columns * 2))
+    check_whole(tensors)
+    # Blocks that share numbers are found wherever they stand.
+    moved = replace(tensors[-1], offset=tensors[len(tensors) // 2].offset)
+    with pytest.raises(BadRequest, match="both claim"):
+        check_whole([*tensors[:-1], moved])
