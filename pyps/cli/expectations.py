@@ -27,16 +27,18 @@ class Expectations:
         self._never_came: Counter[str] = Counter()
 
     def lower(self, worker_id: str, addresses: Sequence[str]) -> bool:
-        """Tells the servers that never saw the worker to expect one fewer; True where there was one.
+        """Tells the servers that never saw the worker to expect one fewer; True where it never came to any of them.
 
         A server that did see it knows by itself that it is gone. A worker under another name than the job gave it
         looks as if it never came; then a first round may begin without one that is slow to come. A replica was seen
         with any of its processes, and counts as one worker.
         """
-        told = [self._lower(worker_id, address) for address in addresses]
-        return any(told)
+        told = {self._lower(worker_id, address) for address in addresses}
+        # One that came to some servers did join; what the others expect is not for people to know.
+        return True in told and False not in told
 
-    def _lower(self, worker_id: str, address: str) -> bool:
+    def _lower(self, worker_id: str, address: str) -> bool | None:
+        """True where the server was told, False where it had seen the worker, None where it does not answer."""
         try:
             with Control(address, token=self._token) as control:
                 known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=SECONDS)
@@ -47,5 +49,5 @@ class Expectations:
                 request = pb.ConfigureRequest(expected_workers=expected)
                 control.call("Configure", request, timeout_seconds=SECONDS)
         except PypsError:
-            return False
+            return None
         return True

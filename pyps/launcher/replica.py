@@ -21,6 +21,9 @@ class Life:
         self._failed_at: float | None = None
         self._asked_at: float | None = None
         self._killed = False
+        # The first that finished, with its time, and whether somebody was told that others go on without it.
+        self._early: tuple[ChildProcess, float] | None = None
+        self._told_of_early = False
 
     @property
     def over(self) -> bool:
@@ -35,10 +38,22 @@ class Life:
     def ended(self, child: ChildProcess) -> bool:
         """Notes the end of a process; True where it is the first failure."""
         self._living.remove(child)
+        if child.returncode == 0 and self._early is None:
+            self._early = child, time.monotonic()
         if child.returncode == 0 or self.failed:
             return False
         self._failed_at = time.monotonic()
         return True
+
+    def early(self, *, seconds: float) -> ChildProcess | None:
+        """The process that finished so long ago while others of this life go on; None once it was returned."""
+        if self._early is None or self._told_of_early or self.failed or self.over:
+            return None
+        child, finished_at = self._early
+        if time.monotonic() < finished_at + seconds:
+            return None
+        self._told_of_early = True
+        return child
 
     def press(self, *, end_seconds: float, stop_seconds: float) -> list[ChildProcess]:
         """Ends what is left after a failure, and returns what had to be killed just now.
@@ -128,9 +143,19 @@ class Replicas:
             self._conclude(replica)
 
     def press(self) -> None:
-        """Ends the processes that a failure left behind, when they do not by themselves."""
+        """Ends the processes that a failure left behind, when they do not by themselves.
+
+        Of a process that finished long before the others it only tells: they may well wait for it in vain.
+        """
         stop_seconds = self._settings.worker_stop_seconds
+        early_seconds = self._settings.replica_early_seconds
         for replica in self._all:
+            early = replica.life.early(seconds=early_seconds)
+            if early is not None:
+                self._announce(
+                    f"{early.name} ended with status 0 {early_seconds:g} s ago, and the others of {replica.name} "
+                    "have not."
+                )
             killed = replica.life.press(end_seconds=self._settings.replica_end_seconds, stop_seconds=stop_seconds)
             for child in killed:
                 self._announce(f"{child.name} did not end within {stop_seconds:g} s and is killed.")

@@ -35,6 +35,8 @@ class JobSettings:
     server_stop_seconds: float = 30.0
     # How long the other processes of a replica that lost one may take to see it for themselves.
     replica_end_seconds: float = 10.0
+    # How long they may go on after one of them that finished, before somebody is told.
+    replica_early_seconds: float = 60.0
     # How long a coordinator may outlive the workers: it tells how the run ended.
     coordinator_end_seconds: float = 15.0
 

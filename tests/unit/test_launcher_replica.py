@@ -169,6 +169,31 @@ def test_a_process_that_ignores_sigterm_is_killed_and_named(world: Callable[...,
     assert one.said[1:] == ["replica-0.0 did not end within 0 s and is killed."]
 
 
+def test_one_that_finished_long_before_the_others_is_told_of_once(world: Callable[..., World]) -> None:
+    one = world(lambda index, rank, life: [WAITS, FINISHES][rank], num_parts=2, replica_early_seconds=0.0)
+    one.replicas.press()
+    assert one.said == []
+    one.next_end()
+
+    one.replicas.press(), one.replicas.press()
+
+    assert one.said == ["replica-0.1 ended with status 0 0 s ago, and the others of replica-0 have not."]
+    assert one.replicas.children[0].running, "it may have something left to do"
+
+
+@pytest.mark.parametrize("early_seconds", [0.0, 600.0])
+def test_processes_that_finish_together_are_told_of_as_one(world: Callable[..., World], early_seconds: float) -> None:
+    one = world(lambda index, rank, life: FINISHES, num_parts=2, replica_early_seconds=early_seconds)
+    one.next_end()
+    if early_seconds:
+        one.replicas.press()
+    one.next_end()
+
+    one.replicas.press()
+
+    assert without_seconds(one.said) == ["replica-0 finished."]
+
+
 def test_a_replica_is_started_again_once_all_of_it_has_ended(world: Callable[..., World]) -> None:
     one = world(lambda index, rank, life: FINISHES if life else [WAITS, FAILS][rank], num_parts=2, restarts_max=1)
     first_life = one.replicas.children
