@@ -230,7 +230,7 @@ class Session(InForce):
         """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
 
         To be called between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all
-        wait. Raises WaitTimedOut, naming those who were waited for, after the launch's `wait_seconds`.
+        wait. Raises WaitTimedOut, which names those who were waited for.
         """
         self._check_open()
         if self._standing.finished or not self._standing.terms.ask_to_proceed:
@@ -238,6 +238,11 @@ class Session(InForce):
         question = Proceeding(self._handshake.sender, clock=self.clock, parking=Parking(self.launch.wait_seconds))
         asks = led(self._peers, lambda: self._servers.on_first(question).ask_to_proceed)
         self._standing.granted(ask_to_proceed=asks)
+
+    def meet(self) -> None:
+        """Brings a replica's processes to one view of the run, as each push does: for a step without one."""
+        self._check_open()
+        self._standing.meet(pull_needed=self._needs_pull())
 
     def ask_first(self, operation: Operation[T]) -> T:
         """Runs an operation of another service on server 0, again after each loss of its connection."""

@@ -35,6 +35,8 @@ class Standing:
         # Whether some process of the replica needed a pull when they last met.
         self.pull_agreed = False
         self._peers = peers
+        # The leader's words for its terms, as all processes last heard them.
+        self._words = ("", "")
         self._in_force = View()
         self._heard = View() if peers.count > 1 else self._in_force
         self._lock = threading.Lock()
@@ -94,10 +96,13 @@ class Standing:
         """Brings all processes of the replica to one view; all call it at the same place. Nothing for one alone."""
         if self._peers.count == 1:
             return
-        heard, leads = self._heard, float(self._peers.index == 0)
-        of_leader = [leads * number for number in (heard.global_step, *heard.terms.numbers)]
-        finished, pull, step, *numbers = self._peers.total([heard.finished, pull_needed, *of_leader])
-        self._in_force.terms.take_over(heard.terms, numbers)
+        heard, leads, words = self._heard, float(self._peers.index == 0), self._heard.terms.words
+        of_leader = [leads * number for number in (heard.global_step, words != self._words, *heard.terms.numbers)]
+        finished, pull, step, reworded, *numbers = self._peers.total([heard.finished, pull_needed, *of_leader])
+        if reworded:
+            # Sums carry numbers alone, and words rarely change.
+            self._words = self._peers.tell(words)
+        self._in_force.terms.take_over(self._words, numbers)
         self._in_force.global_step = int(step)
         self._in_force.finished = finished > 0
         self.pull_agreed = pull > 0

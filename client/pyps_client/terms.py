@@ -40,9 +40,14 @@ class Terms:
         flags = (self.ask_to_proceed, self.current_version_only)
         return [*map(float, flags), self.batch_size, self.accumulate, self.clip_norm]
 
-    def take_over(self, words: Terms, numbers: Sequence[float]) -> None:
-        """Takes over terms whose words one process has heard and whose `numbers` another told."""
-        self.protocol, self.staleness = words.protocol, words.staleness
+    @property
+    def words(self) -> tuple[str, str]:
+        """The terms that are no numbers."""
+        return self.protocol, self.staleness
+
+    def take_over(self, words: tuple[str, str], numbers: Sequence[float]) -> None:
+        """Takes over terms as another process told them."""
+        self.protocol, self.staleness = words
         asks, current_only, batch_size, accumulate, self.clip_norm = numbers
         self.ask_to_proceed, self.current_version_only = bool(asks), bool(current_only)
         self.batch_size, self.accumulate = int(batch_size), int(accumulate)

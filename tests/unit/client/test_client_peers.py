@@ -123,6 +123,21 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
     assert results == [((False, 0, 0), True, True, 0, ("hardsync", 16, 3, 2.0))] * 2
 
 
+def test_all_processes_go_by_the_leaders_words_whatever_they_heard_themselves() -> None:
+    def act(peers: ThreadPeers) -> list[tuple[str, str]]:
+        standing = Standing(peers)
+        seen = []
+        for leaders, others in (("async", "hardsync"), ("async", "serial"), ("ssp:s=1", "async")):
+            protocol = others if peers.index else leaders
+            standing.greeted(0, HelloReply(protocol=protocol, staleness=f"of {protocol}"))
+            standing.meet(pull_needed=False)
+            seen.append((standing.terms.protocol, standing.terms.staleness))
+        return seen
+
+    expected = [("async", "of async"), ("async", "of async"), ("ssp:s=1", "of ssp:s=1")]
+    assert on_all(Meeting("r", 2), act) == [expected] * 2
+
+
 def test_what_a_worker_of_one_process_hears_counts_at_once() -> None:
     standing = Standing()
     standing.greeted(0, hello(batch_size=16))
