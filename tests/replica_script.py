@@ -1,13 +1,16 @@
-"""A worker script for tests: a digits network with a LayerNorm, cut by parallelize_module over several processes.
+"""A worker script for tests: a digits network with a LayerNorm, cut over several processes.
 
-    python tests/replica_script.py [--steps N] [--seed N] [--save FILE] [--hold FILE] [--nan-at STEP] [--rule NAME]
+    python tests/replica_script.py [--steps N] [--seed N] [--save FILE] [--cut HOW] [--hold FILE] [--nan-at STEP]
+        [--pause-at STEP --pause FILE] [--rule NAME] [--push-every N] [--schedule]
 
-With --hold it goes on with one batch until that file exists.
+parallelize_module cuts it, or --cut pipeline, into two stages. With --hold it goes on with one batch until that file
+exists; with --pause the last process of replica 0 waits for that file before it calls step() for the STEPth time.
 """
 
 import argparse
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from pyps_client.torch import RemoteOptimizer, Replica
 
 BATCH = 32
+# Pieces of a minibatch that a pipeline works at.
+PIECES = 2
 RULES = {
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -27,7 +32,7 @@ RULES = {
 
 
 class Network(nn.Module):
-    """64-32-10 with a norm that no plan mentions."""
+    """64-32-10 with a norm that no plan mentions; a stage of it, where layers were taken out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +41,9 @@ class Network(nn.Module):
         self.down = nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(self.norm(x))))
+        if self.up is not None:
+            x = torch.relu(self.up(self.norm(x)))
+        return x if self.down is None else self.down(x)
 
 
 def network(seed: int = 0) -> Network:
@@ -68,15 +75,41 @@ def held_out():
     return torch.tensor(x).float()[rest] / 16, torch.tensor(y)[rest]
 
 
-def cut(model: nn.Module, num_parts: int) -> Replica | None:
-    if num_parts == 1:
-        return None
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+# From a minibatch to gradients in the parameters.
+Backpropagation = Callable[[torch.Tensor, torch.Tensor], None]
 
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (num_parts,))
-    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return Replica()
+
+def cut(model: nn.Module, how: str) -> Backpropagation:
+    """Leaves in the model what is this process's."""
+    if how == "pipeline":
+        return pipeline(model)
+    if how == "tensor":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return lambda x, y: nn.functional.cross_entropy(model(x), y).backward()
+
+
+def pipeline(model: nn.Module) -> Backpropagation:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    last = dist.get_rank() == 1
+    if last:
+        model.norm = model.up = None
+    else:
+        model.down = None
+    stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, PIECES, loss_fn=nn.functional.cross_entropy)
+    return lambda x, y: schedule.step(*([] if last else [x]), target=y if last else None, losses=[])
+
+
+def released(hold: Path) -> bool:
+    """Whether the file was there when process 0 looked: a file that each looked for itself would part them."""
+    there = torch.tensor(int(hold.exists()))
+    if dist.is_initialized():
+        dist.broadcast(there, src=0)
+    return bool(there)
 
 
 def main() -> None:
@@ -84,8 +117,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rule", default="adagrad", choices=RULES)
+    parser.add_argument("--cut", default="tensor", choices=["tensor", "pipeline"])
     parser.add_argument("--save", type=Path)
     parser.add_argument("--hold", type=Path)
+    parser.add_argument("--pause", type=Path)
+    parser.add_argument("--pause-at", type=int, default=-1)
     parser.add_argument("--nan-at", type=int, default=-1)
     parser.add_argument("--push-every", type=int)
     parser.add_argument("--schedule", action="store_true")
@@ -93,21 +129,27 @@ def main() -> None:
     num_parts, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     index, count = int(os.environ["PYPS_WORKER_INDEX"]), int(os.environ["PYPS_WORKER_COUNT"])
     model = network(args.seed)
-    replica = cut(model, num_parts)
+    if num_parts > 1:
+        dist.init_process_group("gloo")
+    backpropagate = cut(model, args.cut if num_parts > 1 else "none")
     inner = RULES[args.rule](groups_of(model))
+    replica = Replica() if num_parts > 1 else None
     optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=args.push_every, pull_every=args.push_every)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) if args.schedule else None
     print(f"joined {index}/{rank}", flush=True)
     feed = list(batches(args.steps, index=index, count=count))
     step = 0
-    while step < args.steps or (args.hold and not args.hold.exists()):
+    while step < args.steps or (args.hold and not released(args.hold)):
         x, y = feed[step % args.steps]
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
+        backpropagate(x, y)
         if step == args.nan_at and rank == num_parts - 1:
             # In this process alone, as a broken card would.
             model.up.weight.grad.to_local().fill_(float("nan"))
+        if args.pause and index == 0 and step == args.pause_at:
+            print(f"about to step {index}/{rank} after {step} steps", flush=True)
+            while rank == num_parts - 1 and not args.pause.exists():
+                time.sleep(0.01)
         optimizer.step(examples=len(x))
         if scheduler is not None:
             scheduler.step()

@@ -1,4 +1,4 @@
-"""What the launcher tells the servers of a replica that ended for good, and whether people hear that it never joined."""
+"""What servers are told of a replica that ended for good, and whether people hear that it never joined."""
 
 from __future__ import annotations
 

@@ -80,16 +80,25 @@ def workers_of(address: str) -> dict[str, pb.WorkerInfo]:
     return {worker.worker_id: worker for worker in inspect(address, "ListWorkers").workers}
 
 
-@pytest.mark.parametrize(("rule", "num_servers", "extra"), [("adagrad", 2, ()), ("adam", 1, ("--schedule",))])
+@pytest.mark.parametrize(
+    ("rule", "num_servers", "extra"),
+    [
+        ("adagrad", 2, ()),
+        ("adam", 1, ("--schedule",)),
+        ("sgd", 2, ("--cut", "pipeline")),
+        ("adagrad", 2, ("--cut", "pipeline")),
+    ],
+)
 def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
     start_python, tmp_path, rule, num_servers, extra
 ):
+    """P1, through the servers: columns and rows, and the stages of a pipeline."""
     found = trained(
         *(start_python, tmp_path / "checkpoints"),
         *("--servers", str(num_servers), "--replicas", "1", "--parts", "2"),
         script=("--steps", "10", "--rule", rule, *extra, "--save", str(tmp_path / "state.pt")),
     )
-    assert_close(found, reference(10, rule=rule, schedule=bool(extra)))
+    assert_close(found, reference(10, rule=rule, schedule="--schedule" in extra))
     snapshot = torch.load(tmp_path / "state.pt")
     assert all(torch.equal(snapshot[name], values) for name, values in found.items())
 
@@ -115,6 +124,7 @@ def test_two_replicas_learn_what_plain_downpour_learns(start_python, tmp_path):
 
 
 def test_each_part_contacts_its_own_shards_and_nothing_else(start_python, tmp_path):
+    """P3 and D4, as the servers saw it."""
     release = tmp_path / "release"
     job = run(
         start_python,
