@@ -6,7 +6,6 @@ Dean et al. 2012, sections 3 and 4.1; the processes are real, cut by torch's own
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,18 +15,9 @@ from torch import nn
 
 from inspection import inspect
 from pyps.cli.export import from_checkpoints
-from pyps_wire import inspector_pb2 as pb
+from replica_jobs import DEADLINE, Start, control_addresses, run, shards_of, workers_of
 from replica_script import RULES, batches, groups_of, held_out, network
-from support import PythonProcess, wait_until
-
-Start = Callable[..., PythonProcess]
-SCRIPT = str(Path(__file__).resolve().parents[1] / "replica_script.py")
-# Every process loads torch and its distributed part; on a busy machine that takes its time.
-DEADLINE = 300.0
-
-
-def run(start_python: Start, *flags: str, script: tuple[str, ...] = ()) -> PythonProcess:
-    return start_python("-m", "pyps", "run", *flags, "--", "python", SCRIPT, *script)
+from support import wait_until
 
 
 def trained(start_python: Start, folder: Path, *flags: str, script: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
@@ -67,17 +57,6 @@ def accuracy(state: dict[str, torch.Tensor]) -> float:
     x, y = held_out()
     with torch.no_grad():
         return float((model(x).argmax(1) == y).float().mean())
-
-
-def control_addresses(job: PythonProcess) -> list[str]:
-    text = job.wait_for_output("pyps status --servers", DEADLINE)
-    found = re.search(r"pyps status --servers (\S+)", text)
-    assert found
-    return found[1].split(",")
-
-
-def workers_of(address: str) -> dict[str, pb.WorkerInfo]:
-    return {worker.worker_id: worker for worker in inspect(address, "ListWorkers").workers}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +201,7 @@ def test_a_killed_process_takes_its_replica_and_a_restarted_one_rejoins(start_py
     job.wait_for_output("replica-1 ends", DEADLINE)
 
     def versions() -> list[int]:
-        return [shard.version for address in addresses for shard in inspect(address, "ListShards").shards]
+        return [shard.version for shard in shards_of(addresses)]
 
     # The other replica goes on, in rounds of its own or with the one that came back.
     at_the_kill = versions()
