@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
+import grpc
+
 from pyps_client import termination, uncaught
 from pyps_client.connection import Connection
 from pyps_client.log import logger
-from pyps_client.retry import LinkLost
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError
 from pyps_wire.parameter_server_pb2 import LeaveReply, LeaveRequest
@@ -52,14 +52,21 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def leave(connections: Sequence[Connection], sender: Sender, cause: str, message: str) -> None:
-    """Says Leave to each server, without insisting: a lease runs out by itself."""
+    """Says Leave to all servers at once, without insisting: a lease runs out by itself."""
     request = LeaveRequest(sender=sender, cause=_CAUSES[cause], message=message)
-    deadline = time.monotonic() + LEAVE_SECONDS
+    calls = []
     for connection in connections:
-        timeout_seconds = max(deadline - time.monotonic(), 0.2)
         try:
-            connection.channel.call("Leave", request, LeaveReply, timeout_seconds=timeout_seconds)
-        except (LinkLost, PypsError) as error:
+            call = connection.channel.start("Leave", request, LeaveReply, timeout_seconds=LEAVE_SECONDS)
+        except (PypsError, ValueError) as error:
+            # Closed, by another thread.
+            logger.debug("leaving %s: %s", connection.name, error)
+        else:
+            calls.append((connection, call))
+    for connection, call in calls:
+        try:
+            call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
             logger.debug("leaving %s: %s", connection.name, error)
 
 

@@ -76,9 +76,11 @@ class Handshake:
         codec: int = CODEC_FLOAT32,
         whole: Partition | None = None,
         peers: Peers = ALONE,
+        greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
         """`codec`: how a worker's gradients travel. `peers`: the processes of the caller's replica.
 
+        `greeted` gets each answer to a worker's Hello, on any thread: from then on the server expects signs of life.
         `whole`: the run's partition, where `partition`, the caller's own, is of some parts only.
         """
         self.launch = launch
@@ -91,6 +93,7 @@ class Handshake:
         self._optimizer = optimizer
         self._device = device
         self._codec = codec
+        self._greeted = greeted
         self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
 
     def join(
@@ -130,6 +133,8 @@ class Handshake:
         reply = channel.call("Hello", request, HelloReply, timeout_seconds=timeout_seconds)
         if reply.state == RUN_STATE_DRAINING:
             raise LinkLost("the server is shutting down")
+        if request.role == ROLE_WORKER:
+            self._greeted(connection, reply)
         if self._partition is not None:
             _check_limits(connection, reply, self._partition, codec=self._codec)
         connection.epoch = reply.epoch
@@ -193,8 +198,13 @@ class Handshake:
             replies.append(self.hello_patiently(connection, stop))
             return self._word_of(replies[-1], may_send=initial is not None)
 
+        entered = False
         while True:
             word = led(self._peers, ask)
+            if not (word.ready or entered):
+                # The servers are to notice where one of them is lost while all wait for it.
+                agreed(self._peers, partial(self._enter, connection, stop))
+                entered = True
             if word.ready or not word.elected:
                 self.sender.run_id = self.sender.run_id or word.run_id
             if word.ready:
@@ -206,6 +216,11 @@ class Handshake:
             else:
                 problem = "no worker has finished sending them"
             led(self._peers, partial(wait.pause, problem, WaitTimedOut))
+
+    def _enter(self, connection: Connection, stop: threading.Event) -> None:
+        """Says Hello to server 0 where the leader alone has done so yet."""
+        if self._peers.index > 0:
+            self.hello_patiently(connection, stop)
 
     def _word_of(self, reply: HelloReply, *, may_send: bool) -> _Word:
         """What the leader tells the others of server 0's reply."""
@@ -231,15 +246,16 @@ class Handshake:
         sender.CopyFrom(self.sender)
         sender.run_id = elected.run_id
         logger.info("initialising run %s on %s", sender.run_id, ", ".join(self.launch.servers))
-        turn = Initialization(
+        make = partial(
+            Initialization,
             sender,
             term=elected.term,
             partition=self._partition,
             whole=self._whole,
             optimizer=self._optimizer,
-            values=initial(),
             replica=self._peers.name,
         )
+        turn = agreed(self._peers, lambda: make(values=initial()))
         founding = Founding(self, peers=self._peers, start=self._start, stop=stop)
         problem = founding.run(turn, connections, term=elected.term, lease_seconds=elected.lease_seconds)
         if not problem:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 
+from pyps_client.hard_end import end_process
 from pyps_wire.errors import PypsError
 
 # For so long the thread that trains may stay away from the session before the process is ended.
@@ -26,13 +25,14 @@ class LostReplica:
         # Guarded by _lock.
         self._error: PypsError | None = None
 
-    def note(self, error: PypsError) -> None:
-        """Notes the end, as told by a server; only the first time counts."""
+    def note(self, error: PypsError) -> bool:
+        """Notes the end, as told by a server. Only the first time counts: then True."""
         with self._lock:
             if self._error is not None:
-                return
+                return False
             self._error = error
         threading.Thread(target=self._end_process, args=(error,), name="pyps-lost-replica", daemon=True).start()
+        return True
 
     def check(self) -> None:
         """Raises what was noted."""
@@ -48,9 +48,5 @@ class LostReplica:
         self._known.set()
 
     def _end_process(self, error: PypsError) -> None:
-        if self._known.wait(GRACE_SECONDS):
-            return
-        # Nothing is closed: what is open may be the hanging thread's.
-        sys.stdout.flush()
-        print(f"pyps: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
+        if not self._known.wait(GRACE_SECONDS):
+            end_process(str(error), 1)

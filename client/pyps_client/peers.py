@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from pyps_wire.errors import BadRequest, PypsError, from_status
+from pyps_wire.errors import BadRequest, PypsError, ReplicaLost, from_status
 from pyps_wire.partition import Partition
 
 T = TypeVar("T")
@@ -70,7 +70,11 @@ class Failure(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, error: PypsError) -> Failure:
+    def of(cls, error: Exception, peers: Peers) -> Failure:
+        """What the others are told; of an error that is not ours, that the process that met it is lost."""
+        if not isinstance(error, PypsError):
+            words = f"{type(error).__name__}: {error}"
+            error = ReplicaLost(f"process {peers.index} of {peers.name} failed ({words}): a replica ends as a whole")
         return cls(error.status, str(error), type(error).__name__)
 
     def made(self) -> PypsError:
@@ -88,8 +92,8 @@ def led(peers: Peers, action: Callable[[], T]) -> T:
         return result  # type: ignore[return-value]
     try:
         result = action()
-    except PypsError as error:
-        peers.tell((None, Failure.of(error)))
+    except Exception as error:
+        peers.tell((None, Failure.of(error, peers)))
         raise
     peers.tell((result, None))
     return result
@@ -98,16 +102,16 @@ def led(peers: Peers, action: Callable[[], T]) -> T:
 def agreed(peers: Peers, action: Callable[[], T]) -> T:
     """Runs an action on every process and waits for all; where it failed on some, all raise the first one's error."""
     result: T | None = None
-    own: PypsError | None = None
+    own: Exception | None = None
     try:
         result = action()
-    except PypsError as error:
+    except Exception as error:
         own = error
-    failures = peers.gather(None if own is None else Failure.of(own))
+    failures = peers.gather(None if own is None else Failure.of(own, peers))
     first = next((index for index, failure in enumerate(failures) if failure is not None), None)
     if first is None:
         return result  # type: ignore[return-value]
-    if own is not None and first == peers.index:
+    if own is not None and (first == peers.index or not isinstance(own, PypsError)):
         raise own
     failure = failures[first]
     assert failure is not None

@@ -15,7 +15,6 @@ from pyps_client.conversion import NUMPY, Converter
 from pyps_client.fork import ForkGuard
 from pyps_client.getting import GetCall
 from pyps_client.handshake import Handshake
-from pyps_client.heartbeat import Heartbeat
 from pyps_client.holdings import Holdings
 from pyps_client.in_force import InForce
 from pyps_client.initialization import Values
@@ -23,9 +22,9 @@ from pyps_client.intake import Intake
 from pyps_client.launch import Launch
 from pyps_client.lent import Layout, Lent
 from pyps_client.log import logger
-from pyps_client.lost_replica import LostReplica
 from pyps_client.parking import Parking
 from pyps_client.peers import ALONE, Peers, led, own_partition
+from pyps_client.presence import Presence
 from pyps_client.proceeding import Proceeding
 from pyps_client.pushes import Contribution, Description, Pushes
 from pyps_client.servers import Operation, Servers, contacts_of
@@ -36,7 +35,7 @@ from pyps_client.vectors import Vector, Vectors
 from pyps_client.versions import Versions
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
-from pyps_wire.errors import BadRequest, PypsError, ReplicaLost, RunFinished, Superseded
+from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
 from pyps_wire.partition import Model, partition
 
@@ -97,9 +96,9 @@ class Session(InForce):
             device=device,
             codec=self._codec,
             peers=peers,
+            greeted=lambda connection, reply: self._presence.greeted(connection, reply),
         )
         self._guard = ForkGuard()
-        self._lost = LostReplica()
         contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
         self._servers = servers = Servers(launch, rejoin=self._rejoin, contacts=contacts)
         self._holdings = Holdings(self.partition)
@@ -110,7 +109,9 @@ class Session(InForce):
         self._lent_intakes: list[Intake] = []
         self._closing = threading.Event()
         self._hello: HelloReply | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._presence = Presence(
+            sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard
+        )
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._scalars: dict[str, float] = {}
@@ -119,20 +120,20 @@ class Session(InForce):
         """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
         if self._hello is not None:
             return
+        departure.expect(self)
+        self._presence.watch()
+        try:
+            self._join()
+        except BaseException as error:
+            self.close(*departure.cause_of(error))
+            raise
+
+    def _join(self) -> None:
         replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
         for connection, reply in zip(self._servers, replies, strict=True):
             self._note_hello(connection, reply)
         warn_of_differences(replies, [connection.index for connection in self._servers])
         self._hello = first = replies[0]
-        self._heartbeat = Heartbeat(
-            *(self._servers.connections, first.heartbeat_seconds or 5.0),
-            launch=self.launch,
-            request=self._heartbeat_request,
-            heard=self._heard,
-            refused=self._refused,
-        )
-        self._heartbeat.start()
-        departure.expect(self)
         self._standing.meet(pull_needed=True)
         logger.info(
             "%s joined run %s on %s (%s, %s, staleness %s)",
@@ -307,13 +308,10 @@ class Session(InForce):
         if self._guard.in_child or self._closing.is_set():
             return
         self._closing.set()
-        self._lost.settle()
+        self._presence.settle()
         departure.forget(self)
         self._servers.give_up()
-        if self._heartbeat is not None:
-            self._heartbeat.end()
-        if self._hello is not None:
-            departure.leave(self._servers.connections, self._handshake.sender, cause, message)
+        self._presence.leave(cause, message)
         self._servers.close()
 
     def __enter__(self) -> Session:
@@ -365,7 +363,7 @@ class Session(InForce):
 
     def _check_open(self) -> None:
         self._guard.check()
-        self._lost.check()
+        self._presence.check()
         if self._closing.is_set():
             raise RunFinished("The client was closed: make a new one to go on.")
         if self._hello is None:
@@ -385,16 +383,16 @@ class Session(InForce):
         self._sharing.greeted(connection, reply)
 
     def _heartbeat_request(self) -> HeartbeatRequest:
+        sender = self.sender
+        if self._hello is None:
+            # A run that is yet to be founded goes by no name.
+            sender = Sender(worker_id=sender.worker_id, incarnation=sender.incarnation)
         with self._lock:
-            return HeartbeatRequest(sender=self._handshake.sender, clock=self.clock, scalars=self._scalars)
+            return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
 
     def _heard(self, connection: Connection, reply: HeartbeatReply) -> None:
         connection.epoch = max(connection.epoch, reply.epoch)
         self._standing.reminded(connection.index, reply)
         if not reply.known:
-            self._rejoin(connection, connection.channel, HELLO_SECONDS)
-
-    def _refused(self, error: PypsError) -> None:
-        """Acts on a heartbeat's refusal: the thread that trains may not meet it by itself, nor ever come back."""
-        if self._peers.name and isinstance(error, ReplicaLost | Superseded):
-            self._lost.note(error)
+            again = self._handshake.hello if self._hello is None else self._rejoin
+            again(connection, connection.channel, HELLO_SECONDS)

@@ -27,6 +27,27 @@ lost.note(ReplicaLost("told twice"))
 threading.Event().wait()
 """
 
+# Nobody reads what it prints, and it has printed more than a pipe holds.
+CANNOT_FLUSH = """\
+import io, os, sys, threading
+from pyps_client import hard_end, lost_replica
+from pyps_wire.errors import ReplicaLost
+
+lost_replica.GRACE_SECONDS = hard_end.FLUSH_SECONDS = 0.2
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+try:
+    while True:
+        os.write(writer, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(writer, True)
+sys.stdout = {stdout}
+lost = lost_replica.LostReplica()
+lost.note(ReplicaLost("process 'r/1' is gone"))
+threading.Event().wait()
+"""
+STREAMS = {"none": "None", "full": "open(writer, 'w', buffering=1 << 16); sys.stdout.write('more')"}
+
 COMES_TO_KNOW = """\
 import sys, threading
 from pyps_client import lost_replica
@@ -39,8 +60,9 @@ try:
     lost.check()
 except ReplicaLost as error:
     print("raised", error)
-[watch] = [thread for thread in threading.enumerate() if thread.name == "pyps-lost-replica"]
-watch.join()
+for watch in threading.enumerate():
+    if watch.name == "pyps-lost-replica":
+        watch.join()
 sys.exit(7)
 """
 
@@ -69,6 +91,13 @@ def test_a_process_whose_main_thread_hangs_ends_with_the_sentence(start_python: 
     assert "so far" in process.output()
     assert process.output().count("pyps: process 'r/1' is gone") == 1
     assert "told twice" not in process.output()
+
+
+@pytest.mark.parametrize("stdout", STREAMS.values(), ids=STREAMS)
+def test_a_process_ends_though_what_it_printed_goes_nowhere(start_python: StartPython, stdout: str) -> None:
+    process = start_python("-c", CANNOT_FLUSH.format(stdout=stdout))
+    assert process.wait() == 1
+    assert process.output() == "pyps: process 'r/1' is gone\n"
 
 
 def test_a_process_whose_main_thread_comes_to_know_is_left_alone(start_python: StartPython) -> None:

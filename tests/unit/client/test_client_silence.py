@@ -63,8 +63,8 @@ def test_heartbeats_and_waits_agree_on_how_long_a_server_is_gone(
     monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 1.0)
     launch = Launch(servers=(f"127.0.0.1:{free_port()}",))
     connection = Connection(0, launch=launch)
-    beats = Heartbeat([connection], 0.05, launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
-    beats.start()
+    beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
+    beats.keep(connection, 0.05)
     try:
         wait_until(lambda: "has not answered for" in caplog.text, what="the heartbeat's line")
         wait = POLICY.begin(connection.name, stop=threading.Event(), silence=connection.silence)
