@@ -20,6 +20,9 @@ from pyps_wire.partition import Model, Tensor
 __all__ = ["Arrangement", "Claim", "Copy", "Held", "Spot", "arrange"]
 
 
+_OTHER_MODEL = "Give all workers of a run one model, or start another run."
+
+
 class Held(NamedTuple):
     """A tensor of this process's own parts, and where it lies."""
 
@@ -142,15 +145,18 @@ def _param_groups(run: Model, extents: Sequence[Extent], shard_size: int) -> tup
     names = {tensor.name for tensor in run.tensors}
     missing = next((name for name in claims if name not in names), None)
     if missing is not None:
-        raise ModelMismatch(f"Tensor {missing!r} of this model is not in the run's.")
+        raise ModelMismatch(f"Tensor {missing!r} of this model is not in the run's. {_OTHER_MODEL}")
     param_groups: dict[int, Claim] = {}
     for tensor in run.tensors:
         claim, whole_shape = claims.get(tensor.name), tensor.whole_shape or tensor.shape
         if claim is None:
-            raise ModelMismatch(f"No process of this replica has tensor {tensor.name!r} of the run's model.")
+            raise ModelMismatch(
+                f"No process of this replica has tensor {tensor.name!r} of the run's model. {_OTHER_MODEL}"
+            )
         if claim.whole_shape != whole_shape:
             raise ModelMismatch(
-                f"Tensor {tensor.name!r} has shape {claim.whole_shape} in this model, but {whole_shape} in the run's."
+                f"Tensor {tensor.name!r} has shape {claim.whole_shape} in this model, but {whole_shape} in the run's. "
+                f"{_OTHER_MODEL}"
             )
         first = param_groups.setdefault(tensor.group, claim)
         if first.param_group != claim.param_group:

@@ -354,10 +354,11 @@ class Downpour:
             # A blocking pull is there already.
             self._take_pulled()
 
-    def _take_pulled(self) -> None:
+    def _take_pulled(self) -> bool:
+        """Brings what was pulled into the model; False where nothing was."""
         versions = self._link.take_pulled()
         if versions is None:
-            return
+            return False
         if self._parameters.written_elsewhere():
             # Something else lies where the pulled parameters were, and not all of them came anew just now.
             versions = self._session.snapshot(self._parameters.vectors)
@@ -374,6 +375,7 @@ class Downpour:
             self._buffers.pulled()
         self._versions = versions
         self._steps_since_pull = 0
+        return True
 
     def _servers_look(self) -> bool:
         """True where a minibatch goes alone and at once to a server that looks for NaN before it applies any of it."""

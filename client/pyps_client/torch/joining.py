@@ -12,7 +12,7 @@ from pyps_client import departure
 from pyps_client.arrangement import arrange
 from pyps_client.launch import Launch
 from pyps_client.looking import model_of_run
-from pyps_client.peers import led
+from pyps_client.peers import ALONE, agreed, led
 from pyps_client.session import Session
 from pyps_client.torch.cut_layout import Cut, CutRates, gradients_of, layout_of, settings_of
 from pyps_client.torch.downpour import Downpour
@@ -51,6 +51,8 @@ class Joining:
     replica: Replica | None
     shard_size: int
     with_buffers: bool
+    # What all processes of a replica must have in common, by name.
+    common: Mapping[str, object]
 
     def join(self) -> Joined:
         """Joins the run; all processes of a replica call it, and raise the same error or none."""
@@ -73,11 +75,13 @@ class Joining:
     def _as_a_replica(self, replica: Replica) -> Joined:
         """Founds the run, or takes over its cut; once more where another founded it meanwhile in another cut."""
         replica.bind(self.launch.worker_id)
+        agreed(replica, lambda: _check_common(replica.gather(self.common)))
+        before = led(replica, self._run)
         try:
-            return self._cut(led(replica, self._run), replica)
+            return self._cut(before, replica)
         except ModelMismatch as mismatch:
             run = led(replica, self._run)
-            if run is None:
+            if run is None or run == before:
                 raise mismatch from None
         return self._cut(run, replica)
 
@@ -85,7 +89,8 @@ class Joining:
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
         from pyps_client.torch.claims import claims_of
 
-        claimed = claims_of(named_groups(self.module, self.param_groups), replica)
+        groups = agreed(replica or ALONE, lambda: named_groups(self.module, self.param_groups))
+        claimed = claims_of(groups, replica)
         claims, index = ([claimed.claims], 0) if replica is None else (replica.gather(claimed.claims), replica.index)
         arrangement = arrange(claims, index, run=run, shard_size=self.shard_size)
         layout = layout_of(arrangement, claimed)
@@ -152,9 +157,29 @@ def worker_of(
         "local_rates": lambda: cut.spread(local_rates()),
         "rate_changes": cut.changes(rates.take_changes),
     }
-    if replica is None:
+    if replica is None or replica.count == 1:
         return Downpour(joined.session, joined.layout, **own, read_my_writes=read_my_writes)
     return ReplicaDownpour(joined.session, joined.layout, **own, replica=replica, cut=joined.cut)
+
+
+def common_of(
+    settings: OptimizerSettings, launch: Launch, pace: Pace, *, shard_size: int, local_rate: float | None
+) -> dict[str, object]:
+    """What all processes of a replica must have in common, by name."""
+    groups = [dict(sorted(group.hyperparameters.items())) for group in settings.groups]
+    return {
+        "The optimizer's rule": settings.rule,
+        **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
+        "push_every": pace.push_every,
+        "pull_every": pace.pull_every,
+        "local_learning_rate": local_rate,
+        "gradient_dtype": launch.codec,
+        "parameter_dtype": launch.pull_codec,
+        "shard_size": shard_size,
+        "The list of servers": ",".join(launch.servers),
+        "PYPS_WORKER_ID": launch.worker_id,
+        "PYPS_WORKER_INDEX": launch.worker_index,
+    }
 
 
 def check_replica(replica: Replica | None, *, overlap: str, buffers: str, read_my_writes: bool) -> None:
@@ -165,6 +190,17 @@ def check_replica(replica: Replica | None, *, overlap: str, buffers: str, read_m
     for name, (value, possible) in wanted.items():
         if value != possible:
             raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+
+
+def _check_common(told: Sequence[Mapping[str, object]]) -> None:
+    """Refuses processes of a replica that were told different things."""
+    for process, of_process in enumerate(told):
+        for name, value in told[0].items():
+            if of_process.get(name) != value:
+                raise BadRequest(
+                    f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process {process}: "
+                    f"give all processes of a replica the same."
+                )
 
 
 def _with_buffers(settings: OptimizerSettings, layout: Layout) -> OptimizerSettings:

@@ -79,7 +79,7 @@ def plan(
     shard_size: int = DEFAULT_SHARD_SIZE,
     with_buffers: bool = False,
 ) -> Layout:
-    """Lays out the parameters of an optimizer's groups; refuses what cannot live on a server.
+    """Lays out the parameters of an optimizer's groups; refuses what cannot live on a server, or not as a whole.
 
     With buffers, the model's saved floating-point buffers follow as a group of their own.
     """
@@ -89,6 +89,11 @@ def plan(
     for group_index, group in enumerate(named_groups(module, param_groups)):
         offset = 0
         for name, parameter in group:
+            if hasattr(parameter, "placements"):
+                raise BadRequest(
+                    f"Parameter {name!r} is a DTensor, of which this process holds a part only: give RemoteOptimizer "
+                    f"replica=Replica()."
+                )
             tensors.append(Tensor(name, tuple(parameter.shape), group_index))
             parameters.append(parameter)
             offsets.append(offset)

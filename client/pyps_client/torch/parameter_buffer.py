@@ -84,11 +84,8 @@ class ParameterBuffer:
 
     def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
         """The tensors that lie in such vectors, by name, on the CPU; views of the vectors, but where they were cut."""
-        return joined(zip(self._layout.model.tensors, self.places_of(vectors), strict=True))
-
-    def places_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> list[torch.Tensor]:
-        """Each tensor's place in such vectors."""
-        return places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
+        places = places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
+        return _joined(zip(self._layout.model.tensors, places, strict=True))
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -124,7 +121,7 @@ class ParameterBuffer:
 _Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-def joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Tensors by name; the blocks of a tensor that is cut over parts become one new tensor."""
     by_name: dict[str, torch.Tensor] = {}
     for tensor, values in tensors:

@@ -12,18 +12,19 @@ from pyps_client import departure, uncaught
 from pyps_client.fork import ForkGuard, keep_alive, let_go
 from pyps_client.launch import Launch
 from pyps_client.log import logger
+from pyps_client.peers import ALONE, agreed
 from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.joining import Joining, check_replica, worker_of
+from pyps_client.torch.joining import Joining, check_replica, common_of, worker_of
 from pyps_client.torch.model_state import tell_unshared, whole_state
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
 from pyps_client.torch.replica import Replica
 from pyps_client.torch.shared_buffers import MODES, shared_buffers
 from pyps_client.torch.stepper import TorchStepper
-from pyps_client.torch.translate import translate, translation_of
+from pyps_client.torch.translate import Translation, translate, translation_of
 from pyps_wire.allocator import give_back_free_memory
-from pyps_wire.common_pb2 import Receipt
+from pyps_wire.common_pb2 import OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
@@ -107,24 +108,31 @@ class RemoteOptimizer(torch.optim.Optimizer):
         a RemoteOptimizer over what they hold, and take the same steps.
         """
         uncaught.install()
-        if buffers not in MODES:
-            raise BadRequest(f"buffers is {buffers!r}; expected one of {', '.join(MODES)}.")
-        translation = translation_of(optimizer)
-        settings = translate(optimizer)
-        pace = Pace(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
-        check_local_rate(translation, asked=local_learning_rate, pace=pace)
-        if read_my_writes:
-            check_read_my_writes(translation, asked=local_learning_rate)
-        check_replica(replica, overlap=overlap, buffers=buffers, read_my_writes=read_my_writes)
-        launch = Launch.from_environment(
-            servers,
-            token_file=token_file,
-            run_id=run_id,
-            worker_id=worker_id,
-            codec=gradient_dtype,
-            pull_codec=parameter_dtype,
-            transport=transport,
-        )
+        if replica is not None and not isinstance(replica, Replica):
+            raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
+
+        def checked() -> tuple[Translation, OptimizerSettings, Pace, Launch]:
+            if buffers not in MODES:
+                raise BadRequest(f"buffers is {buffers!r}; expected one of {', '.join(MODES)}.")
+            translation = translation_of(optimizer)
+            pace = Pace(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
+            check_local_rate(translation, asked=local_learning_rate, pace=pace)
+            if read_my_writes:
+                check_read_my_writes(translation, asked=local_learning_rate)
+            check_replica(replica, overlap=overlap, buffers=buffers, read_my_writes=read_my_writes)
+            launch = Launch.from_environment(
+                servers,
+                token_file=token_file,
+                run_id=run_id,
+                worker_id=worker_id,
+                codec=gradient_dtype,
+                pull_codec=parameter_dtype,
+                transport=transport,
+            )
+            return translation, translate(optimizer), pace, launch
+
+        # What one process of a replica was told wrong all of them refuse.
+        translation, settings, pace, launch = agreed(replica or ALONE, checked)
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._groups_are_fixed = True
@@ -144,6 +152,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         joined = Joining(
             *(model, self.param_groups, settings, launch, replica, shard_size),
             with_buffers=buffers != "local",
+            common=common_of(settings, launch, pace, shard_size=shard_size, local_rate=local_learning_rate),
         ).join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
 
@@ -241,7 +250,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
         For evaluation: `twin.load_state_dict(optimizer.snapshot())`. Each shard is of one version; different
         shards may be of different ones. What servers do not hold is this worker's own. Float32, on the CPU,
-        by the model's original names.
+        by the model's original names. One process of a replica gets the whole model too, and may call it alone.
         """
         return whole_state(self._model, self._layout, self._downpour.snapshot())
 

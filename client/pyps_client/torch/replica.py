@@ -52,6 +52,11 @@ class Block:
     offset: tuple[int, ...]
     whole_shape: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        for name, numbers in (("offset", self.offset), ("whole_shape", self.whole_shape)):
+            if not isinstance(numbers, Sequence) or not all(type(number) is int for number in numbers):
+                raise BadRequest(f"{name} of a Block is {numbers!r}; expected whole numbers, one a dimension.")
+
 
 class Replica:
     """This process among those that hold one model together, each a part of it: one worker in the run's eyes.
@@ -76,6 +81,9 @@ class Replica:
         """
         if isinstance(replicated, str):
             raise BadRequest(f"replicated is {replicated!r}; give a list of names, as in replicated=[{replicated!r}].")
+        for name, block in (blocks or {}).items():
+            if not isinstance(block, Block):
+                raise BadRequest(f"blocks[{name!r}] is {block!r}; expected Block(offset=..., whole_shape=...).")
         ranks = _ranks_of(group)
         self.name = UNNAMED
         self.ranks = ranks
@@ -144,7 +152,9 @@ class Replica:
 
     def lost(self, error: BaseException) -> ReplicaLost:
         """What an error of torch.distributed means to this process, in words."""
-        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        text = str(error)
+        # The backends' own words, but without their sources' paths and advice.
+        cause = next((sign for sign in _SIGNS_OF_LOSS if sign in text), "") or next(iter(text.strip().splitlines()), "")
         return ReplicaLost(
             f"process {self.index} of {self.name} lost another of its processes ({cause}): a replica ends as a whole; "
             f"start it anew"

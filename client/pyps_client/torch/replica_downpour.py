@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
+from pyps_client.observer import Observer
+from pyps_client.session import Session
 from pyps_client.torch.cut_layout import Cut
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import Layout
-from pyps_client.torch.looks import all_finite
-from pyps_client.torch.overlap import SessionLike
+from pyps_client.torch.looks import all_fit, surely_fit
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import joined
 from pyps_client.torch.rates import RateChanges
 from pyps_client.torch.replica import Replica
+from pyps_client.torch.screen import Screen
 
 
 class ReplicaDownpour(Downpour):
@@ -33,7 +33,7 @@ class ReplicaDownpour(Downpour):
 
     def __init__(
         self,
-        session: SessionLike,
+        session: Session,
         layout: Layout,
         *,
         pace: Pace,
@@ -43,9 +43,11 @@ class ReplicaDownpour(Downpour):
         cut: Cut,
     ) -> None:
         super().__init__(session, layout, pace=pace, local_rates=local_rates, rate_changes=rate_changes)
+        self._session: Session = session
+        self._screen = Screen(layout.model, looks=False)
         self._replica = replica
         self._cut = cut
-        # Whether parameters have come since copies were last handed on: so on all processes, or on none.
+        # Whether numbers have changed since copies were last handed on: so on all processes, or on none.
         self._brought = False
 
     def start(self) -> None:
@@ -54,11 +56,20 @@ class ReplicaDownpour(Downpour):
         self._hand_on()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """The servers' parameters as they are now, by name: the whole model, each process's parts from that process."""
-        vectors = [np.empty(size, np.float32) for size in self._layout.model.group_sizes]
-        self._session.snapshot(vectors)
-        own = list(zip(self._layout.model.tensors, self._parameters.places_of(vectors), strict=True))
-        return joined(pair for of_process in self._replica.gather(own) for pair in of_process)
+        """The servers' parameters as they are now, by name: the whole model, read as an observer.
+
+        The other processes need not call it.
+        """
+        launch = self._session.launch
+        with Observer(
+            launch.servers,
+            run_id=self._session.run_id,
+            token=launch.token,
+            use_proxy=launch.use_proxy,
+            start_wait_seconds=launch.loss_wait_seconds,
+            loss_wait_seconds=launch.loss_wait_seconds,
+        ) as observer:
+            return {name: torch.from_numpy(values) for name, values in observer.snapshot().items()}
 
     def _step(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
         super()._step(gradients, example_count)
@@ -70,12 +81,22 @@ class ReplicaDownpour(Downpour):
 
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
         present = [gradient for gradient in gradients if gradient is not None]
-        refused, contributed = self._replica.total([float(not all_finite(present)), float(bool(present))])
+        # As they gather.
+        fits = surely_fit(present, torch.float32) or all_fit(present, torch.float32)
+        refused, contributed = self._replica.total([float(not fits), float(bool(present))])
         if refused:
-            self._screen.leave_out(gradients)
+            self._screen.leave_out(gradients, for_others=fits)
         elif contributed:
             # Of a process without gradients too: the others' count for all.
             self._add(gradients, example_count)
+        if refused or not (contributed and self._push_due):
+            # No push may follow, with which the processes would agree on what they have heard.
+            self._session.meet()
+
+    def _add(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
+        super()._add(gradients, example_count)
+        # A step between pulls moves the owners' numbers, not their copies.
+        self._brought = self._brought or not self._tempo.pull_before(self.steps)
 
     def _seal(self) -> bool:
         fits = super()._seal()
@@ -84,12 +105,13 @@ class ReplicaDownpour(Downpour):
         self._gradients.clear()
         return False
 
-    def _take_pulled(self) -> None:
-        super()._take_pulled()
-        self._brought = True
+    def _take_pulled(self) -> bool:
+        taken = super()._take_pulled()
+        self._brought = self._brought or taken
+        return taken
 
     def _hand_on(self) -> None:
-        """Brings the numbers that several processes hold from those that pulled them to the others."""
+        """Brings the numbers that several processes hold from those that have new ones to the others."""
         if self._brought:
             self._brought = False
             self._replica.spread(self._cut.arrangement.copies, self._cut.claimed.local)

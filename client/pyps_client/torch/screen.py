@@ -20,8 +20,10 @@ class Screen:
     A minibatch that the servers look through before they apply any of it passes unseen: their receipts tell.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, looks: bool = True) -> None:
+        """`looks`: whether minibatches are looked through here; else the caller knows them to be finite in float32."""
         self._model = model
+        self._looks = looks
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
         # Minibatches that another process of the replica refused.
@@ -49,6 +51,10 @@ class Screen:
         """
         refuse_sparse(self._model, gradients)
         self._unchecked = gradients if servers_look else ()
+        if not self._looks:
+            to.add(gradients, versions=versions, example_count=example_count)
+            self._minibatch_guard.passed()
+            return True
         is_first = to.minibatch_count == 0
         # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
         if is_first or all_finite([gradient for gradient in gradients if gradient is not None]):
@@ -62,9 +68,9 @@ class Screen:
         self._skip(gradients)
         return False
 
-    def leave_out(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Counts a minibatch that is left out; where this worker's part of it is finite, another process's is not."""
-        if all_finite([gradient for gradient in gradients if gradient is not None]):
+    def leave_out(self, gradients: Sequence[torch.Tensor | None], *, for_others: bool) -> None:
+        """Counts a minibatch that is left out: for its own numbers, or for those of another process of the replica."""
+        if for_others:
             self._left_out_with_others += 1
         else:
             self._skip(gradients)
