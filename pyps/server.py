@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -25,6 +26,7 @@ from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, Chec
 from pyps.config import ConfigError, ServerConfig
 from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
+from pyps.run.standstill import Standstill
 from pyps.service import hosting
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
@@ -88,6 +90,7 @@ class Server:
         self._update_log = _update_log_of(config)
         self._run = Run(config, clock=clock, recorder=self._update_log)
         self._run.on_ready = self._log_ready
+        self._standstill = Standstill(TICK_SECONDS, clock=clock)
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="kernel")
@@ -121,10 +124,12 @@ class Server:
         control.start()
         metrics.start()
         self._announce(addresses)
+        watch = asyncio.create_task(self._keep_looking())
         ticker = asyncio.create_task(self._keep_time())
         ticker.add_done_callback(self._report_ticker)
         await self._stop.wait()
         ticker.cancel()
+        watch.cancel()
         return await self._end(data, control, metrics)
 
     def stop(self, reason: str) -> None:
@@ -251,8 +256,9 @@ class Server:
         saved_end = progress
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            # Not here: it may have to make updates.
-            await self._work.off_loop(self._run.tick)
+            self._note_standstill()
+            # Not here: it may have to make updates. The time is of here: a stop on the way counts against nobody.
+            await self._work.off_loop(partial(self._run.tick, self._run.clock()))
             self._serializations.tidy(self._run.shards)
             over = self._run.done or self._run.state == RunState.FINISHED
             if self._config.exit_when_done and self._run.done:
@@ -269,6 +275,16 @@ class Server:
             elif due and not over:
                 await asyncio.to_thread(self._save)
                 saved_at = self._clock()
+
+    async def _keep_looking(self) -> None:
+        # Apart from the ticks, which a long checkpoint delays while workers are heard.
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._note_standstill()
+
+    def _note_standstill(self) -> None:
+        if late_seconds := self._standstill.look():
+            self._run.stood_still(late_seconds)
 
     def _report_ticker(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 
@@ -34,8 +35,18 @@ class Election:
         """The latest term; it may have run out."""
         return self._term
 
-    def elect(self, worker_id: str, incarnation: int, *, now: float) -> Term | None:
-        """Returns the worker's term when the turn is its own, None when it is another's or all is done."""
+    def elect(
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        now: float,
+        is_over: Callable[[str, int], bool] = lambda worker_id, incarnation: False,
+    ) -> Term | None:
+        """Returns the worker's term when the turn is its own, None when it is another's or all is done.
+
+        A turn is over with its lease, or as soon as `is_over` says that of the worker's life.
+        """
         if self._done:
             return None
         current, expires_at = self._term, now + self.lease_seconds
@@ -43,7 +54,7 @@ class Election:
             self._term = Term(self._first_term, worker_id, incarnation, expires_at)
         elif (current.worker_id, current.incarnation) == (worker_id, incarnation):
             self._term = replace(current, expires_at=expires_at)
-        elif now > current.expires_at:
+        elif now > current.expires_at or is_over(current.worker_id, current.incarnation):
             self._term = Term(current.number + 1, worker_id, incarnation, expires_at)
         else:
             return None
@@ -55,6 +66,11 @@ class Election:
             return False
         self._term = replace(self._term, expires_at=now + self.lease_seconds)
         return True
+
+    def stood_still(self, seconds: float) -> None:
+        """Adds that time to the term: the caller could hear nobody."""
+        if self._term is not None:
+            self._term = replace(self._term, expires_at=self._term.expires_at + seconds)
 
     def is_current(self, number: int) -> bool:
         """Whether that term has not been followed by another, and initialisation is still to be done."""

@@ -24,9 +24,9 @@ class Lives:
         self._lives: dict[str, Life] = {}
 
     def begin(self, replica: str, incarnation: int) -> None:
-        """Takes note of a process of that life, which is the replica's latest from now on."""
+        """Takes note of a process of that life, which is the replica's latest unless a later one was seen."""
         life = self._lives.get(replica)
-        if life is None or life.incarnation != incarnation:
+        if life is None or life.incarnation < incarnation:
             self._lives[replica] = Life(replica, incarnation)
 
     def is_latest(self, replica: str, incarnation: int) -> bool:
@@ -42,20 +42,25 @@ class Lives:
         life.lost = how
         return True
 
-    def require(self, replica: str, incarnation: int) -> None:
-        """Raises ReplicaLost for a process whose replica has lost another, or itself."""
+    def is_over(self, replica: str, incarnation: int) -> bool:
+        """Whether that life has lost a process, or a later one has begun."""
         life = self._lives.get(replica)
-        if life is not None and life.incarnation == incarnation and life.lost:
+        return life is not None and (
+            life.incarnation > incarnation or (life.incarnation == incarnation and bool(life.lost))
+        )
+
+    def require(self, replica: str, incarnation: int) -> None:
+        """Raises ReplicaLost for a process whose replica has lost another, or itself, Superseded after a later life."""
+        life = self._lives.get(replica)
+        if life is None or not self.is_over(replica, incarnation):
+            return
+        if life.incarnation == incarnation:
             raise ReplicaLost(
                 f"replica {replica!r} is out of the run: {life.lost}; a replica ends as a whole; start it anew"
             )
-
-    def superseded(self, replica: str, incarnation: int) -> Superseded:
-        """The refusal of a process of a life that a later one has followed."""
-        later = self._lives[replica].incarnation
-        return Superseded(
-            f"a later life of replica {replica!r} has begun (incarnation {later}, this process is of {incarnation});"
-            " give this replica another name, or end it"
+        raise Superseded(
+            f"a later life of replica {replica!r} has begun (incarnation {life.incarnation}, this process is of"
+            f" {incarnation}); give this replica another name, or end it"
         )
 
     def keep(self, replicas: set[str]) -> None:

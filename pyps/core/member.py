@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import BadRequest, Superseded
 
 
 class WorkerState(StrEnum):
@@ -83,6 +83,18 @@ class Member:
         return replace(self, state=_ALIVE, info=info, heard_at=now, message="", replica=replica, parts=parts)
 
 
+def require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -> None:
+    """Refuses a worker of one process and a replica, or a process of it, that go by one name."""
+    name = replica or worker_id
+    for other in members:
+        if other.alive and other.replica != replica and (other.name == name or other.worker_id == worker_id):
+            taken = name if other.name == name else worker_id
+            raise BadRequest(
+                f"{taken!r} is the name of a worker of one process and of a replica, or of a process of it: give one"
+                " of them another name"
+            )
+
+
 def require_parts_free(worker_id: str, parts: tuple[int, ...], others: Iterable[Member]) -> None:
     """Refuses a process that declares what another process of its replica holds."""
     for other in others:
@@ -96,3 +108,25 @@ def require_parts_free(worker_id: str, parts: tuple[int, ...], others: Iterable[
 def parts_in_words(parts: tuple[int, ...]) -> str:
     """The parts of a model that a worker holds, for people."""
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, parts))}" if parts else "all parts"
+
+
+def superseded(known: Member, incarnation: int) -> Superseded:
+    """The refusal of a process whose name a later one holds."""
+    return Superseded(
+        f"worker {known.worker_id!r} is held by a later process (incarnation {known.incarnation}, this one is"
+        f" {incarnation}); give this process another worker id"
+    )
+
+
+# How messages begin of a process that left because it had lost another of its replica, and of one that people ended.
+_LOST = "ReplicaLost"
+_INTERRUPTIONS = ("KeyboardInterrupt", "Terminated")
+
+
+def failure_in_words(message: str) -> str:
+    """What became of a process that left as failed, by its own message."""
+    if message.startswith(_LOST):
+        return "says that it lost another of them"
+    if message.startswith(_INTERRUPTIONS):
+        return f"was interrupted ({message.rstrip(': ')})"
+    return f"failed ({message})" if message else "failed"

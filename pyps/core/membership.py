@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pyps.core.lives import Lives
-from pyps.core.member import Member, WorkerInfo, WorkerState, parts_in_words, require_parts_free
+from pyps.core.member import (
+    Member,
+    WorkerInfo,
+    WorkerState,
+    failure_in_words,
+    parts_in_words,
+    require_name_free,
+    require_parts_free,
+    superseded,
+)
 from pyps.core.roster import Entry, Expectation, Roster, whole_roster
-from pyps_wire.errors import BadRequest, LimitExceeded, Superseded, UnknownWorker
+from pyps_wire.errors import BadRequest, LimitExceeded, UnknownWorker
 
 __all__ = ["GONE_FACTOR", "STALLS_MAX", "Member", "Membership", "WorkerInfo", "WorkerState"]
 
@@ -72,16 +81,17 @@ class Membership:
         """Makes the worker alive; a process of a later life of its replica ends the earlier one.
 
         Raises Superseded where a later process holds its name or its replica's, ReplicaLost where the life that it
-        belongs to is over, BadRequest where another process has its parts, LimitExceeded at workers_max.
+        belongs to is over, BadRequest where another process has its parts or its name, LimitExceeded at workers_max.
         """
         with self._lock:
             known = self._members.get(worker_id)
             if known is not None and known.alive and incarnation < known.incarnation:
-                raise _superseded(known, incarnation)
+                raise superseded(known, incarnation)
             others = [m for m in self._alive_of(replica) if m.worker_id != worker_id] if replica else []
-            self._require_name_free(worker_id, replica)
+            if replica or self.parted:
+                require_name_free(worker_id, replica, self._members.values())
             if replica:
-                self._require_life(replica, incarnation)
+                self._lives.require(replica, incarnation)
             require_parts_free(worker_id, parts, (m for m in others if m.incarnation == incarnation))
             earlier = [m for m in others if m.incarnation < incarnation]
             if not (known and known.alive) and self._num_alive - len(earlier) >= self.workers_max:
@@ -197,7 +207,7 @@ class Membership:
             self._out(member, state)
             gone = [member]
             if state is WorkerState.FAILED:
-                gone += self._lose_replica(member, f"failed{f' ({message})' if message else ''}")
+                gone += self._lose_replica(member, failure_in_words(message))
             return [replace(each) for each in gone]
 
     def expire(self, now: float) -> list[Member]:
@@ -212,6 +222,21 @@ class Membership:
                     self._out(member, WorkerState.EXPIRED)
                     gone += [member, *self._lose_replica(member, "was silent for longer than its lease")]
             return [replace(member) for member in gone]
+
+    def stood_still(self, seconds: float, *, now: float) -> None:
+        """Adds that time to all leases: the caller could hear nobody."""
+        with self._lock:
+            for member in self._members.values():
+                if member.alive:
+                    member.heard_at = max(member.heard_at, min(now, member.heard_at + seconds))
+
+    def is_over(self, name: str, incarnation: int) -> bool:
+        """Whether that life of a worker or replica is known to have ended, otherwise than by its silence alone."""
+        with self._lock:
+            if self._lives.is_over(name, incarnation):
+                return True
+            member = self._members.get(name)
+            return member is not None and member.incarnation == incarnation and member.state in _ENDED
 
     def get(self, worker_id: str) -> Member | None:
         """Returns the worker, alive or gone."""
@@ -271,18 +296,6 @@ class Membership:
     def _alive_of(self, replica: str) -> list[Member]:
         return [member for member in self._members.values() if member.replica == replica and member.alive]
 
-    def _require_name_free(self, worker_id: str, replica: str) -> None:
-        name = replica or worker_id
-        if self.parted and any(m.alive and m.name == name and m.replica != replica for m in self._members.values()):
-            raise BadRequest(
-                f"{name!r} is the name of a worker of one process and of a replica: give one of them another name"
-            )
-
-    def _require_life(self, replica: str, incarnation: int) -> None:
-        if any(each.incarnation > incarnation for each in self._alive_of(replica)):
-            raise self._lives.superseded(replica, incarnation)
-        self._lives.require(replica, incarnation)
-
     def _begin_parted(self, member: Member) -> None:
         if not self.parted and not self._make_roster().missing:
             # Whom the others waited for so far has come: nobody waits for parts of it.
@@ -308,10 +321,10 @@ class Membership:
     def _require(self, worker_id: str, incarnation: int) -> Member:
         known = self._members.get(worker_id)
         if known is not None and incarnation < known.incarnation and known.alive:
-            raise _superseded(known, incarnation)
+            raise superseded(known, incarnation)
         if known is None or known.incarnation != incarnation or known.state in _ENDED or _is_out(known):
             if known is not None and known.replica and known.incarnation == incarnation:
-                self._require_life(known.replica, incarnation)
+                self._lives.require(known.replica, incarnation)
             raise UnknownWorker(
                 f"worker {worker_id!r} of incarnation {incarnation} is not a member of this run;"
                 " say Hello, then send the same again"
@@ -383,10 +396,3 @@ def _standing(member: Member) -> Standing:
 def _is_out(member: Member) -> bool:
     """Whether it went with its replica, for which no process comes back by itself."""
     return bool(member.replica) and not member.alive
-
-
-def _superseded(known: Member, incarnation: int) -> Superseded:
-    return Superseded(
-        f"worker {known.worker_id!r} is held by a later process (incarnation {known.incarnation}, this one is"
-        f" {incarnation}); give this process another worker id"
-    )

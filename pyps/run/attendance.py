@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from pyps.core.member import Member, WorkerInfo, WorkerState
+from pyps.core.member import Member, WorkerInfo, WorkerState, failure_in_words
 from pyps.core.membership import Membership
 from pyps.core.roster import Roster
 from pyps.run.events import Events
@@ -114,6 +114,13 @@ class Attendance:
             names += self._note_gone(list(of_name), lost=True, was_alive=True)
         return names
 
+    def stood_still(self, seconds: float, *, now: float) -> None:
+        """Prolongs all leases by a time in which the server could hear nobody."""
+        self.membership.stood_still(seconds, now=now)
+        if self.membership.num_alive:
+            what = "the server stood still; its workers' leases are prolonged by that time"
+            self._events.add("standstill", what, seconds=round(seconds, 1), warning=True)
+
     def done(self, *, expected_workers: int) -> bool:
         """True when as many workers as expected (at least one) have joined, and none of them is left."""
         joined = len(self.membership.names())
@@ -124,9 +131,11 @@ class Attendance:
         for member in gone:
             self.on_gone(member.worker_id, lost)
         if lost and was_alive and gone and gone[0].replica:
+            first = gone[0]
+            how = failure_in_words(first.message) if first.state is WorkerState.FAILED else "was lost"
             self._events.add(
                 "replica",
-                f"replica {gone[0].replica} is out: its process {gone[0].worker_id} was lost",
+                f"replica {first.replica} is out: its process {first.worker_id} {how}",
                 warning=True,
                 taken_along=", ".join(member.worker_id for member in gone[1:]),
             )

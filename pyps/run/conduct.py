@@ -259,6 +259,7 @@ class Conduct:
         """
         with self._lock:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
+            handshake.check_change(self.behaviour.aggregation, behaviour.aggregation)
             handshake.check_servers(behaviour.aggregation, num_servers)
             parts_of = {member.worker_id: member.parts for member in self._membership.alive()}
             handshake.check_parts(behaviour.aggregation, parts_of)
@@ -283,6 +284,16 @@ class Conduct:
         """Puts a behaviour in force on all shards, whatever they went by before."""
         with self._lock:
             return self._adopt(behaviour, learning_rate=None)
+
+    def go_on(self, in_force: Behaviour, *, kept: Behaviour, told: Behaviour) -> None:
+        """Puts in force what a restored run goes on with: what its checkpoint kept, or what the server was told."""
+        self.adopt(in_force)
+        if in_force != kept:
+            what = "the server was told other settings than the checkpoint holds"
+            self._events.add("configured", what, **told.texts)
+        elif in_force != told:
+            what = "what was changed while the run went on is still in force, not what the server was told"
+            self._events.add("configured", what, **kept.texts)
 
     # Helpers; those from here on are called under the lock.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 
 from pyps.core.election import Election, Term
 from pyps.run.content import Content
@@ -41,9 +42,16 @@ class InitializationGate:
         """Whether somebody has been given the turn."""
         return self._election.term is not None or self._newest_term > 0
 
-    def elect(self, name: str, incarnation: int, *, now: float) -> Term | None:
-        """Gives the turn to a worker of server 0, or to its replica; None when another has it."""
-        return self._election.elect(name, incarnation, now=now)
+    def elect(self, name: str, incarnation: int, *, now: float, is_over: Callable[[str, int], bool]) -> Term | None:
+        """Gives the turn to a worker of server 0, or to its replica; None when another has it.
+
+        Another has it until its own turn's lease runs out, or `is_over` says that its life has ended.
+        """
+        return self._election.elect(name, incarnation, now=now, is_over=is_over)
+
+    def stood_still(self, seconds: float) -> None:
+        """Adds that time to the turn: the server could hear nobody."""
+        self._election.stood_still(seconds)
 
     def renew(self, opening: Opening, *, now: float) -> None:
         """Notes that the initialiser is at work; Superseded when the turn has passed to another."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pyps.core.aggregation import Aggregation
+from pyps.core.aggregation import Aggregation, Sandblaster
 from pyps.core.member import parts_in_words
 from pyps.run.settings import RuleSettings, settle
 from pyps.run.state import RunState
@@ -100,7 +101,7 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
         )
     check_name(greeting.run_id, what="run_id")
     check_name(greeting.worker_id, what="worker_id")
-    check_name(greeting.replica, what="replica")
+    check_replica(greeting.replica)
     if greeting.observer:
         return
     if not greeting.worker_id:
@@ -134,14 +135,24 @@ def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation
     """
     model = model or greeting.model
     assert model is not None
+    if any(part >= later for part, later in pairwise(greeting.parts)):
+        raise BadRequest(
+            f"worker {greeting.worker_id!r} declares the parts {', '.join(map(str, greeting.parts))}: name each once, "
+            "in ascending order"
+        )
     absent = [part for part in greeting.parts if not 0 <= part < model.num_parts]
     if absent:
         raise BadRequest(
             f"worker {greeting.worker_id!r} declares part {absent[0]}; the run's model has {model.num_parts}, from 0"
         )
-    parts = tuple(sorted(set(greeting.parts)))
-    parts = parts if len(parts) < model.num_parts else ()
+    parts = greeting.parts if len(greeting.parts) < model.num_parts else ()
     check_parts(protocol, {greeting.worker_id: parts})
+    if _coordinated(protocol) and (greeting.replica or parts):
+        raise BadRequest(
+            f"worker {greeting.worker_id!r} is a process of a replica or holds a part of the model, and under "
+            f"{protocol.text} workers of one process compute with the whole of it: start the servers with another "
+            "--protocol"
+        )
     return replace(greeting, parts=parts)
 
 
@@ -155,13 +166,34 @@ def check_parts(protocol: Aggregation, parts_of: Mapping[str, tuple[int, ...]]) 
             )
 
 
+def check_change(before: Aggregation, after: Aggregation) -> None:
+    """Refuses to bring a run that trains by pushes under a protocol whose parameters a coordinator moves."""
+    if _coordinated(after) and not _coordinated(before):
+        raise BadRequest(
+            f"the run trains by {before.text}, and {after.text} would end each of its workers at its next push: a "
+            f"coordinator moves the parameters then. Start the servers with --protocol {after.name} for such a run"
+        )
+
+
 def check_opening(opening: Opening) -> None:
     """Refuses an initialiser that does not say who it is, or which run it opens."""
     if not opening.run_id or not opening.worker_id:
         raise BadRequest("the initialiser must name the run and itself: send run_id and worker_id")
     check_name(opening.run_id, what="run_id")
     check_name(opening.worker_id, what="worker_id")
-    check_name(opening.replica, what="replica")
+    check_replica(opening.replica)
+
+
+def check_replica(name: str) -> None:
+    """Refuses a replica's name that people could not read, or that could be that of another's process."""
+    check_name(name, what="replica")
+    if name and not name.strip():
+        raise BadRequest(f"the replica's name is {name!r}, blank: give each replica a name of its own (PYPS_WORKER_ID)")
+    if "/" in name:
+        raise BadRequest(
+            f"the replica's name is {name!r}, but what follows a '/' tells the processes of a replica apart: give it "
+            "a name without one (PYPS_WORKER_ID)"
+        )
 
 
 def check_name(name: str, *, what: str) -> None:
@@ -264,6 +296,10 @@ def check_restoring(header: RunHeader, *, run_id: str, told: RuleSettings | None
             f"{run_id!r}: drop --run-id, or name another --checkpoint-dir"
         )
     settle(told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer", asker="the checkpoint")
+
+
+def _coordinated(protocol: Aggregation) -> bool:
+    return protocol.name == Sandblaster.name
 
 
 def _ago(seconds: float) -> str:

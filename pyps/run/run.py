@@ -111,6 +111,9 @@ class Run(RunFacts):
     def hello(self, greeting: Greeting) -> Welcome:
         """Takes a caller in, or refuses it with the reason; elects it where somebody has to initialise."""
         handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
+        if self._content is None and not greeting.observer:
+            # Not under the lock: to cut a large model takes long. Who finds a run there after all is compared with it.
+            handshake.check_founding(greeting, config=self.config, told=self.told, protocol=self.aggregation)
         now = self.clock()
         with self._lock:
             self._refuse_when_draining()
@@ -120,8 +123,6 @@ class Run(RunFacts):
                 handshake.check_joining(greeting, self._content, holding=self.holding(), waited=waited)
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
-            else:
-                handshake.check_founding(greeting, config=self.config, told=self.told, protocol=self.aggregation)
             if greeting.observer:
                 return Welcome()
             greeting = handshake.with_parts(greeting, self.model, protocol=self.aggregation)
@@ -129,7 +130,8 @@ class Run(RunFacts):
                 self.conduct.departed(greeting.name)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
-            term = self.gate.elect(greeting.name, greeting.incarnation, now=now)
+            is_over = self.membership.is_over
+            term = self.gate.elect(greeting.name, greeting.incarnation, now=now, is_over=is_over)
             if term is None:
                 return Welcome()
             log.info("worker elected to initialise the run", worker=greeting.name, term=term.number)
@@ -170,16 +172,19 @@ class Run(RunFacts):
         with self._lock:
             if self._already_initialized(opening):
                 return None
-            told, protocol = self.told, self.aggregation
-            plan, settings = handshake.check_founding(opening, config=self.config, told=told, protocol=protocol)
-            plan.of_server(opening.server_index)
-            return self.gate.admit(opening, plan, settings)
+        told, protocol = self.told, self.aggregation
+        plan, settings = handshake.check_founding(opening, config=self.config, told=told, protocol=protocol)
+        plan.of_server(opening.server_index)
+        with self._lock:
+            return None if self._already_initialized(opening) else self.gate.admit(opening, plan, settings)
 
     def renew_term(self, opening: Opening) -> None:
         """Prolongs the initialiser's turn; Superseded when it has passed to another, ReplicaLost when it is out."""
         self.membership.require_replica(opening.replica, opening.incarnation)
         with self._lock:
-            self.gate.renew(opening, now=self.clock())
+            # Another call may have brought the last shards meanwhile.
+            if not self.gate.already_done(self._content, opening):
+                self.gate.renew(opening, now=self.clock())
 
     def commit(self, initialization: Initialization) -> None:
         """Makes the collected parameters the run's, if all are there: from now on it serves."""
@@ -213,12 +218,7 @@ class Run(RunFacts):
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._set_content(content)
-        self.conduct.adopt(in_force)
-        if in_force != kept:
-            self.events.add("configured", "the server was told other settings than the checkpoint holds", **told.texts)
-        elif in_force != told:
-            what = "what was changed while the run went on is still in force, not what the server was told"
-            self.events.add("configured", what, **kept.texts)
+        self.conduct.go_on(in_force, kept=kept, told=told)
         self.on_ready()
 
     # How the run moves.
@@ -313,12 +313,18 @@ class Run(RunFacts):
         self.require_declared(worker_id, (shard.shard_id for shard in shards))
         return shards or list(self.shards_of(worker_id).values())
 
-    def tick(self) -> None:
+    def stood_still(self, seconds: float) -> None:
+        """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
+        self._attendance.stood_still(seconds, now=self.clock())
+        with self._lock:
+            self.gate.stood_still(seconds)
+
+    def tick(self, now: float | None = None) -> None:
         """Does what time brings: forgets silent workers, ends a run whose time is over, forgets one that measured.
 
         It may run kernels, for rounds that others are done without: not for the event loop.
         """
-        now, content = self.clock(), self._content
+        now, content = self.clock() if now is None else now, self._content
         self.conduct.tick(now)
         self.work.tick(now)
         if content is not None:

@@ -7,12 +7,14 @@ where it was received, and written where it is sent from. A call that waits is a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from pyps.run import Run
+from pyps.run import Greeting, Run
+from pyps.run.handshake import Welcome
 from pyps.run.initialization import Initialization
 from pyps.service import convert
 from pyps.service.calls import Context, guarded, receive
@@ -29,6 +31,11 @@ from pyps_wire.errors import BadRequest
 
 # Figures of its own that a worker may report.
 SCALARS_MAX = 256
+# More tensors take milliseconds to read, compare and write: not on the event loop. A longer message may name as many.
+TENSORS_INLINE = 1_000
+MODEL_BYTES_INLINE = 16 * TENSORS_INLINE
+
+T = TypeVar("T")
 
 
 class LocalOffers(Protocol):
@@ -83,16 +90,18 @@ class ParameterServer:
 
     async def hello(self, message: bytes, context: Context) -> bytes:
         """Takes a caller in."""
-        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
-        welcome = self._run.hello(greeting)
+        large = len(message) >= MODEL_BYTES_INLINE
+        greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message))
         local = None
         if self._local is not None and greeting.observer:
             local = self._local.notice()
         elif self._local is not None:
             await self._local.quiet(greeting.worker_id)
             local = self._local.offer(greeting.worker_id, greeting.incarnation)
-        reply = convert.hello_reply(self._run, welcome, control_address=self._control_address, local=local)
-        return reply.SerializeToString()
+        address, model = self._control_address, self._run.model
+        large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
+        reply = partial(convert.hello_reply, self._run, welcome, control_address=address, local=local)
+        return (await self._off_loop_where(large, reply)).SerializeToString()
 
     async def initialize(self, _: object, context: Context) -> bytes:
         """Takes the first parameters, shard by shard, and makes them the run's."""
@@ -102,7 +111,8 @@ class ParameterServer:
             with self._budget.holding(len(message)):
                 request, payload = convert.parse_frame(wire.InitializeRequest, message)
                 if initialization is None:
-                    initialization = self._run.begin_initialize(convert.opening_from(request))
+                    begin = partial(self._begin_initialize, request)
+                    initialization = await self._off_loop_where(len(message) >= MODEL_BYTES_INLINE, begin)
                     if initialization is None:
                         return self._initialize_reply()
                     continue
@@ -193,6 +203,16 @@ class ParameterServer:
         )
         await self._work.off_loop(self._run.conduct.complete_rounds)
         return wire.LeaveReply(num_workers=left).SerializeToString()
+
+    async def _off_loop_where(self, large: bool, work: Callable[[], T]) -> T:
+        return await self._work.off_loop(work) if large else work()
+
+    def _welcome(self, message: bytes) -> tuple[Greeting, Welcome]:
+        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
+        return greeting, self._run.hello(greeting)
+
+    def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:
+        return self._run.begin_initialize(convert.opening_from(request))
 
     def _initialize_reply(self) -> bytes:
         return wire.InitializeReply(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -82,7 +84,7 @@ def test_a_process_that_fails_takes_its_replica_out_of_the_rounds_of_all_parts(s
         assert versions_of(server) == [2] * 5
         assert outcomes(r0.push_own(1.0, base_version=2)) == [("APPLIED", 1)] * 3
         [event] = events_of(server, "replica")
-        assert event == "replica s is out: its process s/1 was lost: taken along s/0"
+        assert event == "replica s is out: its process s/1 failed: taken along s/0"
         for call in (s0.heartbeat, s0.hello, partial(s0.push_own, 1.0)):
             status, error, message = refusal_of(call)
             assert (status, error) == ("ABORTED", "ReplicaLost")
@@ -102,6 +104,22 @@ def test_a_process_that_falls_silent_holds_the_others_up_for_its_lease_at_most(s
             wait_until(lambda: refused_as_lost(s0), what="s/0 is told that its replica is lost")
             wait_until(lambda: versions_of(server) == [2] * 5, what="the rounds of both parts are complete")
         wait_for_event(server, "replica", "its process s/1 was lost")
+
+
+def test_a_server_that_stood_still_for_longer_than_a_lease_loses_nobody(start_server):
+    server = start_server(*HARDSYNC, "--heartbeat-seconds", "0.3", "--lease-seconds", "8", "--expected-workers", "2")
+    with two_replicas(server) as ((r0, r1), (s0, s1)):
+        server.signal(signal.SIGSTOP)
+        try:
+            stopped = time.monotonic()
+            wait_until(lambda: time.monotonic() - stopped > 12, what="the lease has run out by the clock")
+        finally:
+            server.signal(signal.SIGCONT)
+        with beating([r0, r1, s0, s1]):
+            wait_for_event(server, "standstill", "the server stood still")
+            at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
+        assert versions_of(server) == [1] * 5
+        assert events_of(server, "expired") == events_of(server, "replica") == []
 
 
 def refused_as_lost(process: WireProcess) -> bool:

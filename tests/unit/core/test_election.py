@@ -42,6 +42,22 @@ def test_a_new_process_of_the_elected_worker_is_another(election: Election) -> N
     assert election.elect("a", 2, now=1.0) is None
 
 
+def test_another_takes_over_at_once_where_the_elected_life_is_over(election: Election) -> None:
+    election.elect("a", 1, now=0.0)
+    assert election.elect("b", 1, now=1.0, is_over=lambda name, life: (name, life) == ("a", 2)) is None
+    term = election.elect("b", 1, now=1.0, is_over=lambda name, life: (name, life) == ("a", 1))
+    assert term is not None
+    assert (term.number, term.worker_id) == (2, "b")
+
+
+def test_a_term_is_longer_by_the_time_in_which_nobody_could_be_heard(election: Election) -> None:
+    election.stood_still(36.0)
+    election.elect("a", 1, now=0.0)
+    election.stood_still(36.0)
+    assert election.elect("b", 1, now=46.0) is None
+    assert election.elect("b", 1, now=46.1) is not None
+
+
 def test_a_renewed_lease_holds_longer(election: Election) -> None:
     election.elect("a", 1, now=0.0)
     assert election.renew(1, now=9.0)

@@ -108,9 +108,27 @@ def test_a_process_that_was_taken_over_does_not_come_back_by_itself(members: Mem
     join(members, "r", 0, incarnation=2)
     members.leave("r/0", 2, now=1.0, state=WorkerState.FINISHED)
 
-    with pytest.raises(UnknownWorker, match="say Hello"):
+    with pytest.raises(Superseded, match="a later life"):
         members.renew("r/1", 1, now=2.0)
+    with pytest.raises(UnknownWorker, match="say Hello"):
+        members.renew("r/0", 1, now=2.0)
+    for part in (0, 1):
+        with pytest.raises(Superseded, match="incarnation 2, this process is of 1"):
+            join(members, "r", part, incarnation=1)
     assert alive(members) == []
+
+
+def test_no_life_comes_back_after_a_later_one_was_lost(members: Membership) -> None:
+    for life in (1, 2):
+        join(members, "r", 0, 1, incarnation=life)
+        members.leave("r/1", life, now=1.0, state=WorkerState.FAILED)
+
+    with pytest.raises(Superseded, match="incarnation 2, this process is of 1"):
+        join(members, "r", 0, incarnation=1)
+    with pytest.raises(ReplicaLost, match="'r/1' failed"):
+        join(members, "r", 0, incarnation=2)
+    assert alive(members) == []
+    join(members, "r", 0, incarnation=3)
 
 
 def test_a_new_life_begins_where_the_last_was_lost(members: Membership) -> None:
@@ -148,6 +166,75 @@ def test_a_worker_and_a_replica_cannot_have_one_name(members: Membership) -> Non
     join(members, "r", 0)
     with pytest.raises(BadRequest, match="give one of them another name"):
         members.join("r", 5, now=0.0)
+
+
+def test_a_replica_cannot_have_the_name_of_a_worker_that_came_before(members: Membership) -> None:
+    members.join("r", 5, now=0.0)
+    with pytest.raises(BadRequest, match="give one of them another name"):
+        join(members, "r", 0)
+
+
+def test_no_worker_of_one_process_takes_over_a_process_of_a_replica(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    with pytest.raises(BadRequest, match="'r/0' is the name of a worker of one process and of a replica, or of a pro"):
+        members.join("r/0", 5, now=0.0)
+    members.join("a/0", 5, now=0.0)
+    with pytest.raises(BadRequest, match="'a/0' is the name"):
+        join(members, "a", 0, incarnation=6)
+    assert alive(members) == ["r/0", "r/1", "a/0"]
+
+
+@pytest.mark.parametrize(
+    ("message", "how"),
+    [
+        ("ReplicaLost: another process is gone", "says that it lost another of them;"),
+        ("KeyboardInterrupt: ", r"was interrupted \(KeyboardInterrupt\);"),
+        ("Terminated: SIGTERM", r"was interrupted \(Terminated: SIGTERM\);"),
+    ],
+)
+def test_a_process_that_went_for_anothers_sake_or_peoples_is_not_called_lost(
+    members: Membership, message: str, how: str
+) -> None:
+    join(members, "r", 0, 1)
+    gone = members.leave("r/0", 1, now=1.0, state=WorkerState.FAILED, message=message)
+    assert [member.worker_id for member in gone] == ["r/0", "r/1"]
+    with pytest.raises(ReplicaLost, match=f"its process 'r/0' {how}"):
+        members.renew("r/1", 1, now=2.0)
+
+
+def test_who_could_not_be_heard_is_not_silent(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    members.renew("r/0", 1, now=20.0)
+
+    members.stood_still(36.0, now=57.0)
+
+    assert members.expire(65.9) == []
+    assert [member.heard_at for member in members.all()] == [56.0, 36.0]
+    assert [member.worker_id for member in members.expire(66.1)] == ["r/1", "r/0"]
+    # Nobody was heard later than now.
+    join(members, "s", 0, now=66.0)
+    members.stood_still(36.0, now=67.0)
+    assert members.get("s/0").heard_at == 67.0  # type: ignore[union-attr]
+
+
+def test_a_life_is_over_when_it_lost_a_process_left_or_was_followed(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    members.join("a", 1, now=0.0)
+    assert not members.is_over("r", 1)
+    assert not members.is_over("a", 1)
+
+    members.leave("r/1", 1, now=1.0, state=WorkerState.FAILED)
+    members.leave("a", 1, now=1.0, state=WorkerState.FINISHED)
+    assert members.is_over("r", 1)
+    assert members.is_over("a", 1)
+
+    join(members, "r", 0, incarnation=2)
+    assert (members.is_over("r", 1), members.is_over("r", 2)) == (True, False)
+    # Whose lease ran out may be heard again.
+    members.join("b", 1, now=0.0)
+    members.expire(100.0)
+    assert not members.is_over("b", 1)
+    assert members.is_over("r", 2)
 
 
 def test_a_shard_of_an_undeclared_part_is_refused(members: Membership) -> None:

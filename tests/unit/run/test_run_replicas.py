@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -45,8 +46,12 @@ class Replicas:
 
     def hello(self, name: str, part: int, life: int = 1) -> int:
         """Says Hello as one process; the term where its replica is elected, else 0."""
+        return self.greet(name, part, life, parts=(part,))
+
+    def greet(self, name: str, index: int, life: int = 1, *, parts: tuple[int, ...]) -> int:
+        """Says Hello as a process that declares those parts."""
         greeting = Greeting(
-            "r", f"{name}/{part}", life, 1, "test", False, 0, 1, CUT, None, "", "", 0, "", parts=(part,), replica=name
+            "r", f"{name}/{index}", life, 1, "test", False, 0, 1, CUT, None, "", "", 0, "", parts=parts, replica=name
         )
         return self.run.hello(greeting).term
 
@@ -194,14 +199,78 @@ def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_chang
     assert replicas.run.aggregation.text == "async"
 
 
+def test_a_replica_that_falls_silent_before_there_are_parameters_is_lost_and_its_turn_over() -> None:
+    replicas = Replicas(lease_seconds="8")
+    term = replicas.hello("a", 0)
+    replicas.hello("a", 1)
+    for _ in range(10):
+        # The leader goes on saying Hello, which keeps its turn and not the life of another process.
+        replicas.clock.now += 1.0
+        replicas.run.tick()
+        with contextlib.suppress(ReplicaLost):
+            replicas.hello("a", 0)
+            continue
+        break
+    assert replicas.events("replica") == ["replica a is out: its process a/1 was lost: taken along a/0"]
+
+    # No second goes by in which nobody has the turn.
+    later = replicas.hello("b", 0)
+    replicas.hello("b", 1)
+    assert later == term + 1
+    with pytest.raises(ReplicaLost, match="'a/1' was silent"):
+        replicas.initialize("a", 0, term)
+    for part in (0, 1):
+        replicas.initialize("b", part, later)
+    assert len(replicas.run.shards) == 5
+
+
+def test_a_server_that_stood_still_loses_no_replica() -> None:
+    replicas = Replicas("a", "b")
+    replicas.round("a", "b")
+    replicas.clock.now += 36.0
+
+    replicas.run.stood_still(35.8)
+    replicas.run.tick()
+
+    assert replicas.versions() == [1, 1]
+    replicas.round("a", "b", version=1)
+    assert replicas.versions() == [2, 2]
+    assert replicas.events("standstill") == [
+        "the server stood still; its workers' leases are prolonged by that time: seconds 35.8"
+    ]
+
+
+@pytest.mark.parametrize("parts", [(1, 0), (0, 0)])
+def test_parts_that_are_not_named_once_in_ascending_order_are_refused(parts: tuple[int, ...]) -> None:
+    with pytest.raises(BadRequest, match=f"declares the parts {parts[0]}, {parts[1]}: name each once, in ascending"):
+        Replicas().greet("a", 0, parts=parts)
+
+
+@pytest.mark.parametrize(("name", "what"), [(" ", "blank"), ("a/0", "what follows a '/'")])
+def test_a_replica_has_a_name_to_be_read_that_is_none_of_its_processes(name: str, what: str) -> None:
+    replicas = Replicas()
+    with pytest.raises(BadRequest, match=what):
+        replicas.hello(name, 0)
+    with pytest.raises(BadRequest, match=what):
+        replicas.initialize(name, 0, 1)
+
+
+def test_under_sandblaster_no_replica_joins_and_nobody_brings_a_run_there() -> None:
+    with pytest.raises(BadRequest, match=r"'a/0' is a process of a replica .* under sandblaster workers of one"):
+        Replicas("a", protocol="sandblaster")
+    replicas = Replicas("a", "b", protocol="async")
+    with pytest.raises(BadRequest, match="trains by async, and sandblaster would end each of its workers"):
+        replicas.run.configure(protocol="sandblaster")
+    assert set(replicas.push("a", 0)) == {Outcome.APPLIED}
+
+
 def test_what_an_earlier_term_left_is_thrown_away() -> None:
     replicas = Replicas()
     [term] = {replicas.hello("a", part) for part in (0, 1)}
     replicas.initialize("a", 0, term)
     replicas.run.leave("r", "a/1", 1, failed=True, message="")
-    assert not replicas.hello("b", 0)
-    replicas.clock.now += 11.0
 
+    # Nobody waits for the end of its turn.
     later = replicas.hello("b", 0)
     replicas.hello("b", 1)
     assert later == term + 1
