@@ -1,0 +1,237 @@
+"""How replicas live and end: signs of life from the first Hello on, a leave wherever it was answered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import founding_process
+from client_support import addresses, free_port, start_servers
+from cut_model import CUT, vectors_of, whole_tensors
+from founding_process import NAME, SGD
+from inspection import inspect
+from peers import Meeting, ThreadPeers, on_all
+from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
+from pyps_client.connection import Connection
+from pyps_client.handshake import Handshake
+from pyps_wire.errors import ReplicaLost
+from pyps_wire.inspector_pb2 import WorkerInfo
+from pyps_wire.partition import partition
+from support import PythonProcess, ServerProcess, wait_until
+
+Start = Callable[..., ServerProcess]
+StartPython = Callable[..., PythonProcess]
+Values = list[npt.NDArray[np.float32]]
+
+QUICK = ("--heartbeat-seconds", "0.1")
+# A lease that is soon over, and yet longer than a busy machine lets anybody be silent.
+SHORT = ("--heartbeat-seconds", "0.2", "--lease-seconds", "4")
+
+
+def session_of(
+    servers: str, peers: ThreadPeers | None = None, *, initial: Callable[[], Values] | None = None, **launch: Any
+) -> Session:
+    """A session of one process of a replica, with the part of its index; without peers, of a whole worker."""
+    settings = {"worker_id": "plain", "start_wait_seconds": 60.0, "wait_seconds": 60.0} | launch
+    vectors = vectors_of(whole_tensors())
+    return Session(
+        CUT,
+        SGD,
+        launch=Launch(servers=tuple(servers.split(",")), **settings),
+        initial=initial or (lambda: vectors if peers is None else [vectors[peers.index]]),
+        parts=() if peers is None else (peers.index,),
+        peers=peers,
+    )
+
+
+def push(session: Session) -> int:
+    """Pushes ones and returns how many shards took them."""
+    parameters = [np.zeros(size, np.float32) for size in session.model.group_sizes]
+    session.pull(parameters)
+    return sum(receipt.version_after > 0 for receipt in session.push([np.ones_like(each) for each in parameters]))
+
+
+def workers_of(server: ServerProcess) -> dict[str, WorkerInfo]:
+    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
+
+
+def left_with(server: ServerProcess, worker_id: str) -> str:
+    """What a worker said as it left in failure; empty while it has not."""
+    worker = workers_of(server).get(worker_id)
+    return worker.message if worker is not None and worker.state == "failed" else ""
+
+
+def outlast_a_lease(server: ServerProcess, name: str, *, servers: str, run_id: str) -> None:
+    """Returns once a worker that greets now, and then is silent, has been forgotten for it."""
+    launch = Launch(servers=tuple(servers.split(",")), worker_id=name, run_id=run_id)
+    handshake = Handshake(launch, partition=partition(CUT, num_servers=2), optimizer=SGD)
+    with contextlib.closing(Connection(0, launch=launch)) as connection:
+        handshake.hello(connection, connection.channel, 10.0)
+    wait_until(lambda: workers_of(server)[name].state == "expired", what="the end of a silent worker's lease")
+
+
+@pytest.fixture
+def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
+    monkeypatch.setattr(lost_replica, "GRACE_SECONDS", 3600.0)
+
+
+@pytest.fixture
+def start_pair(start_python: StartPython, tmp_path: Path) -> Iterator[Callable[[str, str], list[PythonProcess]]]:
+    """Starts the two processes of founding_process.py; ends those that have stopped themselves."""
+    started: list[PythonProcess] = []
+
+    def start(servers: str, scenario: str) -> list[PythonProcess]:
+        script, store = founding_process.__file__, str(tmp_path / "store")
+        started.extend(start_python(script, servers, scenario, str(rank), store) for rank in (0, 1))
+        return started
+
+    yield start
+    for process in started:
+        if process.running:
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and_another_founds_it(
+    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
+) -> None:
+    servers = start_servers(start_server, 2, *SHORT)
+    told = addresses(servers)
+    leader, stopped = start_pair(told, "founding")
+    stopped.wait_for_output("stops")
+    leader.wait_for_output("elected")
+
+    with session_of(told) as session:
+        assert push(session) == 5
+    assert leader.wait() == 1
+    assert f"'{NAME}/1'" in leader.output(), leader.output()
+    assert "Traceback" not in leader.output()
+
+
+def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
+    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
+) -> None:
+    servers = start_servers(start_server, 2)
+    hangs, stopped = start_pair(addresses(servers), "joined")
+    stopped.wait_for_output("joined")
+    hangs.wait_for_output("joined")
+    wait_until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().split()[2] == "T", what="the other's stop")
+
+    hangs.signal(signal.SIGTERM)
+
+    assert hangs.wait() == 128 + signal.SIGTERM
+    for server in servers:
+        if f"{NAME}/0" in workers_of(server):
+            assert left_with(server, f"{NAME}/0") == "Terminated: SIGTERM"
+
+
+@pytest.mark.usefixtures("nobody_hangs")
+def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server: Start) -> None:
+    port = free_port()
+    first = start_server(*SHORT)
+    told = f"{first.data},127.0.0.1:{port}"
+
+    def work(peers: ThreadPeers) -> str:
+        with session_of(told, peers, run_id="late") as session:
+            return session.run_id
+
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(on_all, Meeting("r", 2), work)
+        wait_until(lambda: workers_of(first).keys() >= {"r/0", "r/1"}, what="both at server 0")
+        outlast_a_lease(first, "silent", servers=told, run_id="late")
+        assert {workers_of(first)[name].state for name in ("r/0", "r/1")} == {"alive"}
+        start_server("--port", str(port), *SHORT)
+        assert joining.result() == ["late", "late"]
+
+
+def test_one_server_that_stands_still_costs_no_lease_on_another(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, *SHORT)
+    told = addresses(servers)
+    with session_of(told) as session:
+        push(session)
+        servers[1].signal(signal.SIGSTOP)
+        try:
+            for name in ("silent", "silent too"):
+                outlast_a_lease(servers[0], name, servers=told, run_id=session.run_id)
+            assert workers_of(servers[0])["plain"].state == "alive"
+            assert "worker=plain silent_seconds" not in servers[0].output()
+        finally:
+            servers[1].signal(signal.SIGCONT)
+
+
+def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: Start) -> None:
+    server = start_server()
+    told = f"{server.data},127.0.0.1:{free_port()}"
+    with pytest.raises(ServerUnavailable):
+        session_of(told, start_wait_seconds=0.5).connect()
+    assert "ServerUnavailable" in left_with(server, "plain")
+
+
+@pytest.mark.usefixtures("nobody_hangs")
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_whose_first_parameters_fail_ends_all_and_leaves_the_turn_to_others(
+    start_server: Start, failing: int
+) -> None:
+    told = addresses(start_servers(start_server, 2))
+
+    def fail() -> Values:
+        raise OSError("no such file: weights")
+
+    def work(peers: ThreadPeers) -> Exception:
+        session = session_of(told, peers, initial=fail if peers.index == failing else None)
+        with pytest.raises((OSError, PypsError)) as caught:
+            session.connect()
+        return caught.value
+
+    errors = on_all(Meeting("r", 2), work)
+    assert (type(errors[failing]), str(errors[failing])) == (OSError, "no such file: weights")
+    assert type(errors[1 - failing]) is ReplicaLost
+    assert f"process {failing} of r failed (OSError: no such file: weights)" in str(errors[1 - failing])
+    with session_of(told) as session:
+        assert push(session) == 5
+
+
+@pytest.mark.usefixtures("nobody_hangs")
+def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server: Start) -> None:
+    """Its main thread is away all the while, as amid a collective call."""
+    servers = start_servers(start_server, 2, *QUICK)
+    told = addresses(servers)
+    sessions = on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__())
+    try:
+        sessions[1].close("failed", "out of memory")
+        for server in servers:
+            if "r/0" in workers_of(server):
+                said = wait_until(lambda server=server: left_with(server, "r/0"), what="the survivor's leave")
+                assert said.startswith("ReplicaLost: ") and "out of memory" in said
+    finally:
+        sessions[0].close("failed")
+
+
+@pytest.mark.usefixtures("nobody_hangs")
+def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, "--stop-after", "updates=1", *QUICK)
+    told = addresses(servers)
+
+    def work(peers: ThreadPeers) -> int:
+        with session_of(told, peers) as session:
+            if peers.index == 0:
+                with session_of(told) as other:
+                    push(other)
+            for meetings in range(1_000_000):
+                session.meet()
+                ended = peers.gather(session.finished)
+                assert len(set(ended)) == 1
+                if ended[0]:
+                    return meetings
+        raise AssertionError("the end of the run did not come")
+
+    assert len(set(on_all(Meeting("r", 2), work))) == 1
