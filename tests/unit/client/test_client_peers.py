@@ -77,11 +77,11 @@ def test_whoever_waits_for_a_process_that_is_gone_learns_of_it() -> None:
 def test_a_process_has_to_do_with_server_0_and_its_own_and_the_leader_with_those_of_nobody() -> None:
     whole = partition(MODEL, num_servers=3)
     holders = [shard.server_index for shard in whole.shards]
-    assert holders == [0, 2], "server 1 holds nothing"
+    assert holders == [0, 1], "server 2 holds nothing"
 
     assert contacts_of(whole, whole, leads=True) == [0, 1, 2]
-    assert contacts_of(whole.of_parts([0]), whole, leads=True) == [0, 1]
-    assert contacts_of(whole.of_parts([1]), whole, leads=False) == [0, 2]
+    assert contacts_of(whole.of_parts([0]), whole, leads=True) == [0, 2]
+    assert contacts_of(whole.of_parts([1]), whole, leads=False) == [0, 1]
 
 
 def test_of_several_processes_each_names_its_parts() -> None:

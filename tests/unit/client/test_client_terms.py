@@ -9,7 +9,7 @@ from pyps_wire.common_pb2 import Receipt
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
-def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_the_rest() -> None:
+def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change() -> None:
     terms = Terms()
 
     terms.greeted(HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
@@ -18,9 +18,10 @@ def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_the_rest() 
     terms.answered(Receipt(ask_to_proceed=True, batch_size=16))
     assert (terms.ask_to_proceed, terms.batch_size, terms.protocol) == (True, 16, "hardsync")
 
-    terms.reminded(HeartbeatReply(protocol="asgd:accumulate=4", staleness="divide", accumulate=4))
+    terms.reminded(HeartbeatReply(protocol="asgd:accumulate=4", staleness="divide", accumulate=4, batch_size=8))
     assert (terms.protocol, terms.staleness, terms.accumulate) == ("asgd:accumulate=4", "divide", 4)
-    assert (terms.current_version_only, terms.ask_to_proceed, terms.clip_norm) == (False, True, 2.0)
+    assert (terms.current_version_only, terms.ask_to_proceed, terms.batch_size) == (False, False, 8)
+    assert terms.clip_norm == 2.0
 
 
 def test_a_heartbeat_that_tells_nothing_changes_nothing() -> None:
