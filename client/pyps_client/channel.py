@@ -147,6 +147,15 @@ class Channel:
             call.cancel()
 
 
+def problem_of(call: Any) -> Exception | None:
+    """What went wrong with a call that `Channel.start` began, once it is over; None for nothing."""
+    try:
+        problem: Exception | None = call.exception()
+    except grpc.FutureCancelledError as error:
+        return error
+    return problem
+
+
 def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
     """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
     return _verdict_of(error.code(), error.details() or "", error.trailing_metadata(), address, answered=answered)

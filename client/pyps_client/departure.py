@@ -7,9 +7,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-import grpc
-
 from pyps_client import termination, uncaught
+from pyps_client.channel import problem_of
 from pyps_client.connection import Connection
 from pyps_client.log import logger
 from pyps_wire.common_pb2 import Sender
@@ -64,10 +63,9 @@ def leave(connections: Sequence[Connection], sender: Sender, cause: str, message
         else:
             calls.append((connection, call))
     for connection, call in calls:
-        try:
-            call.result()
-        except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            logger.debug("leaving %s: %s", connection.name, error)
+        problem = problem_of(call)
+        if problem is not None:
+            logger.debug("leaving %s: %s", connection.name, problem)
 
 
 def _register() -> None:
