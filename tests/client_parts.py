@@ -11,7 +11,7 @@ import pytest
 
 from cut_model import CUT, vectors_of, whole_tensors
 from inspection import inspect
-from peers import ThreadPeers
+from peer_threads import ThreadPeers
 from pyps_client import Launch, Observer, PypsError, Session
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.inspector_pb2 import WorkerInfo

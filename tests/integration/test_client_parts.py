@@ -26,7 +26,7 @@ from client_parts import (
 )
 from client_support import addresses, start_servers
 from cut_model import CUT, vectors_of, whole_tensors
-from peers import Meeting, ThreadPeers, on_all
+from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client import Launch, ModelMismatch, RunFinished, Session, lost_replica
 from pyps_client.looking import model_of_run
 from pyps_wire.partition import Model, Tensor

@@ -24,7 +24,7 @@ from client_parts import (
 )
 from client_support import addresses, free_port, start_servers
 from cut_model import vectors_of
-from peers import Meeting, ThreadPeers, on_all
+from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client import Session, Superseded, lost_replica
 from pyps_wire.errors import ReplicaLost
 from support import ServerProcess, wait_until

@@ -19,7 +19,7 @@ from client_support import addresses, free_port, start_servers
 from cut_model import CUT, vectors_of, whole_tensors
 from founding_process import NAME, SGD
 from inspection import inspect
-from peers import Meeting, ThreadPeers, on_all
+from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
 from pyps_client.connection import Connection
 from pyps_client.handshake import Handshake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peers import Meeting, ThreadPeers, on_all
+from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client.peers import ALONE, agreed, led, own_partition
 from pyps_client.servers import contacts_of
 from pyps_client.standing import Standing
