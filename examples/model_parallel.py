@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-from transformer import BLOCKS, Transformer
+from transformer import BLOCKS, HEADS, Transformer
 
 from pyps_client.data import worker_sampler
 from pyps_client.torch import RemoteOptimizer, Replica
@@ -150,6 +150,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if (arguments.cut == "none") != (processes == 1):
         parser.error(f"--cut {arguments.cut} does not go with {processes} processes a replica")
+    if arguments.cut == "tensor" and HEADS % processes:
+        parser.error(f"--cut tensor divides {HEADS} heads evenly, which {processes} processes do not")
+    if arguments.cut == "pipeline" and processes > BLOCKS:
+        parser.error(f"--cut pipeline gives each process a block of {BLOCKS}, too few for {processes} processes")
     return arguments
 
 

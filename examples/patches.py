@@ -141,9 +141,11 @@ def what_crossed(band: Band, *, most_times: int) -> str:
     if band.count > 1:
         dist.all_gather_object(everybody, everybody[0])
     forward, backward, edges, _ = (sum(numbers) for numbers in zip(*everybody, strict=True))
+    if band.count == 1:
+        return "one part: nothing crosses"
     return (
         f"crossings between {band.count} parts, for each image: {forward} nodes forward, {backward} gradients back; "
-        f"with a message for each edge {edges}\n"
+        f"sending each node once for every edge that it has there would take {edges}\n"
         f"most often that a node went to the same part in a minibatch: {max(most for *_, most in everybody)}"
     )
 

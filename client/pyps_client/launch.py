@@ -42,6 +42,8 @@ class Launch:
     # This worker's place among the run's workers, from 0, for dividing data. None when nobody said.
     worker_index: int | None = None
     worker_count: int | None = None
+    # The processes of this worker, each with a part of the model (model parallelism).
+    parts: int = 1
     # Shared secret of servers that ask for one.
     token: str = field(default="", repr=False)
     # How long to wait for a server that is not there at the start, and for one that was lost.
@@ -66,6 +68,8 @@ class Launch:
         if self.transport not in TRANSPORTS:
             raise BadRequest(f"transport is {self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
         _check_place(self.worker_index, self.worker_count)
+        if self.parts < 1:
+            raise BadRequest(f"parts (PYPS_PARTS) is {self.parts}; expected 1 or more.")
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
         for name in ("start_wait_seconds", "loss_wait_seconds", "wait_seconds"):
@@ -188,6 +192,7 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "worker_id": (str, "a name"),
     "worker_index": (int, "a whole number"),
     "worker_count": (int, "a whole number"),
+    "parts": (int, "a whole number"),
     "start_wait_seconds": (float, "a number of seconds"),
     "loss_wait_seconds": (float, "a number of seconds"),
     "wait_seconds": (float, "a number of seconds"),

@@ -123,10 +123,15 @@ _LOST = "ReplicaLost"
 _INTERRUPTIONS = ("KeyboardInterrupt", "Terminated")
 
 
+def was_interrupted(message: str) -> bool:
+    """Whether people ended a process that left as failed, by its own message."""
+    return message.startswith(_INTERRUPTIONS)
+
+
 def failure_in_words(message: str) -> str:
     """What became of a process that left as failed, by its own message."""
     if message.startswith(_LOST):
         return "says that it lost another of them"
-    if message.startswith(_INTERRUPTIONS):
+    if was_interrupted(message):
         return f"was interrupted ({message.rstrip(': ')})"
     return f"failed ({message})" if message else "failed"

@@ -56,6 +56,7 @@ def worker_environment(
         "PYPS_WORKER_ID": worker_name(index, num_parts),
     }
     if group:
+        environment["PYPS_PARTS"] = str(group.size)
         environment |= _torch_variables(group)
         # By itself gloo listens where the machine's name points to, beyond this machine.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

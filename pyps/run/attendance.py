@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
-from pyps.core.member import Member, WorkerInfo, WorkerState, failure_in_words
+from pyps.core.member import Member, WorkerInfo, WorkerState, failure_in_words, was_interrupted
 from pyps.core.membership import Membership
 from pyps.core.roster import Roster
 from pyps.run.events import Events
@@ -132,11 +132,12 @@ class Attendance:
             self.on_gone(member.worker_id, lost)
         if lost and was_alive and gone and gone[0].replica:
             first = gone[0]
-            how = failure_in_words(first.message) if first.state is WorkerState.FAILED else "was lost"
+            failed = first.state is WorkerState.FAILED
+            how = failure_in_words(first.message) if failed else "was lost"
             self._events.add(
                 "replica",
                 f"replica {first.replica} is out: its process {first.worker_id} {how}",
-                warning=True,
+                warning=not (failed and was_interrupted(first.message)),
                 taken_along=", ".join(member.worker_id for member in gone[1:]),
             )
         return [gone[0].name] if gone and not self.membership.lives(gone[0].name) else []

@@ -82,7 +82,8 @@ def test_two_replicas_of_two_processes_train_patches_and_count_what_crosses(star
     # 3 columns of neighbours but at the ends, and 4 channels in each.
     border = 2 * (8 + 32)
     edges = 2 * (3 * 8 - 2) * 4 * (1 + 4 + 4) + 20
-    assert output.count(f"{border + 20} nodes forward, 64 gradients back; with a message for each edge {edges}") == 2
+    assert output.count(f"{border + 20} nodes forward, 64 gradients back; sending each node") == 2
+    assert output.count(f"for every edge that it has there would take {edges}") == 2
     assert output.count("went to the same part in a minibatch: 1\n") == 2
     # The servers' model, whole, in one process.
     [servers] = re.findall(r"pyps export FILE --servers (\S+)", output)

@@ -129,6 +129,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 pull_codec=parameter_dtype,
                 transport=transport,
             )
+            if replica is None and launch.parts > 1:
+                raise BadRequest(
+                    f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
+                    "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
+                )
             return translation, translate(optimizer), pace, launch
 
         # What one process of a replica was told wrong all of them refuse.
