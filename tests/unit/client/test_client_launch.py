@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "worker_id": ("mine", "theirs"),
     "worker_index": (1, "two"),
     "worker_count": (3, "four"),
+    "parts": (2, "both"),
     "start_wait_seconds": (1.0, "soon"),
     "loss_wait_seconds": (1.0, "soon"),
     "wait_seconds": (1.0, "soon"),
