@@ -23,8 +23,8 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
             state[plain_name(name)] = held[shared]
         elif isinstance(value, torch.Tensor):
             state[plain_name(name)] = value.detach().to("cpu", copy=True)
-    # What other processes of a replica hold.
-    return {**held, **state}
+    # After the model's own, what other processes of a replica hold.
+    return state | {name: values for name, values in held.items() if name not in state}
 
 
 def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
