@@ -21,7 +21,7 @@ from grpc_health.v1 import _async as async_health
 from grpc_health.v1 import health as threaded_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pyps import _kernels, logs
+from pyps import _kernels, announcement, logs
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder
 from pyps.config import ConfigError, ServerConfig
 from pyps.run import Run, RunState
@@ -219,21 +219,21 @@ class Server:
             "data": addresses.data,
             "control": addresses.control,
             "metrics": f"http://{addresses.metrics}/metrics",
-            "access": _access(config),
+            "access": announcement.access(config),
             "shared memory": f"at {self._local.address}" if self._local.address else "not offered",
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
             "protocol": run.aggregation.text,
             "staleness": run.staleness.text,
             "schedule": run.behaviour.schedule.text,
-            "shards": _shards_in_words(run) if run.partition else later,
-            "memory": _memory_in_words(run) if run.partition else later,
+            "shards": announcement.shards_in_words(run) if run.partition else later,
+            "memory": announcement.memory_in_words(run) if run.partition else later,
             "in flight": f"at most {in_bytes(config.max_in_flight_bytes)} of pushes and pulls",
             "pending": f"at most {in_bytes(config.max_pending_bytes)} of gradients that wait for an update",
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
             if config.checkpoint_dir
             else "none (--checkpoint-dir)",
-            "update log": _update_log_in_words(config),
+            "update log": announcement.update_log_in_words(config),
         }
 
     def _log_ready(self) -> None:
@@ -244,8 +244,8 @@ class Server:
             epoch=run.epoch,
             server=f"{run.server_index} of {run.num_servers}",
             optimizer=run.optimizer,
-            shards=_shards_in_words(run),
-            memory=_memory_in_words(run),
+            shards=announcement.shards_in_words(run),
+            memory=announcement.memory_in_words(run),
         )
 
     # While it serves.
@@ -359,14 +359,6 @@ def _update_log_of(config: ServerConfig) -> UpdateLog | None:
     )
 
 
-def _update_log_in_words(config: ServerConfig) -> str:
-    if config.update_log is None:
-        return "none (--update-log)"
-    if not config.log_gradients:
-        return f"{config.update_log}, without gradients (--log-gradients)"
-    return f"{config.update_log}, with gradients up to {in_bytes(config.log_gradients_max_bytes)}"
-
-
 def _versions(run: Run) -> dict[int, int]:
     return {shard_id: shard.version for shard_id, shard in run.shards.items()}
 
@@ -376,26 +368,6 @@ def _holds(checkpoint: Path | None, run: Run) -> bool:
         return checkpoint is not None and Checkpoint(checkpoint).versions == _versions(run)
     except CheckpointDamaged:
         return False
-
-
-def _access(config: ServerConfig) -> str:
-    if config.token_file is not None:
-        return f"with the token in {config.token_file}"
-    if config.insecure:
-        return "open to everybody who can reach it (--insecure)"
-    return "this machine only"
-
-
-def _shards_in_words(run: Run) -> str:
-    total = run.partition.num_shards if run.partition else 0
-    held = sum(shard.length for shard in run.shards.values())
-    return f"{len(run.shards)} of {total}, {held:,} parameters"
-
-
-def _memory_in_words(run: Run) -> str:
-    parameters = sum(4 * shard.length for shard in run.shards.values())
-    slots = sum(shard.slots_bytes for shard in run.shards.values())
-    return f"{in_bytes(parameters)} of parameters, {in_bytes(slots)} of slots"
 
 
 def _check_ready_file(path: Path | None) -> None:
