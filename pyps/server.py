@@ -102,8 +102,12 @@ class Server:
         self._stop = asyncio.Event()
         self._stop_reason = ""
 
-    async def run(self) -> int:
-        """Serves until a signal or the end of the job, then drains, saves and returns the exit status."""
+    async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
+        """Serves until a signal or the end of the job, then drains, saves and returns the exit status.
+
+        `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` is told where the
+        server answers, once it does.
+        """
         data = hosting.make_data_server(self._config, self._token)
         control = hosting.make_control_server(self._token)
         metrics = MetricsServer(
@@ -118,12 +122,14 @@ class Server:
         self._resume()
         self._add_services(data, control, addresses)
         await self._set_health(_Health.SERVING)
-        self._handle_signals()
+        if signals:
+            self._handle_signals()
         self._local.start(self._config.local_socket)
         await data.start()
         control.start()
         metrics.start()
         self._announce(addresses)
+        on_ready(addresses)
         watch = asyncio.create_task(self._keep_looking())
         ticker = asyncio.create_task(self._keep_time())
         ticker.add_done_callback(self._report_ticker)

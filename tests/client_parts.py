@@ -16,7 +16,7 @@ from pyps_client import Launch, Observer, PypsError, Session
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.inspector_pb2 import WorkerInfo
 from pyps_wire.partition import Model
-from support import ServerProcess
+from support import AnyServer
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,7 +77,7 @@ def assert_equal(tensors: dict[str, Floats], expected: dict[str, Floats], **tole
         np.testing.assert_allclose(tensors[name], values, err_msg=name, **({"rtol": 1e-6, "atol": 1e-6} | tolerance))
 
 
-def workers_of(server: ServerProcess) -> dict[str, WorkerInfo]:
+def workers_of(server: AnyServer) -> dict[str, WorkerInfo]:
     return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
 
 

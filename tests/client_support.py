@@ -5,16 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pyps_client import Client
-from support import ServerProcess
+from support import AnyServer
 
 Array = npt.NDArray[np.float32]
+Server = TypeVar("Server", bound=AnyServer)
 
 ADAGRAD = ("adagrad", {"learning_rate": 0.05, "eps": 1e-10, "initial_accumulator_value": 0.1})
 SGD = ("sgd", {"learning_rate": 0.05})
@@ -60,15 +61,12 @@ def small_gradients(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[st
     return {name: np.asarray(random.standard_normal(shape), np.float32) for name, shape in shapes.items()}
 
 
-def start_servers(start_server: Callable[..., ServerProcess], count: int, *flags: str) -> list[ServerProcess]:
-    """Starts so many servers at once and waits for all."""
-    servers = [start_server(*flags, wait=False) for _ in range(count)]
-    for server in servers:
-        server.wait_ready()
-    return servers
+def start_servers(start: Callable[..., Server], count: int, *flags: str) -> list[Server]:
+    """Starts so many servers with a fixture that starts one."""
+    return [start(*flags) for _ in range(count)]
 
 
-def addresses(servers: list[ServerProcess]) -> str:
+def addresses(servers: Sequence[AnyServer]) -> str:
     return ",".join(server.data for server in servers)
 
 
@@ -83,12 +81,6 @@ def make_client(servers: str, **options: Any) -> Client:
         "loss_wait_seconds": 30,
     }
     return Client(servers=servers, **(settings | options))
-
-
-def free_port() -> int:
-    """A port where nothing listens at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class CuttingProxy:

@@ -17,7 +17,7 @@ from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
 from pyps_wire.work_pb2_grpc import WorkQueueStub
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 from wire_worker import CHANNEL_OPTIONS
 
 CALL_SECONDS = 60.0
@@ -30,7 +30,7 @@ class Conductor:
     Made once a worker has opened the data set. The vector "g" is the mean gradient of the last pass that was folded.
     """
 
-    def __init__(self, servers: Sequence[ServerProcess], *, run_id: str = "blast") -> None:
+    def __init__(self, servers: Sequence[AnyServer], *, run_id: str = "blast") -> None:
         self.servers = ",".join(server.data for server in servers)
         self.sender = Sender(run_id=run_id, worker_id="conductor", incarnation=time.time_ns())
         self._channels = [grpc.insecure_channel(server.data, options=CHANNEL_OPTIONS) for server in servers]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 from hypothesis import settings
 
-from support import PythonProcess, ServerProcess
+from support import PythonProcess, ServerProcess, ServerThread
 
 # A busy machine must not fail a property by its clock.
 settings.register_profile("pyps", deadline=None)
@@ -26,18 +26,34 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.fixture
-def start_server(request: pytest.FixtureRequest) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts servers: `start_server("--run-id", "a", env={...}) -> ServerProcess`, ready to be called."""
-    started: list[ServerProcess] = []
+def start_server() -> Iterator[Callable[..., ServerThread]]:
+    """Starts servers in this process: `start_server("--run-id", "a", env={...})`, ready when it returns."""
+    started: list[ServerThread] = []
 
-    def start(*flags: str, env: Mapping[str, str | None] | None = None, wait: bool = True) -> ServerProcess:
-        server = ServerProcess(*flags, env=env, wait=wait)
-        started.append(server)
-        return server
+    def start(*flags: str, env: Mapping[str, str | None] | None = None) -> ServerThread:
+        started.append(ServerThread(*flags, env=env))
+        return started[-1]
 
     yield start
     for server in started:
         # pytest shows captured output of failed tests only, so this costs a passing test nothing.
+        print(f"--- log of the server on {server.data}:\n{server.output()}")
+        server.stop()
+
+
+@pytest.fixture
+def start_server_process() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers as processes of their own, for tests that kill, signal or command one."""
+    started: list[ServerProcess] = []
+
+    def start(
+        *flags: str, env: Mapping[str, str | None] | None = None, wait: bool = True, fresh: bool = False
+    ) -> ServerProcess:
+        started.append(ServerProcess(*flags, env=env, wait=wait, fresh=fresh))
+        return started[-1]
+
+    yield start
+    for server in started:
         print(f"--- output of the server on {server.ready.get('data')}:\n{server.output()}")
         server.close()
 
@@ -47,8 +63,8 @@ def start_python() -> Iterator[Callable[..., PythonProcess]]:
     """Starts Python processes: `start_python("-c", code, env={...}) -> PythonProcess`."""
     started: list[PythonProcess] = []
 
-    def start(*arguments: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
-        process = PythonProcess(*arguments, env=env)
+    def start(*arguments: str, env: Mapping[str, str | None] | None = None, fresh: bool = False) -> PythonProcess:
+        process = PythonProcess(*arguments, env=env, fresh=fresh)
         started.append(process)
         return process
 

@@ -24,7 +24,7 @@ class Coordinated:
 
     def __init__(
         self,
-        start_server: Callable[..., ServerProcess],
+        start_server_process: Callable[..., ServerProcess],
         start_python: Callable[..., PythonProcess],
         *,
         servers: int = 2,
@@ -32,14 +32,14 @@ class Coordinated:
         checkpoints: Path | None = None,
     ) -> None:
         """`checkpoints`: a folder for those of all servers, which `revive` needs."""
-        self._start_server = start_server
+        self._start_server = start_server_process
         self._start_python = start_python
         self._checkpoints = checkpoints
         if checkpoints is None:
-            self.servers = start_servers(start_server, servers, *FLAGS, *server_flags)
+            self.servers = start_servers(start_server_process, servers, *FLAGS, *server_flags)
         else:
             self.servers = [
-                start_server(*FLAGS, *server_flags, "--checkpoint-dir", self._folder(server))
+                start_server_process(*FLAGS, *server_flags, "--checkpoint-dir", self._folder(server))
                 for server in range(servers)
             ]
         self.addresses = addresses(self.servers)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pyps_wire.blocks import place
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess
+from support import AnyServer
 from wire_worker import WireWorker
 
 Floats = npt.NDArray[np.float32]
@@ -46,7 +46,7 @@ def vectors_of(tensors: Mapping[str, Floats]) -> list[Floats]:
 
 
 @contextlib.contextmanager
-def cut_run(servers: Sequence[ServerProcess]) -> Iterator[list[WireWorker]]:
+def cut_run(servers: Sequence[AnyServer]) -> Iterator[list[WireWorker]]:
     """A run of the cut model whose parameters are 0: one worker that holds all parts, joined at each server."""
     with contextlib.ExitStack() as stack:
         workers = [

@@ -1,21 +1,37 @@
-"""Real processes for tests: servers and worker scripts, started on free ports and never left behind.
+"""Real servers and processes for tests, on free ports and never left behind.
 
-Tests say `from support import ...`; servers come from the fixture `start_server`, which ends them too.
+Tests say `from support import ...`. Servers come from the fixture `start_server`, which runs them in the test's own
+process and ends them; one that is to be killed, signalled or looked at from outside comes from `start_server_process`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import functools
+import io
+import itertools
 import json
+import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+from pyps import _kernels, logs
+from pyps.config import ServerConfig, flag_name, resolve
+from pyps.server import Server
+from pyps.service.report import Addresses
+from pyps.service.security import load_token
 
 T = TypeVar("T")
 
@@ -52,27 +68,118 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
     return environment
 
 
+class Forker:
+    """The process of tests/forker.py: it forks children that have torch and pyps already. One a process of pytest's."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = str(ROOT / "tests" / "forker.py")
+        with theirs:
+            fd = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, script, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL, env=child_environment()
+            )
+        self._ids = itertools.count()
+        self._jobs: dict[int, ForkedChild] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, arguments: Sequence[str], *, env: Mapping[str, str], cwd: str | None, output: str) -> ForkedChild:
+        """Forks a child that does what `python ARGUMENTS` would."""
+        job_id = next(self._ids)
+        job = {"id": job_id, "arguments": arguments, "env": env, "cwd": cwd, "output": output}
+        child = self._jobs[job_id] = ForkedChild(arguments)
+        self._connection.send(json.dumps(job).encode())
+        child.pid_known.result(START_SECONDS)
+        return child
+
+    def _listen(self) -> None:
+        while message := self._connection.recv(1 << 16):
+            told = json.loads(message)
+            if "pid" in told:
+                self._jobs[told["id"]].pid_known.set_result(told["pid"])
+            else:
+                self._jobs.pop(told["id"]).ended.set_result(told["status"])
+        for child in self._jobs.values():
+            for future in (child.pid_known, child.ended):
+                if not future.done():
+                    future.set_exception(AssertionError("tests/forker.py ended; its error stands in pytest's output"))
+
+
+class ForkedChild:
+    """A child of the forker's, with as much of subprocess.Popen as tests use."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self.pid_known: Future[int] = Future()
+        self.ended: Future[int] = Future()
+
+    @property
+    def pid(self) -> int:
+        return self.pid_known.result()
+
+    def poll(self) -> int | None:
+        return self.ended.result() if self.ended.done() else None
+
+    def wait(self, timeout: float) -> int:
+        try:
+            return self.ended.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(list(self._arguments), timeout) from None
+
+    def send_signal(self, number: int) -> None:
+        if not self.ended.done():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@functools.cache
+def forker() -> Forker:
+    """The forker of this process."""
+    return Forker()
+
+
+# What is read when Python or a library starts, so that a fork would come too late for it.
+_READ_AT_START = ("PYTHON", "OMP_", "MALLOC_", "GLIBC_", "LD_", "OPENBLAS_")
+
+
 class PythonProcess:
     """A Python process whose output goes to a file; killed when the context ends.
 
     `PythonProcess("worker.py", "--steps", "5")` runs a script, `PythonProcess("-c", code)` a text,
-    `PythonProcess("-m", "pyps", "status")` a module.
+    `PythonProcess("-m", "pyps", "status")` a module. It is a fork of a process that has imported torch and pyps;
+    `fresh=True` starts Python anew, where what an import does, or how much memory it takes, is the subject.
     """
 
-    def __init__(self, *arguments: str, env: Mapping[str, str | None] | None = None, cwd: str | Path | None = None):
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str | None] | None = None,
+        cwd: str | Path | None = None,
+        fresh: bool = False,
+    ):
         self._folder = tempfile.TemporaryDirectory(prefix="pyps-test-")
         self.folder = Path(self._folder.name)
         self._output_path = self.folder / "output.txt"
         self.arguments = [sys.executable, *arguments]
+        self._process: subprocess.Popen[bytes] | ForkedChild
+        environment = child_environment(env)
+        options = arguments[0].startswith("-") and arguments[0] not in ("-c", "-m")
         with self._output_path.open("wb") as output:
-            self._process = subprocess.Popen(
-                self.arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(env),
-                cwd=cwd,
-            )
+            if fresh or options or any(name.startswith(_READ_AT_START) for name in env or {}):
+                self._process = subprocess.Popen(
+                    self.arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=cwd,
+                )
+            else:
+                folder = None if cwd is None else str(cwd)
+                path = str(self._output_path)
+                self._process = forker().start(arguments, env=environment, cwd=folder, output=path)
 
     @property
     def pid(self) -> int:
@@ -153,11 +260,13 @@ class ServerProcess(PythonProcess):
         env: Mapping[str, str | None] | None = None,
         cwd: str | Path | None = None,
         wait: bool = True,
+        fresh: bool = False,
     ):
         self._ready_folder = tempfile.TemporaryDirectory(prefix="pyps-ready-")
         self._ready_path = Path(self._ready_folder.name) / "ready.json"
         ports = ("--port", "0", "--control-port", "0", "--metrics-port", "0")
-        super().__init__("-m", "pyps", "serve", *ports, "--ready-file", str(self._ready_path), *flags, env=env, cwd=cwd)
+        ready = ("--ready-file", str(self._ready_path))
+        super().__init__("-m", "pyps", "serve", *ports, *ready, *flags, env=env, cwd=cwd, fresh=fresh)
         self.ready: dict[str, Any] = {}
         if wait:
             try:
@@ -191,3 +300,105 @@ class ServerProcess(PythonProcess):
 
     def __enter__(self) -> ServerProcess:
         return self
+
+
+class ServerThread:
+    """A server in this process, ready when the constructor returns: `data`, `control` and `metrics` are its addresses.
+
+    It takes the flags and variables of `pyps serve`. All such servers share one event loop on a thread of its own.
+    """
+
+    def __init__(self, *flags: str, env: Mapping[str, str | None] | None = None):
+        environment = {name: value for name, value in (env or {}).items() if value is not None}
+        self._log = io.StringIO()
+        self._handler = logging.StreamHandler(self._log)
+        self._handler.setFormatter(logs.TextFormatter())
+        ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
+        told = ports | parse_flags(flags)
+        toml = told.pop("config", None)
+        self._config = resolve(told, environment, Path(toml) if toml else None, warn=logs.get("pyps.config").warning)
+        logger = logging.getLogger("pyps")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self._handler)
+        self._ready: Future[Addresses] = Future()
+        self._server: Server | None = None
+        self._ended = asyncio.run_coroutine_threadsafe(self._serve(), server_loop())
+        self._ended.add_done_callback(self._give_up)
+        try:
+            self.addresses = self._ready.result(START_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+
+    async def _serve(self) -> int:
+        token = load_token(self._config)
+        self._server = Server(self._config, token=token, instruction_set=_kernels.isa())
+        return await self._server.run(signals=False, on_ready=self._ready.set_result)
+
+    def _give_up(self, ended: Future[int]) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(ended.exception() or AssertionError("the server ended before it served"))
+
+    @property
+    def data(self) -> str:
+        return self.addresses.data
+
+    @property
+    def control(self) -> str:
+        return self.addresses.control
+
+    @property
+    def metrics(self) -> str:
+        return self.addresses.metrics
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.done()
+
+    def output(self) -> str:
+        """The lines that servers of this process have logged since this one began."""
+        return self._log.getvalue()
+
+    def wait_for_output(self, text: str, deadline_seconds: float = 60.0) -> str:
+        """Waits until `text` has been logged and returns all that was."""
+        wait_until(lambda: text in self.output(), deadline_seconds, f"{text!r} in the server's log:\n{self.output()}")
+        return self.output()
+
+    def wait(self, deadline_seconds: float = 120.0) -> int:
+        """Waits for the end and returns what would be the exit status."""
+        return self._ended.result(deadline_seconds)
+
+    def stop(self, deadline_seconds: float = 60.0) -> int | None:
+        """Ends the server as SIGTERM would and returns the exit status; None where it never served."""
+        if self._server is not None and self.running:
+            server_loop().call_soon_threadsafe(self._server.stop, "the test ends")
+        try:
+            return self._ended.result(deadline_seconds) if self._server is not None else None
+        finally:
+            logging.getLogger("pyps").removeHandler(self._handler)
+
+
+AnyServer = ServerThread | ServerProcess
+
+
+def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """The flags of `pyps serve` as fields: --run-id a, --run-id=a, --resume, --no-resume."""
+    fields = {flag_name(field.name): field.name for field in dataclasses.fields(ServerConfig)} | {"--config": "config"}
+    switches = {flag_name(field.name) for field in dataclasses.fields(ServerConfig) if field.type in (bool, "bool")}
+    told: dict[str, Any] = {}
+    left = iter(flags)
+    for flag in left:
+        name, given, value = flag.partition("=")
+        if name in switches or name.replace("--no-", "--", 1) in switches:
+            told[fields[name.replace("--no-", "--", 1)]] = not name.startswith("--no-")
+        else:
+            told[fields[name]] = value if given else next(left)
+    return told
+
+
+@functools.cache
+def server_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all servers in this process, on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
+    return loop

@@ -13,7 +13,7 @@ from pyps.core.update_rules import RULES, WeightedGradient, validate
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersRequest, Status, WorkerInfo
 from pyps_wire.inspector_pb2_grpc import InspectorStub
-from support import ServerProcess
+from support import AnyServer
 
 torch.set_num_threads(1)
 
@@ -55,17 +55,17 @@ def gradients_of(model: torch.nn.Module) -> np.ndarray:
     return flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
 
-def addresses(servers: Sequence[ServerProcess]) -> str:
+def addresses(servers: Sequence[AnyServer]) -> str:
     """The servers' data addresses, as workers are told them."""
     return ",".join(server.data for server in servers)
 
 
-def status(server: ServerProcess) -> Status:
+def status(server: AnyServer) -> Status:
     with grpc.insecure_channel(server.control) as channel:
         return InspectorStub(channel).GetStatus(GetStatusRequest(), timeout=20)
 
 
-def workers(server: ServerProcess) -> dict[str, WorkerInfo]:
+def workers(server: AnyServer) -> dict[str, WorkerInfo]:
     with grpc.insecure_channel(server.control) as channel:
         reply = InspectorStub(channel).ListWorkers(ListWorkersRequest(), timeout=20)
     return {worker.worker_id: worker for worker in reply.workers}

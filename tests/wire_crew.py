@@ -13,7 +13,7 @@ import grpc
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire.inspector_pb2_grpc import InspectorStub
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 from wire_worker import CHANNEL_OPTIONS, WireWorker
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "2")
 
 
 @contextlib.contextmanager
-def crew(server: ServerProcess, num_workers: int, **fields: object) -> Iterator[list[WireWorker]]:
+def crew(server: AnyServer, num_workers: int, **fields: object) -> Iterator[list[WireWorker]]:
     """That many workers, "w0" first, all of them members of a run that serves."""
     with contextlib.ExitStack() as stack:
         workers = [
@@ -65,32 +65,32 @@ def at_once(calls: Iterable[Callable[[], T]], deadline_seconds: float = 60.0) ->
 
 
 @contextlib.contextmanager
-def inspector(server: ServerProcess) -> Iterator[InspectorStub]:
+def inspector(server: AnyServer) -> Iterator[InspectorStub]:
     """The server's control plane."""
     with grpc.insecure_channel(server.control, options=CHANNEL_OPTIONS) as channel:
         yield InspectorStub(channel)
 
 
-def status_of(server: ServerProcess) -> inspector_pb2.Status:
+def status_of(server: AnyServer) -> inspector_pb2.Status:
     """The server at a glance."""
     with inspector(server) as stub:
         return stub.GetStatus(inspector_pb2.GetStatusRequest(), timeout=20)
 
 
-def configure(server: ServerProcess, **fields: object) -> inspector_pb2.ConfigureReply:
+def configure(server: AnyServer, **fields: object) -> inspector_pb2.ConfigureReply:
     """Changes settings of the running server."""
     with inspector(server) as stub:
         return stub.Configure(inspector_pb2.ConfigureRequest(**fields), timeout=20)  # type: ignore[arg-type]
 
 
-def events_of(server: ServerProcess, kind: str) -> list[str]:
+def events_of(server: AnyServer, kind: str) -> list[str]:
     """The messages of the events of that kind so far."""
     with inspector(server) as stub:
         reply = stub.ListEvents(inspector_pb2.ListEventsRequest(limit=1000), timeout=20)
     return [event.message for event in reply.events if event.kind == kind]
 
 
-def wait_for_event(server: ServerProcess, kind: str, text: str = "", deadline_seconds: float = 20.0) -> str:
+def wait_for_event(server: AnyServer, kind: str, text: str = "", deadline_seconds: float = 20.0) -> str:
     """The first event of that kind with that text in its message."""
 
     def found() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from cut_model import CUT
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
-from support import ServerProcess
+from support import AnyServer
 from wire_worker import WireWorker
 
 _LIVES = itertools.count(time.time_ns())
@@ -76,7 +76,7 @@ class WireProcess(WireWorker):
         )
 
 
-def replica(stack: contextlib.ExitStack, server: ServerProcess, name: str) -> list[WireProcess]:
+def replica(stack: contextlib.ExitStack, server: AnyServer, name: str) -> list[WireProcess]:
     """A life of a replica: its process of part 0, which leads, and that of part 1."""
     life = new_life()
     return [stack.enter_context(WireProcess(server.data, name, part, life=life)) for part in (0, 1)]

@@ -8,6 +8,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -213,7 +214,9 @@ class MetricsServer:
             raise ConfigError(busy_port(host, port, field="metrics_port")) from None
         self._server.set_app(application)
         self.address = address_of(host, self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        # It looks that often whether it is to stop.
+        serve = partial(self._server.serve_forever, poll_interval=0.05)
+        self._thread = threading.Thread(target=serve, name="metrics", daemon=True)
 
     def start(self) -> None:
         """Answers from now on."""

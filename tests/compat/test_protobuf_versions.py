@@ -122,9 +122,9 @@ def test_the_client_loads_and_sends_under(name, tmp_path):
 @pytest.mark.compat
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_a_worker_trains_on_the_server_under(name, start_server):
+def test_a_worker_trains_on_the_server_under(name, start_server_process):
     python = environment_python(name, ENVIRONMENTS[name])
-    server = start_server()
+    server = start_server_process()
     output = run(str(python), "-c", WORKER, server.data)
     assert output.splitlines() == ["[-0.5, -0.5, -0.5, -0.5]", "DirectStream QueuedStream"]
 

@@ -38,8 +38,8 @@ def doomed_arguments(address: str, model: Model) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_worker_killed_in_its_round_leaves_nothing_and_the_other_goes_on(start_server, start_python, model):
-    server = start_server(*QUICK_LEASES, "--staleness", "none")
+def test_a_worker_killed_in_its_round_leaves_nothing_and_the_other_goes_on(start_server_process, start_python, model):
+    server = start_server_process(*QUICK_LEASES, "--staleness", "none")
     with local_worker(server.data, "steady", model=model) as steady, beating([steady]):
         steady.gradients[0][0][:] = 1.0
         steady.exchange()
@@ -77,8 +77,10 @@ def test_a_worker_killed_in_its_round_leaves_nothing_and_the_other_goes_on(start
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(start_server, tmp_path, model, segments_of_others):
-    server = start_server("--local-socket", str(tmp_path))
+def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(
+    start_server_process, tmp_path, model, segments_of_others
+):
+    server = start_server_process("--local-socket", str(tmp_path))
     with local_worker(server.data, model=model) as worker:
         worker.gradients[0][0][:] = 1.0
         rounds = [0]
@@ -102,6 +104,6 @@ def test_a_server_killed_in_a_round_leaves_the_workers_memory_whole(start_server
         worker.parameters[0][:] = 0.0
         assert len(segments_of(os.getpid()) - segments_of_others) == 1
         # Its socket is gone as soon as the next server starts there.
-        following = start_server("--local-socket", str(tmp_path))
+        following = start_server_process("--local-socket", str(tmp_path))
         assert len(list(tmp_path.iterdir())) == 1
         assert status_of(following).version_max == 0

@@ -111,10 +111,10 @@ def saved_versions(server: ServerProcess) -> dict[int, int]:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
-    start_server: Start, tmp_path: Path, segments_of_others: set[int], lost: int
+    start_server_process: Start, tmp_path: Path, segments_of_others: set[int], lost: int
 ) -> None:
     folders = [tmp_path / "server-0", tmp_path / "server-1"]
-    servers = [start_server(*flags_of(folder), wait=False) for folder in folders]
+    servers = [start_server_process(*flags_of(folder), wait=False) for folder in folders]
     for server in servers:
         server.wait_ready()
     doomed, steady = servers[lost], servers[1 - lost]
@@ -148,7 +148,7 @@ def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
         assert len(maps_of(steady.pid)) == 1
 
         port = doomed.data.rsplit(":", 1)[1]
-        resumed = start_server(*flags_of(folders[lost]), "--resume", "--port", port)
+        resumed = start_server_process(*flags_of(folders[lost]), "--resume", "--port", port)
         rounds.wait_for(5)
     assert session.transport == "shm"
     assert segments_of(resumed.pid) == segments_of(steady.pid) == {segment}

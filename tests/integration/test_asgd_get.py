@@ -23,9 +23,9 @@ from pyps_wire.inspector_pb2 import GetStatusRequest
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
-from support import ROOT, PythonProcess, ServerProcess
+from support import ROOT, PythonProcess, ServerThread
 
-StartServer = Callable[..., ServerProcess]
+StartServer = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
 
 # Several shards, so that a snapshot could be torn.
@@ -34,11 +34,11 @@ DATA = DataSpec(name="train", num_examples=300, portion_examples=10, batch_size=
 EPOCHS = 2
 
 
-def client(server: ServerProcess, name: str) -> Client:
+def client(server: ServerThread, name: str) -> Client:
     return Client(TENSORS, SGD, shard_size=96, servers=addresses([server]), run_id="get", worker_id=name)
 
 
-def delivered(server: ServerProcess) -> dict[int, list[int]]:
+def delivered(server: ServerThread) -> dict[int, list[int]]:
     """The examples that were delivered, by epoch; each as often as it was."""
     places: dict[int, list[int]] = {}
     for delivery in inspect(server.control, "GetWork", GetWorkRequest(deliveries=True)).deliveries:

@@ -18,7 +18,7 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.codecs import codec_of, dtype_of, encode
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess
+from support import ServerThread
 
 Vectors = list[npt.NDArray[np.generic]]
 # Each worker's parameters after each round, then those that the servers hold, bit for bit.
@@ -171,7 +171,7 @@ def trajectory(servers: str, way: str, codecs: tuple[str, str], *, model: Model)
     ],
 )
 def test_every_way_gives_the_same_bits(
-    start_server: Callable[..., ServerProcess], num_servers: int, protocol: str, flags: tuple[str, ...]
+    start_server: Callable[..., ServerThread], num_servers: int, protocol: str, flags: tuple[str, ...]
 ) -> None:
     servers = start_servers(start_server, num_servers, "--protocol", protocol, "--expected-workers", "2", *flags)
     for codecs in CODECS:
@@ -180,14 +180,14 @@ def test_every_way_gives_the_same_bits(
 
 @pytest.mark.parametrize(("num_servers", "protocol"), [(1, "async"), (2, "hardsync"), (1, "asgd:mutex=whole")])
 def test_every_way_gives_the_same_bits_where_shards_are_large(
-    start_server: Callable[..., ServerProcess], num_servers: int, protocol: str
+    start_server: Callable[..., ServerThread], num_servers: int, protocol: str
 ) -> None:
     servers = start_servers(start_server, num_servers, "--protocol", protocol, "--expected-workers", "2")
     for codecs in CODECS:
         assert_same_bits(servers, codecs, model=LARGE_MODEL)
 
 
-def assert_same_bits(servers: Sequence[ServerProcess], codecs: tuple[str, str], *, model: Model) -> None:
+def assert_same_bits(servers: Sequence[ServerThread], codecs: tuple[str, str], *, model: Model) -> None:
     """Each way makes a run of its own on these servers, and sees what the first one saw."""
     expected: Trajectory = []
     for way in WAYS:

@@ -30,25 +30,25 @@ def mounted(folder: Path, size: str) -> bool:
 BIG = Model((Tensor("t", (120_000,)),))
 
 
-def test_a_full_disk_is_one_error_and_the_run_goes_on(start_server: Start, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_error_and_the_run_goes_on(start_server_process: Start, tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     if not mounted(folder, "1600k"):
         pytest.skip("this process may not mount a small disk")
     try:
-        check_full_disk(start_server, folder, make_room=lambda _: (folder / "ballast").unlink())
+        check_full_disk(start_server_process, folder, make_room=lambda _: (folder / "ballast").unlink())
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_file_size_limit_is_one_error_and_the_run_goes_on(start_server: Start, tmp_path: Path) -> None:
+def test_a_file_size_limit_is_one_error_and_the_run_goes_on(start_server_process: Start, tmp_path: Path) -> None:
     def make_room(server: ServerProcess) -> None:
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    check_full_disk(start_server, tmp_path / "disk", make_room=make_room)
+    check_full_disk(start_server_process, tmp_path / "disk", make_room=make_room)
 
 
-def check_full_disk(start_server: Start, folder: Path, *, make_room: Callable[[ServerProcess], None]) -> None:
-    server = start_server("--checkpoint-dir", str(folder))
+def check_full_disk(start_server_process: Start, folder: Path, *, make_room: Callable[[ServerProcess], None]) -> None:
+    server = start_server_process("--checkpoint-dir", str(folder))
     with WireWorker(server.data, model=BIG) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))

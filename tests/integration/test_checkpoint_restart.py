@@ -88,9 +88,9 @@ def crew_of() -> Iterator[Callable[..., Crew]]:
         worker.channel.close()
 
 
-def start_all(start_server: Start, folder: Path, *flags: str) -> list[ServerProcess]:
+def start_all(start_server_process: Start, folder: Path, *flags: str) -> list[ServerProcess]:
     servers = [
-        start_server("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False)
+        start_server_process("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False)
         for index in range(NUM_SERVERS)
     ]
     for server in servers:
@@ -109,15 +109,15 @@ def slots_of(server: ServerProcess) -> dict[int, bytes]:
 
 
 def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
-    start_server: Start, crew_of: Callable[..., Crew], tmp_path: Path
+    start_server_process: Start, crew_of: Callable[..., Crew], tmp_path: Path
 ) -> None:
-    unbroken_servers = start_all(start_server, tmp_path / "unbroken")
+    unbroken_servers = start_all(start_server_process, tmp_path / "unbroken")
     unbroken = crew_of(unbroken_servers)
     unbroken.initialize()
     for number in range(6):
         unbroken.step(number)
 
-    servers = start_all(start_server, tmp_path / "broken")
+    servers = start_all(start_server_process, tmp_path / "broken")
     before_end = crew_of(servers)
     before_end.initialize()
     for number in range(3):
@@ -127,7 +127,7 @@ def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
     held = held_by(servers)
     assert [server.terminate() for server in servers] == [0, 0]
 
-    servers = start_all(start_server, tmp_path / "broken", "--resume")
+    servers = start_all(start_server_process, tmp_path / "broken", "--resume")
     assert held_by(servers) == held
     # The same life of the same worker: it lost its connection, not its memory.
     after_end = crew_of(servers, first_sequence=100)
@@ -152,10 +152,10 @@ def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
 
 
 @pytest.fixture
-def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerProcess, WireWorker, Path]]:
+def trained(start_server_process: Start, tmp_path: Path) -> Iterator[tuple[ServerProcess, WireWorker, Path]]:
     """A server with a folder, a worker that has pushed once, the folder."""
     folder = tmp_path / "checkpoints"
-    server = start_server("--checkpoint-dir", str(folder))
+    server = start_server_process("--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
         worker.join(value=5.0)
         worker.push(worker.push_request(1.0))
@@ -165,7 +165,7 @@ def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerProcess
 Trained = tuple[ServerProcess, WireWorker, Path]
 
 
-def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server: Start, trained: Trained) -> None:
+def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process: Start, trained: Trained) -> None:
     server, worker, folder = trained
     saved = inspect(server.control, "SaveCheckpoint")
     assert Path(saved.path) == folder / "checkpoint-00000001"
@@ -176,17 +176,17 @@ def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server: Start,
     worker.push(worker.push_request(1.0))
     server.kill()
 
-    again = start_server("--checkpoint-dir", str(folder), "--resume")
+    again = start_server_process("--checkpoint-dir", str(folder), "--resume")
     assert checksums(again.control) == held
     status = inspect(again.control, "GetStatus")
     assert (status.run_id, status.epoch, status.version_max, status.examples) == ("run-1", 1, 1, 1)
     # Killed again before it wrote anything: still, no two lives share an epoch.
     again.kill()
-    third = start_server("--checkpoint-dir", str(folder), "--resume")
+    third = start_server_process("--checkpoint-dir", str(folder), "--resume")
     assert inspect(third.control, "GetStatus").epoch == 2
 
 
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server: Start, trained: Trained) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server_process: Start, trained: Trained) -> None:
     server, worker, folder = trained
     inspect(server.control, "SaveCheckpoint")
     held = checksums(server.control)
@@ -195,14 +195,16 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server: Star
     damaged = folder / "checkpoint-00000002" / "parameters.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
 
-    again = start_server("--checkpoint-dir", str(folder), "--resume")
+    again = start_server_process("--checkpoint-dir", str(folder), "--resume")
     assert checksums(again.control) == held
     assert "checkpoint ignored" in again.output()
     assert f"{damaged} holds shard-000000 with checksum" in again.output()
 
 
-def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: Start, tmp_path: Path) -> None:
-    server = start_server(*("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2"))
+def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server_process: Start, tmp_path: Path) -> None:
+    server = start_server_process(
+        *("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2")
+    )
     with WireWorker(server.data) as worker:
         worker.join()
         wait_until(lambda: "checkpoint-00000004" in server.output(), what="the fourth checkpoint")
@@ -216,8 +218,10 @@ def checkpoints_in(folder: Path) -> list[int]:
     return [Checkpoint(path).version_max for path in sorted(folder.glob("checkpoint-*"))]
 
 
-def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Start, tmp_path: Path) -> None:
-    server = start_server("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "99")
+def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server_process: Start, tmp_path: Path) -> None:
+    server = start_server_process(
+        "--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "99"
+    )
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
         second.hello()
@@ -242,8 +246,8 @@ def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Star
     assert checkpoints_in(tmp_path)[-1] == 3
 
 
-def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server: Start, tmp_path: Path) -> None:
-    server = start_server("--checkpoint-dir", str(tmp_path))
+def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server_process: Start, tmp_path: Path) -> None:
+    server = start_server_process("--checkpoint-dir", str(tmp_path))
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -263,26 +267,26 @@ def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server: Start,
     ],
 )
 def test_a_folder_of_another_run_is_refused_with_the_choice(
-    start_server: Start, trained: Trained, flags: tuple[str, ...], message: str
+    start_server_process: Start, trained: Trained, flags: tuple[str, ...], message: str
 ) -> None:
     server, _, folder = trained
     assert server.terminate() == 0
-    refused = start_server("--checkpoint-dir", str(folder), *flags, wait=False)
+    refused = start_server_process("--checkpoint-dir", str(folder), *flags, wait=False)
     assert refused.wait() == 2
     assert message in refused.output()
     assert "Traceback" not in refused.output()
 
 
-def test_two_servers_never_share_a_folder(start_server: Start, trained: Trained) -> None:
+def test_two_servers_never_share_a_folder(start_server_process: Start, trained: Trained) -> None:
     server, _, folder = trained
-    refused = start_server("--checkpoint-dir", str(folder), "--resume", wait=False)
+    refused = start_server_process("--checkpoint-dir", str(folder), "--resume", wait=False)
     assert refused.wait() == 2
     assert f"is in use by process {server.pid} on" in refused.output()
     assert "Traceback" not in refused.output()
 
 
 def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_is_lost(
-    start_server: Start, trained: Trained
+    start_server_process: Start, trained: Trained
 ) -> None:
     server, _, folder = trained
     for _ in range(2):
@@ -296,7 +300,7 @@ def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_
     assert Checkpoint(folder / "forgotten-00000002").header.run_id == "run-1"
     assert server.terminate() == 0
 
-    again = start_server("--checkpoint-dir", str(folder), "--resume")
+    again = start_server_process("--checkpoint-dir", str(folder), "--resume")
     assert inspect(again.control, "GetStatus").state == common.RUN_STATE_EMPTY
     with WireWorker(again.data, run_id="run-2") as founder:
         founder.join()
@@ -304,8 +308,8 @@ def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_
         assert inspect(again.control, "SaveCheckpoint").path == str(folder / "checkpoint-00000003")
 
 
-def test_resume_in_an_empty_folder_starts_empty(start_server: Start, tmp_path: Path) -> None:
-    server = start_server("--checkpoint-dir", str(tmp_path / "new"), "--resume")
+def test_resume_in_an_empty_folder_starts_empty(start_server_process: Start, tmp_path: Path) -> None:
+    server = start_server_process("--checkpoint-dir", str(tmp_path / "new"), "--resume")
     assert inspect(server.control, "GetStatus").state == common.RUN_STATE_EMPTY
     assert "nothing to resume" in server.output()
 
@@ -315,9 +319,11 @@ def in_force(server: ServerProcess) -> tuple[str, str, float]:
     return status.protocol, status.staleness, status.learning_rates[0].base
 
 
-def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server: Start, tmp_path: Path) -> None:
+def test_what_was_changed_while_the_run_went_on_outlives_the_server(
+    start_server_process: Start, tmp_path: Path
+) -> None:
     flags = ("--checkpoint-dir", str(tmp_path), "--staleness", "divide")
-    first = start_server(*flags)
+    first = start_server_process(*flags)
     with WireWorker(first.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -326,27 +332,27 @@ def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server
         assert first.terminate() == 0
 
     # As a supervisor starts it again: the same flags, and nothing is lost.
-    second = start_server(*flags, "--resume")
+    second = start_server_process(*flags, "--resume")
     assert in_force(second) == ("softsync:n=1", "none", 0.25)
     assert "is still in force, not what the server was told" in second.output()
     assert second.terminate() == 0
 
     # As a person starts it who wants something else.
-    third = start_server(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
+    third = start_server_process(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
     assert in_force(third) == ("hardsync", "hinge:a=2,b=1", 0.25)
     assert "the server was told other settings than the checkpoint holds" in third.output()
 
 
-def test_a_round_under_way_goes_on_after_a_restart(start_server: Start, tmp_path: Path) -> None:
+def test_a_round_under_way_goes_on_after_a_restart(start_server_process: Start, tmp_path: Path) -> None:
     flags = ("--checkpoint-dir", str(tmp_path), "--protocol", "hardsync", "--expected-workers", "2")
-    first = start_server(*flags)
+    first = start_server_process(*flags)
     with WireWorker(first.data) as a, WireWorker(first.data, "b") as b:
         for worker in (a, b):
             worker.join()
             worker.push(worker.push_request(1.0))
         assert a.push(a.push_request(2.0, base_version=1))[0].outcome == common.OUTCOME_PENDING
         assert first.terminate() == 0
-        second = start_server(*flags, "--resume")
+        second = start_server_process(*flags, "--resume")
         assert inspect(second.control, "GetStatus").pending_gradients == 1
         with WireWorker(second.data) as again, WireWorker(second.data, "b") as late:
             for worker, old in ((again, a), (late, b)):

@@ -52,10 +52,10 @@ def state_of(server: ServerProcess) -> tuple[int, str]:
 
 
 def test_bench_measures_each_way_and_leaves_the_servers_empty(
-    start_server: Start, start_python: StartPython, tmp_path: Path
+    start_server_process: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
     flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--exit-when-done", "--checkpoint-seconds", "0.2")
-    servers = [start_server(*flags[:1], f"{flags[1]}-{index}", *flags[2:]) for index in range(2)]
+    servers = [start_server_process(*flags[:1], f"{flags[1]}-{index}", *flags[2:]) for index in range(2)]
 
     measured = json_of(run_bench(start_python, addresses(servers), "--json"))
 
@@ -78,9 +78,9 @@ def test_bench_measures_each_way_and_leaves_the_servers_empty(
 
 
 def test_bench_refuses_a_server_that_holds_a_run_and_leaves_it_alone(
-    start_server: Start, start_python: StartPython
+    start_server_process: Start, start_python: StartPython
 ) -> None:
-    servers = start_servers(start_server, 2)
+    servers = start_servers(start_server_process, 2)
     with make_client(servers[0].data, run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
         before = inspect(servers[0].control, "ListShards")
@@ -91,21 +91,21 @@ def test_bench_refuses_a_server_that_holds_a_run_and_leaves_it_alone(
     assert state_of(servers[1]) == (common.RUN_STATE_EMPTY, "")
 
 
-def test_bench_refuses_a_server_that_waits_for_a_job(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--run-id", "digits")
+def test_bench_refuses_a_server_that_waits_for_a_job(start_server_process: Start, start_python: StartPython) -> None:
+    server = start_server_process("--run-id", "digits")
     assert f"{server.data} waits for run 'digits'" in run_bench(start_python, server.data, status=1)
 
 
-def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.3")
+def test_a_measurement_that_was_killed_is_forgotten(start_server_process: Start, start_python: StartPython) -> None:
+    server = start_server_process("--lease-seconds", "1", "--heartbeat-seconds", "0.3")
     endless = start_python("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600")
     wait_until(lambda: inspect(server.control, "GetStatus").updates > 0, what="the first round")
     endless.kill()
     wait_until(lambda: state_of(server) == (common.RUN_STATE_EMPTY, ""), what="an empty server")
 
 
-def test_each_stage_is_a_line_where_nobody_watches(start_server: Start, start_python: StartPython) -> None:
-    output = run_bench(start_python, start_server().data)
+def test_each_stage_is_a_line_where_nobody_watches(start_server_process: Start, start_python: StartPython) -> None:
+    output = run_bench(start_python, start_server_process().data)
     stages = [line for line in output.splitlines() if line.endswith(" ...")]
     assert stages == [
         "1 of 3: 70,000 parameters, auto, float32 ...",
@@ -114,8 +114,8 @@ def test_each_stage_is_a_line_where_nobody_watches(start_server: Start, start_py
     ]
 
 
-def test_a_terminal_shows_how_far_it_is(start_server: Start) -> None:
-    server = start_server()
+def test_a_terminal_shows_how_far_it_is(start_server_process: Start) -> None:
+    server = start_server_process()
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000"]
     environment = child_environment({"TERM": "xterm", "COLUMNS": "120"})
@@ -141,9 +141,9 @@ def read_of(terminal: int) -> bytes:
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_ctrl_c_ends_with_what_was_measured(
-    start_server: Start, start_python: StartPython, flags: tuple[str, ...]
+    start_server_process: Start, start_python: StartPython, flags: tuple[str, ...]
 ) -> None:
-    server = start_server()
+    server = start_server_process()
     endless = start_python(
         *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600", *flags)
     )
@@ -180,8 +180,10 @@ def wait_for_the_benchs_end(server: ServerProcess) -> None:
     wait_until(lambda: inspect(server.control, "GetStatus").workers_alive == 1, what="the bench's end")
 
 
-def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--lease-seconds", "100")
+def test_ctrl_c_while_servers_forget_leaves_what_was_measured(
+    start_server_process: Start, start_python: StartPython
+) -> None:
+    server = start_server_process("--lease-seconds", "100")
     process = start_python(
         *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "1", "--json")
     )
@@ -197,8 +199,8 @@ def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server: Star
     assert [line["codec"] for line in json_of(output)] == ["float32", "float32", "bfloat16"]
 
 
-def test_a_second_ctrl_c_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--lease-seconds", "100")
+def test_a_second_ctrl_c_leaves_what_was_measured(start_server_process: Start, start_python: StartPython) -> None:
+    server = start_server_process("--lease-seconds", "100")
     process = start_python("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600")
     wait_for_updates(server)
     with holding(server):
@@ -214,9 +216,9 @@ def test_a_second_ctrl_c_leaves_what_was_measured(start_server: Start, start_pyt
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_an_error_leaves_what_was_measured(
-    start_server: Start, start_python: StartPython, flags: tuple[str, ...]
+    start_server_process: Start, start_python: StartPython, flags: tuple[str, ...]
 ) -> None:
-    server = start_server()
+    server = start_server_process()
     process = start_python(
         *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "3", *flags)
     )
@@ -236,14 +238,14 @@ def test_an_error_leaves_what_was_measured(
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"])
 def test_bench_goes_by_the_protocol_of_the_servers(
-    start_server: Start, start_python: StartPython, protocol: str
+    start_server_process: Start, start_python: StartPython, protocol: str
 ) -> None:
-    server = start_server("--protocol", protocol)
+    server = start_server_process("--protocol", protocol)
     assert "bfloat16" in run_bench(start_python, server.data)
 
 
-def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server: Start) -> None:
-    server = start_server()
+def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server_process: Start) -> None:
+    server = start_server_process()
     with make_client(server.data, run_id="pyps-bench-mine") as client:
         client.push(gradients_like(small_model(), seed=1))
     wait_until(lambda: not inspect(server.control, "GetStatus").workers_alive, what="the worker's end")

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from client_support import addresses, free_port, gradients_like, make_client, small_model, start_servers
+from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
+from pyps.launcher.ports import free_port
 from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
@@ -56,8 +57,8 @@ def train(servers: list[ServerProcess], steps: int = 3) -> dict[str, np.ndarray]
         return client.pull()
 
 
-def test_status_shows_servers_workers_and_shards(start_server: Start, shell: Shell) -> None:
-    servers = start_servers(start_server, 2)
+def test_status_shows_servers_workers_and_shards(start_server_process: Start, shell: Shell) -> None:
+    servers = start_servers(start_server_process, 2)
     train(servers)
     output = shell.run("status", "--servers", controls(servers))
     for server in servers:
@@ -71,8 +72,8 @@ def test_status_shows_servers_workers_and_shards(start_server: Start, shell: She
             assert shard.checksum in output
 
 
-def test_status_says_what_is_missing_from_what_it_shows(start_server: Start, shell: Shell) -> None:
-    servers = start_servers(start_server, 2)
+def test_status_says_what_is_missing_from_what_it_shows(start_server_process: Start, shell: Shell) -> None:
+    servers = start_servers(start_server_process, 2)
     empty = shell.run("status", "--servers", controls(servers))
     assert f"no run yet: a worker starts it (PYPS_SERVERS={addresses(servers)})" in empty
     assert "CRC-32" not in empty and "silent for" not in empty
@@ -83,8 +84,8 @@ def test_status_says_what_is_missing_from_what_it_shows(start_server: Start, she
     assert "not counted" in half and "no run yet" not in half
 
 
-def test_status_as_json_is_what_grpcurl_would_say(start_server: Start, shell: Shell) -> None:
-    servers = start_servers(start_server, 2)
+def test_status_as_json_is_what_grpcurl_would_say(start_server_process: Start, shell: Shell) -> None:
+    servers = start_servers(start_server_process, 2)
     train(servers)
     answer = json.loads(shell.run("status", "--json", "--servers", controls(servers)))
     first, second = answer["servers"]
@@ -95,13 +96,13 @@ def test_status_as_json_is_what_grpcurl_would_say(start_server: Start, shell: Sh
     assert len(first["shards"]) == first["status"]["numShards"]
 
 
-def test_a_server_that_is_not_there_is_one_sentence(start_server: Start, shell: Shell) -> None:
+def test_a_server_that_is_not_there_is_one_sentence(start_server_process: Start, shell: Shell) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     output = shell.run("status", "--servers", nobody, status=1)
     assert output.strip().splitlines() == [
         f"pyps: no server answers on {nobody}: check the address and that the server runs"
     ]
-    there = start_server()
+    there = start_server_process()
     output = shell.run("status", "--servers", f"{there.control},{nobody}", status=1)
     assert there.control in output and f"no server answers on {nobody}" in output
     answer = json.loads(shell.run("status", "--json", "--servers", nobody, status=1).partition("\npyps:")[0])
@@ -116,8 +117,10 @@ def test_an_address_that_is_none_is_one_sentence(shell: Shell, servers: str, mes
     assert message in shell.run("status", "--servers", servers, status=2)
 
 
-def test_either_port_of_a_server_does_for_every_command(start_server: Start, shell: Shell, tmp_path: Path) -> None:
-    servers = start_servers(start_server, 2)
+def test_either_port_of_a_server_does_for_every_command(
+    start_server_process: Start, shell: Shell, tmp_path: Path
+) -> None:
+    servers = start_servers(start_server_process, 2)
     train(servers)
     mixed = f"{servers[0].data},{servers[1].control}"
     answer = json.loads(shell.run("status", "--json", "--servers", mixed))
@@ -130,7 +133,7 @@ def test_either_port_of_a_server_does_for_every_command(start_server: Start, she
     assert shell.run("stop", "--servers", addresses(servers)).count("has finished its run") == 2
 
 
-def test_a_port_that_is_no_server_s_is_one_sentence(start_server: Start, shell: Shell) -> None:
+def test_a_port_that_is_no_server_s_is_one_sentence(start_server_process: Start, shell: Shell) -> None:
     with futures.ThreadPoolExecutor(1) as executor:
         stranger = grpc.server(executor)
         port = stranger.add_insecure_port("127.0.0.1:0")
@@ -140,10 +143,10 @@ def test_a_port_that_is_no_server_s_is_one_sentence(start_server: Start, shell: 
     assert f"127.0.0.1:{port} speaks gRPC but is no port of a pyps server" in output
 
 
-def test_a_token_is_asked_for_and_taken(start_server: Start, shell: Shell, tmp_path: Path) -> None:
+def test_a_token_is_asked_for_and_taken(start_server_process: Start, shell: Shell, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("correct horse\n")
-    server = start_server("--token-file", str(token))
+    server = start_server_process("--token-file", str(token))
     assert "wants a token" in shell.run("status", "--servers", server.control, status=1)
     assert server.control in shell.run("status", "--servers", server.control, "--token-file", str(token))
     refused = shell.run("status", "--servers", server.control, "--token-file", str(tmp_path / "none"), status=2)
@@ -151,9 +154,11 @@ def test_a_token_is_asked_for_and_taken(start_server: Start, shell: Shell, tmp_p
 
 
 def test_export_gives_plain_pytorch_the_tensors_under_their_names(
-    start_server: Start, shell: Shell, tmp_path: Path
+    start_server_process: Start, shell: Shell, tmp_path: Path
 ) -> None:
-    servers = [start_server("--checkpoint-dir", str(tmp_path / f"server-{index}"), wait=False) for index in range(2)]
+    servers = [
+        start_server_process("--checkpoint-dir", str(tmp_path / f"server-{index}"), wait=False) for index in range(2)
+    ]
     for server in servers:
         server.wait_ready()
     expected = train(servers)
@@ -194,11 +199,11 @@ def test_export_says_what_it_needs(
 
 
 def test_export_and_eval_tell_of_a_run_that_no_worker_has_begun(
-    start_server: Start, shell: Shell, tmp_path: Path
+    start_server_process: Start, shell: Shell, tmp_path: Path
 ) -> None:
     script = tmp_path / "score.py"
     script.write_text("def evaluate(parameters): return 0.0\n")
-    where = ("--servers", start_server().data, "--wait-seconds", "0.5")
+    where = ("--servers", start_server_process().data, "--wait-seconds", "0.5")
     for output in (
         shell.run("export", str(tmp_path / "file"), *where, status=1),
         shell.run("eval", str(script), *where, status=2),
@@ -217,8 +222,8 @@ def test_export_of_servers_that_are_not_there_ends_in_time(shell: Shell, tmp_pat
     assert nobody in output
 
 
-def test_stop_and_reset_end_and_forget_a_run(start_server: Start, shell: Shell) -> None:
-    servers = start_servers(start_server, 2)
+def test_stop_and_reset_end_and_forget_a_run(start_server_process: Start, shell: Shell) -> None:
+    servers = start_servers(start_server_process, 2)
     assert "holds no run" in shell.run("stop", "--servers", controls(servers), status=1)
     with make_client(addresses(servers), run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
@@ -230,8 +235,8 @@ def test_stop_and_reset_end_and_forget_a_run(start_server: Start, shell: Shell) 
     assert {inspect(server.control, "GetStatus").state for server in servers} == {common.RUN_STATE_EMPTY}
 
 
-def test_saving_without_a_folder_is_one_sentence(start_server: Start, shell: Shell) -> None:
-    server = start_server()
+def test_saving_without_a_folder_is_one_sentence(start_server_process: Start, shell: Shell) -> None:
+    server = start_server_process()
     assert "start it with --checkpoint-dir" in shell.run("save", "--servers", server.control, status=1)
 
 
@@ -239,8 +244,8 @@ def test_replay_says_where_there_is_nothing_to_replay(shell: Shell, tmp_path: Pa
     assert f"there is no update log in {tmp_path}" in shell.run("replay", str(tmp_path), status=1)
 
 
-def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start, shell: Shell) -> None:
-    servers = [start_server(wait=False), start_server("--local-socket", "off", wait=False)]
+def test_status_tells_how_each_worker_talks_to_its_servers(start_server_process: Start, shell: Shell) -> None:
+    servers = [start_server_process(wait=False), start_server_process("--local-socket", "off", wait=False)]
     for server in servers:
         server.wait_ready()
     with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
@@ -272,8 +277,8 @@ signal.pause()
 """
 
 
-def test_status_tells_how_a_killed_worker_talked(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--lease-seconds", "2", "--heartbeat-seconds", "0.5")
+def test_status_tells_how_a_killed_worker_talked(start_server_process: Start, start_python: StartPython) -> None:
+    server = start_server_process("--lease-seconds", "2", "--heartbeat-seconds", "0.5")
     worker = start_python("-c", SHARING_WORKER, server.data)
     worker.wait_for_output("exchanged", 60)
     assert transports(server) == {"w": "shm"}

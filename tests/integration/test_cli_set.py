@@ -9,10 +9,10 @@ import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
-from support import PythonProcess, ServerProcess
+from support import PythonProcess, ServerThread
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 Shell = Callable[..., str]
 
 
@@ -29,7 +29,7 @@ def shell(start_python: Callable[..., PythonProcess]) -> Shell:
     return run
 
 
-def controls(servers: list[ServerProcess]) -> str:
+def controls(servers: list[ServerThread]) -> str:
     return ",".join(server.control for server in servers)
 
 

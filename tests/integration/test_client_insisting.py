@@ -11,12 +11,12 @@ from client_support import addresses, gradients_like, make_client, small_model
 from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire.errors import ServerUnavailable
-from support import ServerProcess
+from support import ServerThread
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 
-def assert_untouched(servers: list[ServerProcess]) -> None:
+def assert_untouched(servers: list[ServerThread]) -> None:
     """No server has heard of a worker or a run."""
     for server in servers:
         status = inspect(server.control, "GetStatus")

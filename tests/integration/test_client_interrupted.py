@@ -34,9 +34,9 @@ def version_of(server: ServerProcess) -> int:
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(
-    start_server: Start, transport: str, slow: int
+    start_server_process: Start, transport: str, slow: int
 ) -> None:
-    servers = start_servers(start_server, 2)
+    servers = start_servers(start_server_process, 2)
     tensors = small_model()
     with (
         make_client(addresses(servers), transport=transport, run_id="mine") as client,
@@ -103,10 +103,10 @@ def press_ctrl_c(process: PythonProcess) -> None:
 @pytest.mark.parametrize(("way", "stream"), [("shm", ""), ("grpc", "direct"), ("grpc", "queued")])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
-    start_server: Start, start_python: Callable[..., PythonProcess], way: str, stream: str, stopped: bool
+    start_server_process: Start, start_python: Callable[..., PythonProcess], way: str, stream: str, stopped: bool
 ) -> None:
     """Whether it waits for a server that does not answer, or is amid busy rounds."""
-    server = start_server()
+    server = start_server_process()
     process = start_python("-c", INTERRUPTED, server.data, way, stream)
     process.wait_for_output("training")
     if stopped:

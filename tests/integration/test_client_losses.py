@@ -44,11 +44,13 @@ def make_proxy() -> Iterator[MakeProxy]:
 
 
 @pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
-def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_proxy: MakeProxy, protocol: str) -> None:
+def test_a_push_cut_midway_is_applied_exactly_once(
+    start_server_process: Start, make_proxy: MakeProxy, protocol: str
+) -> None:
     """Shards that had arrived before the cut keep their receipts; the others are sent again."""
     tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
     reference = Reference(tensors, "adagrad")
-    server = start_server("--protocol", protocol)
+    server = start_server_process("--protocol", protocol)
     proxy = make_proxy(server.data)
     with make_client(proxy.address, tensors=tensors, shard_size=50_000, transport="grpc") as client:
         for step in range(4):
@@ -64,11 +66,11 @@ def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_pro
 
 
 def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
-    start_server: Start, make_proxy: MakeProxy
+    start_server_process: Start, make_proxy: MakeProxy
 ) -> None:
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    servers = start_servers(start_server, 2)
+    servers = start_servers(start_server_process, 2)
     proxies = [make_proxy(server.data) for server in servers]
     with (
         make_client(",".join(proxy.address for proxy in proxies), transport="grpc") as client,
@@ -95,10 +97,10 @@ def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
         reference.check(client.pull())
 
 
-def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_proxy: MakeProxy) -> None:
+def test_a_pull_cut_midway_asks_again_for_the_rest(start_server_process: Start, make_proxy: MakeProxy) -> None:
     tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
     reference = Reference(tensors, "adagrad")
-    proxy = make_proxy(start_server().data)
+    proxy = make_proxy(start_server_process().data)
     with (
         make_client(proxy.address, tensors=tensors, shard_size=50_000, transport="grpc") as client,
         ThreadPoolExecutor(1) as pool,
@@ -113,11 +115,11 @@ def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_pro
         reference.check(pulling.result(30))
 
 
-def test_workers_go_on_after_kill_and_resume(start_server: Start, tmp_path: Path) -> None:
+def test_workers_go_on_after_kill_and_resume(start_server_process: Start, tmp_path: Path) -> None:
     """What was applied after the checkpoint is gone, and said so by a new epoch; training goes on from there."""
     tensors = small_model()
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-    server = start_server(*checkpoints)
+    server = start_server_process(*checkpoints)
     client = make_client(server.data)
     for step in range(3):
         client.push(gradients_like(tensors, step))
@@ -127,7 +129,7 @@ def test_workers_go_on_after_kill_and_resume(start_server: Start, tmp_path: Path
     server.terminate()
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(client.push, gradients_like(tensors, 3))
-        restarted = start_server(*checkpoints, "--resume", "--port", port)
+        restarted = start_server_process(*checkpoints, "--resume", "--port", port)
         refused = pushing.result(60)
 
     # The gradient was of another epoch's parameters: refused, and the client has pulled by itself.
@@ -143,7 +145,7 @@ def test_workers_go_on_after_kill_and_resume(start_server: Start, tmp_path: Path
     client.push(gradients_like(tensors, 4))
     client.pull()
     restarted.kill()
-    start_server(*checkpoints, "--resume", "--port", port)
+    start_server_process(*checkpoints, "--resume", "--port", port)
     resumed = client.pull()
 
     assert client.session.epoch == 2
@@ -156,13 +158,13 @@ def test_workers_go_on_after_kill_and_resume(start_server: Start, tmp_path: Path
 
 
 def test_a_paused_server_costs_a_deadline_and_the_push_still_counts_once(
-    start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start_server_process: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stopped process keeps its connections open: only deadlines tell."""
     monkeypatch.setattr("pyps_client.connection.CALL_SECONDS", 0.5)
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    server = start_server()
+    server = start_server_process()
     with make_client(server.data) as client, ThreadPoolExecutor(1) as pool:
         servers = client.session._servers
         servers._loss = replace(servers._loss, report_first_seconds=0, report_seconds=0.5)
@@ -178,21 +180,23 @@ def test_a_paused_server_costs_a_deadline_and_the_push_still_counts_once(
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server: Start, lost: int) -> None:
-    servers = start_servers(start_server, 2)
+def test_a_server_that_came_back_empty_is_named_with_the_choices(start_server_process: Start, lost: int) -> None:
+    servers = start_servers(start_server_process, 2)
     client = make_client(addresses(servers), run_id="mine")
     client.push(gradients_like(small_model(), 0))
     client.pull()
     servers[lost].kill()
-    start_server("--port", servers[lost].data.rsplit(":", 1)[1])
+    start_server_process("--port", servers[lost].data.rsplit(":", 1)[1])
 
     with pytest.raises(StateLost, match=rf"server {lost} .*lost its part of run 'mine'.*--resume.*pyps reset"):
         client.push(gradients_like(small_model(), 1))
     client.close("failed")
 
 
-def test_a_lost_server_is_waited_for_and_then_named(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
-    server = start_server()
+def test_a_lost_server_is_waited_for_and_then_named(
+    start_server_process: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server_process()
     client = make_client(server.data, loss_wait_seconds=4)
     server.kill()
 
@@ -203,8 +207,8 @@ def test_a_lost_server_is_waited_for_and_then_named(start_server: Start, caplog:
     client.close("failed")
 
 
-def test_closing_ends_a_wait_for_a_lost_server(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
-    server = start_server()
+def test_closing_ends_a_wait_for_a_lost_server(start_server_process: Start, caplog: pytest.LogCaptureFixture) -> None:
+    server = start_server_process()
     client = make_client(server.data, loss_wait_seconds=600)
     server.kill()
     with ThreadPoolExecutor(1) as pool:
@@ -217,10 +221,10 @@ def test_closing_ends_a_wait_for_a_lost_server(start_server: Start, caplog: pyte
 
 
 def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membership(
-    start_server: Start, make_proxy: MakeProxy
+    start_server_process: Start, make_proxy: MakeProxy
 ) -> None:
     """Over a slow link heartbeats pass beside the gradient, not behind it."""
-    server = start_server("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
+    server = start_server_process("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
     proxy = make_proxy(server.data)
     tensors = {"w": np.zeros(40_000, np.float32)}
     with make_client(proxy.address, tensors=tensors, transport="grpc") as client:
@@ -234,8 +238,8 @@ def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membershi
     assert "lease ran out" not in server.output()
 
 
-def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: Start) -> None:
-    server = start_server("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
+def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server_process: Start) -> None:
+    server = start_server_process("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for step in range(2):
             a.push(gradients_like(small_model(), step))
@@ -247,8 +251,8 @@ def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: S
         np.testing.assert_array_equal(b.pull()["embed"], a.pull()["embed"])
 
 
-def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server: Start) -> None:
-    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.2")
+def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server_process: Start) -> None:
+    server = start_server_process("--lease-seconds", "1", "--heartbeat-seconds", "0.2")
     with make_client(server.data) as client:
         client.report(loss=0.5)
         began = inspect(server.control, "GetStatus").uptime_seconds
@@ -260,8 +264,10 @@ def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server: Sta
         assert {receipt.num_workers for receipt in client.push(gradients_like(small_model(), 0))} == {1}
 
 
-def test_proxy_variables_are_ignored_unless_asked_for(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start_server()
+def test_proxy_variables_are_ignored_unless_asked_for(
+    start_server_process: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server_process()
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with make_client(server.data) as client:
@@ -271,9 +277,9 @@ def test_proxy_variables_are_ignored_unless_asked_for(start_server: Start, monke
         make_client(server.data, use_proxy=True, start_wait_seconds=0.3)
 
 
-def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server: Start) -> None:
+def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server_process: Start) -> None:
     tensors = {"w": np.zeros(800_000, np.float32)}
-    server = start_server("--max-in-flight-bytes", "1100000")
+    server = start_server_process("--max-in-flight-bytes", "1100000")
     with ThreadPoolExecutor(6) as pool:
 
         def work(worker: int) -> int:

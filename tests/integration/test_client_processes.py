@@ -68,8 +68,8 @@ print("steps", client.global_step, flush=True)
 """
 
 
-def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(start_server: Start) -> None:
-    server = start_server()
+def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(start_server_process: Start) -> None:
+    server = start_server_process()
     with make_client(server.data) as client:
         reader, writer = os.pipe()
         child = os.fork()
@@ -94,11 +94,11 @@ def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(start_server: 
 
 
 def test_no_step_of_the_others_waits_for_a_worker_that_was_killed(
-    start_server: Start, start_python: StartPython
+    start_server_process: Start, start_python: StartPython
 ) -> None:
     """Dean et al. 2012, section 4.1: the other replicas go on when one fails. The lease is what a wait would last."""
     lease_seconds = 5.0
-    server = start_server(
+    server = start_server_process(
         *("--lease-seconds", f"{lease_seconds}", "--heartbeat-seconds", "0.5"),
         *("--stop-after", f"seconds={lease_seconds + 5}"),
     )
@@ -116,8 +116,10 @@ def test_no_step_of_the_others_waits_for_a_worker_that_was_killed(
         assert float(found[1]) < lease_seconds / 2
 
 
-def test_a_data_loader_with_forked_workers_runs_beside_a_client(start_server: Start, start_python: StartPython) -> None:
-    worker = start_python("-c", LOADER, start_server("--heartbeat-seconds", "0.05").data)
+def test_a_data_loader_with_forked_workers_runs_beside_a_client(
+    start_server_process: Start, start_python: StartPython
+) -> None:
+    worker = start_python("-c", LOADER, start_server_process("--heartbeat-seconds", "0.05").data)
 
     assert worker.wait(90) == 0, worker.output()
     assert "steps 16" in worker.output()
@@ -132,9 +134,9 @@ def test_a_data_loader_with_forked_workers_runs_beside_a_client(start_server: St
     ],
 )
 def test_a_worker_leaves_at_its_programs_end_and_says_how(
-    start_server: Start, start_python: StartPython, ending: str, state: str, status: int
+    start_server_process: Start, start_python: StartPython, ending: str, state: str, status: int
 ) -> None:
-    server = start_server()
+    server = start_server_process()
     worker = start_python("-c", f"{WORKER}\n{ending}\n", server.data, "short-lived")
 
     assert worker.wait(60) == status, worker.output()
@@ -147,9 +149,9 @@ def test_a_worker_leaves_at_its_programs_end_and_says_how(
 
 
 def test_a_worker_whose_server_is_gone_still_ends_soon(
-    start_server: Start, start_python: StartPython, tmp_path: Path
+    start_server_process: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
-    server, flag = start_server(), tmp_path / "gone"
+    server, flag = start_server_process(), tmp_path / "gone"
     until_gone = f"import pathlib, time\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)"
     worker = start_python("-c", f"{WORKER}\n{until_gone}", server.data, "w")
     worker.wait_for_output("pushed")
@@ -159,8 +161,8 @@ def test_a_worker_whose_server_is_gone_still_ends_soon(
     assert worker.wait(20) == 0, worker.output()
 
 
-def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> None:
-    server = start_server()
+def test_an_observer_reads_without_counting_as_a_worker(start_server_process: Start) -> None:
+    server = start_server_process()
     with make_client(server.data) as client, Observer(server.data) as observer:
         client.push(gradients_like(small_model(), 0))
         expected = client.pull()

@@ -93,20 +93,20 @@ def assert_moved_by(servers: list[ServerProcess], share: float, num_workers: int
 
 
 def train(
-    start_server: Start, start_python: StartPython, num_servers: int, *flags: str
+    start_server_process: Start, start_python: StartPython, num_servers: int, *flags: str
 ) -> tuple[list[ServerProcess], list[dict[str, Any]]]:
     """Lets three workers take their steps; returns the servers and what the workers saw."""
     common = ("--staleness", "none", "--expected-workers", f"{NUM_WORKERS}", *flags)
-    servers = start_servers(start_server, num_servers, *common)
+    servers = start_servers(start_server_process, num_servers, *common)
     workers = [start_worker(start_python, addresses(servers), index, STEPS) for index in range(NUM_WORKERS)]
     return servers, [report_of(worker) for worker in workers]
 
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 def test_hardsync_takes_every_gradient_at_its_own_version(
-    start_server: Start, start_python: StartPython, num_servers: int
+    start_server_process: Start, start_python: StartPython, num_servers: int
 ) -> None:
-    servers, reports = train(start_server, start_python, num_servers, "--protocol", "hardsync")
+    servers, reports = train(start_server_process, start_python, num_servers, "--protocol", "hardsync")
 
     assert [report["refused"] for report in reports] == [{}] * NUM_WORKERS
     assert {report["staleness"] for report in reports} == {0}
@@ -116,17 +116,19 @@ def test_hardsync_takes_every_gradient_at_its_own_version(
 
 @pytest.mark.parametrize(("num_servers", "protocol"), [(2, "async"), (1, "asgd"), (1, "asgd:mutex=shard")])
 def test_every_push_is_an_update(
-    start_server: Start, start_python: StartPython, num_servers: int, protocol: str
+    start_server_process: Start, start_python: StartPython, num_servers: int, protocol: str
 ) -> None:
-    servers, reports = train(start_server, start_python, num_servers, "--protocol", protocol)
+    servers, reports = train(start_server_process, start_python, num_servers, "--protocol", protocol)
 
     assert [report["refused"] for report in reports] == [{}] * NUM_WORKERS
     assert versions(servers) == {STEPS * NUM_WORKERS}
     assert_moved_by(servers, share=1.0)
 
 
-def test_softsync_makes_an_update_of_every_third_gradient(start_server: Start, start_python: StartPython) -> None:
-    servers, reports = train(start_server, start_python, 2, "--protocol", "softsync:n=1")
+def test_softsync_makes_an_update_of_every_third_gradient(
+    start_server_process: Start, start_python: StartPython
+) -> None:
+    servers, reports = train(start_server_process, start_python, 2, "--protocol", "softsync:n=1")
 
     assert [report["refused"] for report in reports] == [{}] * NUM_WORKERS
     # Invariant S3, with whatever c a shard had while workers came and went.
@@ -135,9 +137,9 @@ def test_softsync_makes_an_update_of_every_third_gradient(start_server: Start, s
 
 @pytest.mark.parametrize(("num_servers", "protocol"), [(3, "ssp:s=1"), (2, "ssp:s=0"), (1, "ssp:s=0,strict_bsp=true")])
 def test_ssp_adds_up_all_gradients(
-    start_server: Start, start_python: StartPython, num_servers: int, protocol: str
+    start_server_process: Start, start_python: StartPython, num_servers: int, protocol: str
 ) -> None:
-    servers, reports = train(start_server, start_python, num_servers, "--protocol", protocol)
+    servers, reports = train(start_server_process, start_python, num_servers, "--protocol", protocol)
 
     assert [report["refused"] for report in reports] == [{}] * NUM_WORKERS
     assert_moved_by(servers, share=1.0)
@@ -145,17 +147,19 @@ def test_ssp_adds_up_all_gradients(
 
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_serial_lets_one_compute_at_a_time_on_all_servers(
-    start_server: Start, start_python: StartPython, num_servers: int
+    start_server_process: Start, start_python: StartPython, num_servers: int
 ) -> None:
-    servers, reports = train(start_server, start_python, num_servers, "--protocol", "serial")
+    servers, reports = train(start_server_process, start_python, num_servers, "--protocol", "serial")
 
     assert {report["staleness"] for report in reports} == {0}
     assert versions(servers) == {STEPS * NUM_WORKERS}
     assert_moved_by(servers, share=1.0)
 
 
-def test_backup_workers_drop_what_came_late_and_count_it(start_server: Start, start_python: StartPython) -> None:
-    servers, reports = train(start_server, start_python, 2, "--protocol", "backup:b=1")
+def test_backup_workers_drop_what_came_late_and_count_it(
+    start_server_process: Start, start_python: StartPython
+) -> None:
+    servers, reports = train(start_server_process, start_python, 2, "--protocol", "backup:b=1")
 
     refused = [count for report in reports for count in report["refused"].items()]
     assert {name for name, _ in refused} <= {"DROPPED"}
@@ -168,8 +172,10 @@ def test_backup_workers_drop_what_came_late_and_count_it(start_server: Start, st
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "backup:b=1", "ssp:s=0", "serial", "softsync:n=1", "asgd"])
-def test_unequal_numbers_of_steps_hang_nobody(start_server: Start, start_python: StartPython, protocol: str) -> None:
-    server = start_server("--protocol", protocol, "--expected-workers", f"{NUM_WORKERS}")
+def test_unequal_numbers_of_steps_hang_nobody(
+    start_server_process: Start, start_python: StartPython, protocol: str
+) -> None:
+    server = start_server_process("--protocol", protocol, "--expected-workers", f"{NUM_WORKERS}")
     steps = [2, 5, 9]
     workers = [start_worker(start_python, server.data, index, count) for index, count in enumerate(steps)]
 
@@ -178,10 +184,10 @@ def test_unequal_numbers_of_steps_hang_nobody(start_server: Start, start_python:
 
 @pytest.mark.parametrize("protocol", ["hardsync", "ssp:s=0", "serial"])
 def test_a_worker_killed_inside_a_barrier_holds_up_the_others_for_a_lease_and_is_named(
-    start_server: Start, start_python: StartPython, protocol: str
+    start_server_process: Start, start_python: StartPython, protocol: str
 ) -> None:
     flags = ("--lease-seconds", "2", "--heartbeat-seconds", "0.3", "--expected-workers", f"{NUM_WORKERS}")
-    servers = start_servers(start_server, 2, "--protocol", protocol, *flags)
+    servers = start_servers(start_server_process, 2, "--protocol", protocol, *flags)
     workers = [start_worker(start_python, addresses(servers), index, 0) for index in range(NUM_WORKERS)]
     for worker in workers:
         worker.wait_for_output("step 5 ")
@@ -202,8 +208,8 @@ def test_a_worker_killed_inside_a_barrier_holds_up_the_others_for_a_lease_and_is
         report_of(workers[index])
 
 
-def test_a_late_joiner_counts_from_its_first_push(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--protocol", "hardsync", "--stop-after", "updates=300", "--staleness", "none")
+def test_a_late_joiner_counts_from_its_first_push(start_server_process: Start, start_python: StartPython) -> None:
+    server = start_server_process("--protocol", "hardsync", "--stop-after", "updates=300", "--staleness", "none")
     first = [start_worker(start_python, server.data, index, 0) for index in range(2)]
     for worker in first:
         worker.wait_for_output("step 5 ")
@@ -218,9 +224,11 @@ def test_a_late_joiner_counts_from_its_first_push(start_server: Start, start_pyt
 
 
 def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(
-    start_server: Start, start_python: StartPython
+    start_server_process: Start, start_python: StartPython
 ) -> None:
-    servers = start_servers(start_server, 2, "--heartbeat-seconds", "0.2", "--expected-workers", f"{NUM_WORKERS}")
+    servers = start_servers(
+        start_server_process, 2, "--heartbeat-seconds", "0.2", "--expected-workers", f"{NUM_WORKERS}"
+    )
     workers = [start_worker(start_python, addresses(servers), index, 0) for index in range(NUM_WORKERS)]
     for worker in workers:
         worker.wait_for_output("step 1 ")
@@ -245,10 +253,10 @@ def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
 def test_a_paused_worker_stops_counting_and_comes_back(
-    start_server: Start, start_python: StartPython, protocol: str
+    start_server_process: Start, start_python: StartPython, protocol: str
 ) -> None:
     flags = ("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3", "--expected-workers", "2")
-    server = start_server("--protocol", protocol, *flags)
+    server = start_server_process("--protocol", protocol, *flags)
     steady, paused = (start_worker(start_python, server.data, index, 0) for index in range(2))
     for worker in (steady, paused):
         worker.wait_for_output("step 3 ")
@@ -266,8 +274,8 @@ def test_a_paused_worker_stops_counting_and_comes_back(
     report_of(steady)
 
 
-def test_a_round_that_waits_in_vain_ends_with_the_names_of_those_waited_for(start_server: Start) -> None:
-    server = start_server("--protocol", "hardsync", "--stall-seconds", "300")
+def test_a_round_that_waits_in_vain_ends_with_the_names_of_those_waited_for(start_server_process: Start) -> None:
+    server = start_server_process("--protocol", "hardsync", "--stall-seconds", "300")
     model = small_model()
     with client_of(server, "quick", wait_seconds=60) as quick, client_of(server, "slow", wait_seconds=60) as slow:
         let_both_count(quick, slow)
@@ -278,9 +286,9 @@ def test_a_round_that_waits_in_vain_ends_with_the_names_of_those_waited_for(star
 
 
 def test_a_second_gradient_for_one_round_is_refused_counted_and_told_of(
-    start_server: Start, caplog: pytest.LogCaptureFixture
+    start_server_process: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = start_server("--protocol", "hardsync")
+    server = start_server_process("--protocol", "hardsync")
     model = small_model()
     with client_of(server, "quick") as quick, client_of(server, "slow") as slow:
         let_both_count(quick, slow)
@@ -298,8 +306,8 @@ def test_a_second_gradient_for_one_round_is_refused_counted_and_told_of(
         assert not quick.session.pull_needed
 
 
-def test_a_push_of_nothing_completes_a_round_and_moves_no_number(start_server: Start) -> None:
-    server = start_server("--protocol", "hardsync")
+def test_a_push_of_nothing_completes_a_round_and_moves_no_number(start_server_process: Start) -> None:
+    server = start_server_process("--protocol", "hardsync")
     with client_of(server, "a") as client:
         receipts = client.push({})
 
@@ -308,8 +316,8 @@ def test_a_push_of_nothing_completes_a_round_and_moves_no_number(start_server: S
             np.testing.assert_array_equal(client.pull()[name], tensor)
 
 
-def test_a_tensor_without_a_gradient_does_not_hold_up_the_round_of_its_shard(start_server: Start) -> None:
-    server = start_server("--protocol", "hardsync")
+def test_a_tensor_without_a_gradient_does_not_hold_up_the_round_of_its_shard(start_server_process: Start) -> None:
+    server = start_server_process("--protocol", "hardsync")
     model = small_model()
     part = {"embed": gradients_like(model, 0)["embed"]}
     with client_of(server, "whole") as whole, client_of(server, "part") as other:

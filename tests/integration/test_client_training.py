@@ -19,9 +19,9 @@ from client_support import (
 )
 from pyps_client import BadRequest, ModelMismatch, NotFinite
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
-from support import ServerProcess
+from support import ServerThread
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)

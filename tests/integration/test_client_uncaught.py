@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from support import PythonProcess, ServerProcess, wait_until
+from support import PythonProcess, ServerThread, wait_until
 from training import workers
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
 
 WRONG_SHAPE = """\

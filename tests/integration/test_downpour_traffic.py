@@ -63,20 +63,20 @@ def traffic(server: ServerProcess, *, push_every: int, pull_every: int) -> tuple
 
 
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (4, 4), (2, 8), (8, 2)])
-def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: StartServer, n_push: int, n_fetch: int) -> None:
+def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server_process: StartServer, n_push: int, n_fetch: int) -> None:
     """A step sends 1 / n_push gradients and fetches 1 / n_fetch models: exactly, in payload bytes."""
-    received, sent = traffic(start_server(), push_every=n_push, pull_every=n_fetch)
+    received, sent = traffic(start_server_process(), push_every=n_push, pull_every=n_fetch)
     assert received == STEPS // n_push * MODEL_BYTES
     # What has not changed since the last fetch is not sent again, and alone the replica makes all versions.
     assert sent == STEPS // max(n_push, n_fetch) * MODEL_BYTES
 
 
 def test_d6_a_killed_replica_loses_what_it_had_not_pushed_and_the_others_go_on(
-    start_server: StartServer, start_python: StartPython
+    start_server_process: StartServer, start_python: StartPython
 ) -> None:
     """kill -9 costs the gradients summed for the next push and the push on its way: fewer than 2 n_push minibatches."""
     n_push = 4
-    server = start_server("--lease-seconds", "30")
+    server = start_server_process("--lease-seconds", "30")
     replicas = {name: start_python("-c", REPLICA, server.data, name, str(n_push)) for name in ("dies", "lives")}
     for replica in replicas.values():
         replica.wait_for_output("computed 41")
@@ -94,9 +94,9 @@ def test_d6_a_killed_replica_loses_what_it_had_not_pushed_and_the_others_go_on(
 
 
 def test_d8_a_restarted_replica_goes_on_from_the_server_and_nothing_is_applied_twice(
-    start_server: StartServer, start_python: StartPython
+    start_server_process: StartServer, start_python: StartPython
 ) -> None:
-    server = start_server("--lease-seconds", "30")
+    server = start_server_process("--lease-seconds", "30")
     first = start_python("-c", REPLICA, server.data, "replica", "1")
     first.wait_for_output("computed 20")
     first.kill()

@@ -23,9 +23,9 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_snapshot_of_a_running_model_is_scored(
-    start_server: Callable[..., ServerProcess], start_python: Start, script: Path
+    start_server_process: Callable[..., ServerProcess], start_python: Start, script: Path
 ) -> None:
-    server = start_server()
+    server = start_server_process()
     with pyps_client.Client({"w": np.full(100, 2.5, np.float32)}, servers=server.data):
         evaluation = start_python("-m", "pyps", "eval", str(script), "--servers", server.data, "--once")
 
@@ -34,9 +34,9 @@ def test_a_snapshot_of_a_running_model_is_scored(
 
 
 def test_evaluation_goes_on_until_the_servers_are_gone(
-    start_server: Callable[..., ServerProcess], start_python: Start, script: Path
+    start_server_process: Callable[..., ServerProcess], start_python: Start, script: Path
 ) -> None:
-    server = start_server()
+    server = start_server_process()
     with pyps_client.Client({"w": np.zeros(100, np.float32)}, servers=server.data):
         flags = ("--servers", server.data, "--every", "0.2")
         evaluation = start_python("-m", "pyps", "eval", str(script), *flags)
@@ -59,9 +59,9 @@ def test_a_script_without_evaluate_is_refused_in_a_sentence(start_python: Start,
 
 
 def test_health_tells_a_serving_server_from_none(
-    start_server: Callable[..., ServerProcess], start_python: Start
+    start_server_process: Callable[..., ServerProcess], start_python: Start
 ) -> None:
-    server = start_server()
+    server = start_server_process()
     healthy = start_python("-m", "pyps", "health", "--servers", f"{server.data},{server.control}")
     assert healthy.wait() == 0
     assert healthy.output().count("SERVING") == 2
@@ -74,11 +74,11 @@ def test_health_tells_a_serving_server_from_none(
 
 
 def test_an_error_in_the_users_script_is_shown_from_its_own_lines(
-    start_server: Callable[..., ServerProcess], start_python: Start, tmp_path: Path
+    start_server_process: Callable[..., ServerProcess], start_python: Start, tmp_path: Path
 ) -> None:
     path = tmp_path / "broken.py"
     path.write_text("def evaluate(parameters):\n    return parameters['missing']\n")
-    server = start_server()
+    server = start_server_process()
     with pyps_client.Client({"w": np.zeros(100, np.float32)}, servers=server.data):
         evaluation = start_python("-m", "pyps", "eval", str(path), "--servers", server.data, "--once")
 

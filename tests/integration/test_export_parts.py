@@ -39,10 +39,11 @@ def shell(start_python: Callable[..., PythonProcess]) -> Callable[..., str]:
     return run
 
 
-def checkpointed_servers(start_server: Start, folder: Path, *flags: str) -> list[ServerProcess]:
+def checkpointed_servers(start_server_process: Start, folder: Path, *flags: str) -> list[ServerProcess]:
     """Two servers with a folder each."""
     servers = [
-        start_server("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False) for index in range(2)
+        start_server_process("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False)
+        for index in range(2)
     ]
     for server in servers:
         server.wait_ready()
@@ -58,9 +59,9 @@ def require_whole(file: Path, expected: dict[str, np.ndarray]) -> None:
 
 
 def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restore(
-    start_server: Start, shell: Callable[..., str], tmp_path: Path
+    start_server_process: Start, shell: Callable[..., str], tmp_path: Path
 ) -> None:
-    servers = checkpointed_servers(start_server, tmp_path)
+    servers = checkpointed_servers(start_server_process, tmp_path)
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
@@ -71,7 +72,7 @@ def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restor
         server.kill()
     told = shell("export", str(tmp_path / "saved"), "--checkpoint", str(tmp_path))
     assert "3 tensors, 328 parameters" in told
-    restored = checkpointed_servers(start_server, tmp_path, "--resume")
+    restored = checkpointed_servers(start_server_process, tmp_path, "--resume")
     shell("export", str(tmp_path / "restored"), "--servers", addresses(restored))
     for name in ("live", "saved", "restored"):
         require_whole(tmp_path / name, expected)
@@ -81,15 +82,15 @@ def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restor
     assert not (tmp_path / "half").exists()
 
 
-def test_a_restored_server_goes_on_with_the_same_cut(start_server: Start, tmp_path: Path) -> None:
+def test_a_restored_server_goes_on_with_the_same_cut(start_server_process: Start, tmp_path: Path) -> None:
     flags = ("--checkpoint-dir", str(tmp_path))
     first, second = whole_tensors(1), whole_tensors(2)
-    server = start_server(*flags)
+    server = start_server_process(*flags)
     with cut_run([server]) as workers:
         push_tensors(workers, first)
         # Says on its way out that it has written a checkpoint.
         assert server.terminate() == 0
-    server = start_server(*flags, "--resume")
+    server = start_server_process(*flags, "--resume")
     with WireWorker(server.data, "b", model=CUT) as worker:
         assert not worker.hello().initialize
         push_tensors([worker], second)
@@ -100,14 +101,14 @@ def test_a_restored_server_goes_on_with_the_same_cut(start_server: Start, tmp_pa
         np.testing.assert_array_equal(values, first[name] + second[name])
 
 
-def test_eval_scores_whole_tensors(start_server: Start, shell: Callable[..., str], tmp_path: Path) -> None:
+def test_eval_scores_whole_tensors(start_server_process: Start, shell: Callable[..., str], tmp_path: Path) -> None:
     script = tmp_path / "score.py"
     script.write_text(
         "def evaluate(parameters):\n"
         "    assert {n: v.shape for n, v in parameters.items()} == {'up': (8, 20), 'down': (20, 8), 'scale': (8,)}\n"
         "    return {'corner': parameters['up'][0, 19]}\n"
     )
-    servers = start_servers(start_server, 2)
+    servers = start_servers(start_server_process, 2)
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
@@ -116,9 +117,9 @@ def test_eval_scores_whole_tensors(start_server: Start, shell: Callable[..., str
 
 
 def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(
-    start_server: Start, shell: Callable[..., str]
+    start_server_process: Start, shell: Callable[..., str]
 ) -> None:
-    servers = start_servers(start_server, 2)
+    servers = start_servers(start_server_process, 2)
     control = ",".join(server.control for server in servers)
     with cut_run(servers) as workers:
         push_tensors(workers, whole_tensors())
@@ -131,7 +132,7 @@ def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are
     (heading,) = [line for line in table.splitlines() if "CRC-32" in line]
     assert heading.replace("┃", " ").split()[:4] == ["server", "shard", "part", "workers"]
 
-    plain = start_server()
+    plain = start_server_process()
     with WireWorker(plain.data) as worker:
         worker.join()
         worker.push_step(1.0)
@@ -141,8 +142,8 @@ def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are
     assert "replica" not in table and "parts" not in table
 
 
-def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server: Start) -> None:
-    servers = start_servers(start_server, 2)
+def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process, 2)
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
@@ -161,8 +162,8 @@ def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server: 
     np.testing.assert_array_equal(np.float32(list(first.first_values)), expected["up"][0, :8])
 
 
-def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server: Start) -> None:
-    servers = start_servers(start_server, 2)
+def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process, 2)
     mine = [shard.shard_id for shard in PLAN.of_server(0)]
     with cut_run(servers) as workers:
         first = workers[0]
@@ -180,9 +181,9 @@ def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled
         assert (list(told.shards_pushed), list(told.shards_pulled)) == ([], [])
 
 
-def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server: Start, tmp_path: Path) -> None:
+def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server_process: Start, tmp_path: Path) -> None:
     flags = ("--update-log", str(tmp_path), "--log-gradients", "--protocol", "softsync:n=1")
-    servers = start_servers(start_server, 2, *flags)
+    servers = start_servers(start_server_process, 2, *flags)
     with cut_run(servers) as workers:
         for seed in range(3):
             push_tensors(workers, whole_tensors(seed))
@@ -197,8 +198,10 @@ def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server: Start, tm
         assert (log.version, log.checksum) == final[shard_id]
 
 
-def test_status_shows_which_process_of_which_replica_holds_what(start_server: Start, shell: Callable[..., str]) -> None:
-    server = start_server()
+def test_status_shows_which_process_of_which_replica_holds_what(
+    start_server_process: Start, shell: Callable[..., str]
+) -> None:
+    server = start_server_process()
     with cut_run([server]), WireWorker(server.data, "r/0", model=CUT) as process:
         alone = shell("status", "--servers", server.control)
         process.hello(replica="r", parts=[0])

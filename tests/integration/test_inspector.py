@@ -16,10 +16,10 @@ from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess, wait_until
+from support import ServerThread, wait_until
 from wire_worker import WireWorker, values_of
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 MODEL = Model((Tensor("first", (40, 50)), Tensor("last", (3,)), Tensor("scalar", ())), shard_size=1008)
 

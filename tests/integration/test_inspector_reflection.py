@@ -37,8 +37,8 @@ CALLS: Mapping[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.fixture
-def server(start_server: Start, tmp_path: Path) -> ServerProcess:
-    started = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"))
+def server(start_server_process: Start, tmp_path: Path) -> ServerProcess:
+    started = start_server_process("--checkpoint-dir", str(tmp_path / "checkpoints"))
     with WireWorker(started.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))

@@ -16,9 +16,9 @@ Start = Callable[..., ServerProcess]
 NUM_SERVERS = 2
 
 
-def start_servers(start_server: Start) -> list[ServerProcess]:
+def start_servers(start_server_process: Start) -> list[ServerProcess]:
     flags = ("--run-id", "run-1", "--expected-workers", "2", "--protocol", "hardsync")
-    return [start_server(*flags) for _ in range(NUM_SERVERS)]
+    return [start_server_process(*flags) for _ in range(NUM_SERVERS)]
 
 
 def missing(server: ServerProcess) -> int:
@@ -27,8 +27,8 @@ def missing(server: ServerProcess) -> int:
     return reply.workers_missing
 
 
-def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
-    servers = start_servers(start_server)
+def test_a_replica_that_one_server_saw_did_join(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process)
     expectations = Expectations(2)
     process = WireWorker(servers[0].data, "replica-0/0", model=CUT, num_servers=NUM_SERVERS)
     process.sender.incarnation = new_life()
@@ -41,8 +41,8 @@ def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
     assert [missing(server) for server in servers] == [2, 1]
 
 
-def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:
-    servers = start_servers(start_server)
+def test_a_replica_that_no_server_saw_never_joined(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process)
     expectations = Expectations(2)
     addresses = [server.control for server in servers]
 
@@ -51,8 +51,8 @@ def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:
     assert [missing(server) for server in servers] == [1, 1]
 
 
-def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server: Start) -> None:
-    servers = start_servers(start_server)
+def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process)
     addresses = [server.control for server in servers]
     servers[0].kill()
 

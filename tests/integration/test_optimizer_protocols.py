@@ -14,7 +14,7 @@ from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
 from pyps_wire import inspector_pb2 as pb
-from support import PythonProcess, ServerProcess, wait_until
+from support import PythonProcess, ServerThread, wait_until
 from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of, status, workers
 
 PROTOCOLS = [
@@ -57,7 +57,7 @@ def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server, p
         assert {receipt.staleness for receipt in optimizer.receipts} == {0}
 
 
-def configure(server: ServerProcess, protocol: str) -> None:
+def configure(server: ServerThread, protocol: str) -> None:
     inspect(server.control, "Configure", pb.ConfigureRequest(protocol=protocol))
 
 
@@ -132,12 +132,12 @@ for server in servers:
 
 
 @pytest.fixture(scope="module")
-def digits_runs() -> Iterator[dict[str, tuple[ServerProcess, list[float]]]]:
+def digits_runs() -> Iterator[dict[str, tuple[ServerThread, list[float]]]]:
     """By protocol: a server that three processes have trained the digits on, and what accuracy each saw."""
     with ExitStack() as stack:
         flags = ("--run-id", "digits", "--expected-workers", str(NUM_WORKERS))
         servers = [
-            stack.enter_context(ServerProcess("--protocol", protocol, "--staleness", staleness, *flags))
+            stack.enter_context(ServerThread("--protocol", protocol, "--staleness", staleness, *flags))
             for protocol, staleness in PROTOCOLS
         ]
         environment = {"PYPS_RUN_ID": "digits", "PYPS_WORKER_COUNT": str(NUM_WORKERS), "OMP_NUM_THREADS": "1"}

@@ -67,8 +67,8 @@ def counts(worker: PythonProcess) -> list[int]:
         ("--overlap", "step"),
     ],
 )
-def test_two_workers_train_on_each_example_once_an_epoch(start_server, start_python, flags) -> None:
-    servers = start_servers(start_server, 2)
+def test_two_workers_train_on_each_example_once_an_epoch(start_server_process, start_python, flags) -> None:
+    servers = start_servers(start_server_process, 2)
     workers = [start_worker(start_python, servers, name, *flags) for name in "ab"]
     ended_well(workers)
     assert delivered(work(servers[0])) == {epoch: list(range(EXAMPLES)) for epoch in range(2)}
@@ -77,10 +77,10 @@ def test_two_workers_train_on_each_example_once_an_epoch(start_server, start_pyt
 
 
 def test_the_portions_of_a_killed_worker_go_to_the_others_and_training_goes_on(
-    start_server, start_python, tmp_path: Path
+    start_server_process, start_python, tmp_path: Path
 ) -> None:
     """D9: kill -9 at mid-epoch, and every example of the epoch is delivered exactly once."""
-    [server] = start_servers(start_server, 1, *IMPATIENT)
+    [server] = start_servers(start_server_process, 1, *IMPATIENT)
     epochs, go = 6, tmp_path / "go"
     pace = ("--portion-batches", "5", "--step-seconds", "0.05", "--push-every", "2")
     flags = ("--epochs", str(epochs), *pace, "--release", str(go))
@@ -108,8 +108,8 @@ def test_the_portions_of_a_killed_worker_go_to_the_others_and_training_goes_on(
     assert "d" not in lasts
 
 
-def test_faster_workers_get_more_portions(start_server, start_python, tmp_path: Path) -> None:
-    [server] = start_servers(start_server, 1)
+def test_faster_workers_get_more_portions(start_server_process, start_python, tmp_path: Path) -> None:
+    [server] = start_servers(start_server_process, 1)
     go = tmp_path / "go"
     flags = ("--epochs", "2", "--portion-batches", "2", "--release", str(go))
     fast = start_worker(start_python, [server], "fast", *flags, "--step-seconds", "0.05")
@@ -125,9 +125,9 @@ def test_faster_workers_get_more_portions(start_server, start_python, tmp_path: 
 
 
 def test_a_worker_that_joins_late_and_one_that_comes_back_take_their_parts(
-    start_server, start_python, tmp_path: Path
+    start_server_process, start_python, tmp_path: Path
 ) -> None:
-    [server] = start_servers(start_server, 1, *IMPATIENT)
+    [server] = start_servers(start_server_process, 1, *IMPATIENT)
     flags = ("--epochs", "4", "--portion-batches", "2")
     first = start_worker(start_python, [server], "a", *flags, "--release", str(tmp_path / "go"))
     first.wait_for_output("epoch 0 over")
@@ -143,24 +143,24 @@ def test_a_worker_that_joins_late_and_one_that_comes_back_take_their_parts(
 
 
 def test_an_epoch_is_completed_by_a_server_that_came_back_from_its_checkpoint(
-    start_server, start_python, tmp_path: Path
+    start_server_process, start_python, tmp_path: Path
 ) -> None:
     folder = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.3")
-    server = start_server(*folder)
+    server = start_server_process(*folder)
     flags = ("--epochs", "3", "--portion-batches", "2", "--step-seconds", "0.02")
     workers = [start_worker(start_python, [server], name, *flags) for name in "ab"]
     wait_until(lambda: getattr(work(server), "pass") == 1 and work(server).done > 5)
     wait_until(lambda: any((tmp_path / "checkpoints").iterdir()))
     server.kill()
-    back = start_server(*folder, "--resume", "--port", server.data.rpartition(":")[2])
+    back = start_server_process(*folder, "--resume", "--port", server.data.rpartition(":")[2])
     ended_well(workers)
     progress = work(back)
     assert delivered(progress) == {epoch: list(range(EXAMPLES)) for epoch in range(3)}
     assert progress.passes_done == 3
 
 
-def test_a_run_that_ends_amid_an_epoch_ends_its_workers(start_server, start_python) -> None:
-    [server] = start_servers(start_server, 1, "--stop-after", "updates=150")
+def test_a_run_that_ends_amid_an_epoch_ends_its_workers(start_server_process, start_python) -> None:
+    [server] = start_servers(start_server_process, 1, "--stop-after", "updates=150")
     flags = ("--epochs", "50", "--portion-batches", "4")
     workers = [start_worker(start_python, [server], name, *flags) for name in "ab"]
     ended_well(workers)
@@ -171,26 +171,28 @@ def test_a_run_that_ends_amid_an_epoch_ends_its_workers(start_server, start_pyth
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "ssp:s=1", "serial", "softsync:n=1", "backup:b=1"])
-def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(start_server, start_python, protocol) -> None:
+def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(
+    start_server_process, start_python, protocol
+) -> None:
     """A worker without a portion must not hold up a round, or the clock, that another needs to end its own."""
-    [server] = start_servers(start_server, 1, "--protocol", protocol, "--expected-workers", "2")
+    [server] = start_servers(start_server_process, 1, "--protocol", protocol, "--expected-workers", "2")
     flags = ("--examples", "52", "--portion-batches", "3")
     workers = [start_worker(start_python, [server], name, *flags) for name in "ab"]
     ended_well(workers)
     assert delivered(work(server)) == {epoch: list(range(52)) for epoch in range(2)}
 
 
-def test_a_portion_is_one_update_where_the_protocol_sums_minibatches(start_server, start_python) -> None:
+def test_a_portion_is_one_update_where_the_protocol_sums_minibatches(start_server_process, start_python) -> None:
     """Zhang et al. 2013, A3 and A4: each example once an epoch, ceil(N / (K b(e))) updates of them."""
-    [server] = start_servers(start_server, 1, "--protocol", "asgd:accumulate=4")
+    [server] = start_servers(start_server_process, 1, "--protocol", "asgd:accumulate=4")
     workers = [start_worker(start_python, [server], name, "--examples", "150", "--epochs", "3") for name in "ab"]
     ended_well(workers)
     assert delivered(work(server)) == {epoch: list(range(150)) for epoch in range(3)}
     assert inspect(server.control, "GetStatus").version_max == 3 * 10
 
 
-def test_a_client_without_torch_draws_its_indices(start_server) -> None:
-    [server] = start_servers(start_server, 1)
+def test_a_client_without_torch_draws_its_indices(start_server_process) -> None:
+    [server] = start_servers(start_server_process, 1)
     with Client({"w": np.zeros(3, np.float32)}, SGD, servers=server.data) as client:
         portions = Portions(range(50), client, batch_size=4, portion_batches=3)
         for _ in range(2):
@@ -204,8 +206,8 @@ def test_a_client_without_torch_draws_its_indices(start_server) -> None:
     assert inspect(server.control, "GetStatus").examples == 100
 
 
-def test_workers_that_differ_hear_in_what(start_server) -> None:
-    [server] = start_servers(start_server, 1)
+def test_workers_that_differ_hear_in_what(start_server_process) -> None:
+    [server] = start_servers(start_server_process, 1)
     with Client({"w": np.zeros(3, np.float32)}, SGD, servers=server.data, worker_id="a") as client:
         Portions(range(50), client, batch_size=4)
         with pytest.raises(BadRequest, match="num_examples 51 of the data set, but the run's has 50"):

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import pytest
 
 import founding_process
-from client_support import addresses, free_port, start_servers
+from client_support import addresses, start_servers
 from cut_model import CUT, vectors_of, whole_tensors
 from founding_process import NAME, SGD
 from inspection import inspect
 from peer_threads import Meeting, ThreadPeers, on_all
+from pyps.launcher.ports import free_port
 from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
 from pyps_client.connection import Connection
 from pyps_client.handshake import Handshake
@@ -102,9 +103,9 @@ def start_pair(start_python: StartPython, tmp_path: Path) -> Iterator[Callable[[
 
 
 def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and_another_founds_it(
-    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
+    start_server_process: Start, start_pair: Callable[[str, str], list[PythonProcess]]
 ) -> None:
-    servers = start_servers(start_server, 2, *SHORT)
+    servers = start_servers(start_server_process, 2, *SHORT)
     told = addresses(servers)
     leader, stopped = start_pair(told, "founding")
     stopped.wait_for_output("stops")
@@ -118,9 +119,9 @@ def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and
 
 
 def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
-    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
+    start_server_process: Start, start_pair: Callable[[str, str], list[PythonProcess]]
 ) -> None:
-    servers = start_servers(start_server, 2)
+    servers = start_servers(start_server_process, 2)
     hangs, stopped = start_pair(addresses(servers), "joined")
     stopped.wait_for_output("joined")
     hangs.wait_for_output("joined")
@@ -135,9 +136,9 @@ def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server: Start) -> None:
+def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server_process: Start) -> None:
     port = free_port()
-    first = start_server(*SHORT)
+    first = start_server_process(*SHORT)
     told = f"{first.data},127.0.0.1:{port}"
 
     def work(peers: ThreadPeers) -> str:
@@ -149,12 +150,12 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
         wait_until(lambda: workers_of(first).keys() >= {"r/0", "r/1"}, what="both at server 0")
         outlast_a_lease(first, "silent", servers=told, run_id="late")
         assert {workers_of(first)[name].state for name in ("r/0", "r/1")} == {"alive"}
-        start_server("--port", str(port), *SHORT)
+        start_server_process("--port", str(port), *SHORT)
         assert joining.result() == ["late", "late"]
 
 
-def test_one_server_that_stands_still_costs_no_lease_on_another(start_server: Start) -> None:
-    servers = start_servers(start_server, 2, *SHORT)
+def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process, 2, *SHORT)
     told = addresses(servers)
     with session_of(told) as session:
         push(session)
@@ -168,8 +169,8 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server: St
             servers[1].signal(signal.SIGCONT)
 
 
-def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: Start) -> None:
-    server = start_server()
+def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server_process: Start) -> None:
+    server = start_server_process()
     told = f"{server.data},127.0.0.1:{free_port()}"
     with pytest.raises(ServerUnavailable):
         session_of(told, start_wait_seconds=0.5).connect()
@@ -179,9 +180,9 @@ def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: S
 @pytest.mark.usefixtures("nobody_hangs")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_whose_first_parameters_fail_ends_all_and_leaves_the_turn_to_others(
-    start_server: Start, failing: int
+    start_server_process: Start, failing: int
 ) -> None:
-    told = addresses(start_servers(start_server, 2))
+    told = addresses(start_servers(start_server_process, 2))
 
     def fail() -> Values:
         raise OSError("no such file: weights")
@@ -201,9 +202,9 @@ def test_a_process_whose_first_parameters_fail_ends_all_and_leaves_the_turn_to_o
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server: Start) -> None:
+def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server_process: Start) -> None:
     """Its main thread is away all the while, as amid a collective call."""
-    servers = start_servers(start_server, 2, *QUICK)
+    servers = start_servers(start_server_process, 2, *QUICK)
     told = addresses(servers)
     sessions = on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__())
     try:
@@ -217,8 +218,8 @@ def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_se
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server: Start) -> None:
-    servers = start_servers(start_server, 2, "--stop-after", "updates=1", *QUICK)
+def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server_process: Start) -> None:
+    servers = start_servers(start_server_process, 2, "--stop-after", "updates=1", *QUICK)
     told = addresses(servers)
 
     def work(peers: ThreadPeers) -> int:

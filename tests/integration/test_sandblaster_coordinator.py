@@ -40,13 +40,13 @@ def outcome() -> Outcome:
         started.append(PythonProcess(*arguments, env=env))
         return started[-1]
 
-    def start_server(*flags: str, wait: bool = True) -> ServerProcess:
+    def start_server_process(*flags: str, wait: bool = True) -> ServerProcess:
         server = ServerProcess(*flags, wait=wait)
         started.append(server)
         return server
 
     try:
-        job = Coordinated(start_server, start, servers=2)
+        job = Coordinated(start_server_process, start, servers=2)
         job.hire()
         coordinator = job.coordinate(*FLAGS)
         ended = summary(coordinator)
@@ -64,9 +64,9 @@ def undisturbed(outcome: Outcome) -> str:
 
 
 def test_one_worker_and_four_come_to_the_same_bits(
-    start_server: StartServer, start_python: StartPython, undisturbed: str
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     job.hire(4)
 
     coordinator = job.coordinate(*FLAGS)
@@ -78,9 +78,9 @@ def test_one_worker_and_four_come_to_the_same_bits(
 
 
 def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     first = job.coordinate(*FLAGS)
@@ -99,9 +99,9 @@ def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
 
 
 def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
-    start_server: StartServer, start_python: StartPython, undisturbed: str
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     job.hire(2)
     for _ in range(3):
         coordinator = job.coordinate(*FLAGS)
@@ -114,10 +114,10 @@ def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
 
 
 def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "3")
-    job = Coordinated(start_server, start_python, server_flags=leases)
+    job = Coordinated(start_server_process, start_python, server_flags=leases)
     # Both are amid their first portions.
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "go"))
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "never"))
@@ -135,9 +135,9 @@ def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
 
 
 def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     for name in ("go", "much-later"):
         job.hire(1, "--hold-at", "0", "--release", str(tmp_path / name))
     coordinator = job.coordinate(*FLAGS)
@@ -164,11 +164,11 @@ def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
     ],
 )
 def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
-    start_server: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
+    start_server_process: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
 ) -> None:
     said = {}
     for num_parameters, shard_size in sizes.items():
-        job = Coordinated(start_server, start_python)
+        job = Coordinated(start_server_process, start_python)
         job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
         coordinator = job.coordinate("--iterations", "4", *flags, "--copies", "1")
         summary(coordinator)
@@ -191,9 +191,9 @@ def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
 
 
 def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
-    start_server: StartServer, start_python: StartPython, outcome: Outcome
+    start_server_process: StartServer, start_python: StartPython, outcome: Outcome
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     job.hire(2)
 
     coordinator = job.coordinate(*FLAGS, "--fold", "group:k=3")
@@ -207,10 +207,10 @@ def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
-    start_server: StartServer, start_python: StartPython
+    start_server_process: StartServer, start_python: StartPython
 ) -> None:
     # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
-    job = Coordinated(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
+    job = Coordinated(start_server_process, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
     job.hire()
     job.wait_for_data()
     flags = {"--iterations": "1000", "--portions": "40"}
@@ -232,9 +232,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
 
 
 def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -249,9 +249,9 @@ def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
 
 
 def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
-    start_server: StartServer, start_python: StartPython, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
     worker.wait_for_output("held", END_SECONDS)
@@ -266,9 +266,13 @@ def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
 
 @pytest.mark.parametrize("order", [(0,), (1,), (1, 0)], ids=["the first", "the second", "one after the other"])
 def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path, order: tuple[int, ...]
+    start_server_process: StartServer,
+    start_python: StartPython,
+    undisturbed: str,
+    tmp_path: Path,
+    order: tuple[int, ...],
 ) -> None:
-    job = Coordinated(start_server, start_python, checkpoints=tmp_path)
+    job = Coordinated(start_server_process, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     coordinator = job.coordinate(*FLAGS, "--save-every", "1")
     worker.wait_for_output("held", END_SECONDS)
@@ -286,9 +290,9 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
 
 
 def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
-    start_server: StartServer, start_python: StartPython, undisturbed: str
+    start_server_process: StartServer, start_python: StartPython, undisturbed: str
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     job.hire()
     fewer = ("--iterations", "2", *FLAGS[2:])
     assert summary(job.coordinate(*fewer))["iterations"] == 2
@@ -308,9 +312,9 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
 
 
 def test_a_coordinator_to_which_no_worker_comes_does_not_end_well(
-    start_server: StartServer, start_python: StartPython
+    start_server_process: StartServer, start_python: StartPython
 ) -> None:
-    job = Coordinated(start_server, start_python)
+    job = Coordinated(start_server_process, start_python)
     job.hire()
     summary(job.coordinate("--iterations", "1"))
     job.bits()
@@ -323,9 +327,9 @@ def test_a_coordinator_to_which_no_worker_comes_does_not_end_well(
 
 
 def test_an_interrupted_coordinator_says_how_to_go_on(
-    start_server: StartServer, start_python: StartPython, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python, servers=1)
+    job = Coordinated(start_server_process, start_python, servers=1)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -337,9 +341,9 @@ def test_an_interrupted_coordinator_says_how_to_go_on(
 
 
 def test_a_coordinator_of_servers_under_another_protocol_is_refused(
-    start_server: StartServer, start_python: StartPython
+    start_server_process: StartServer, start_python: StartPython
 ) -> None:
-    server = start_server("--run-id", "other")
+    server = start_server_process("--run-id", "other")
     code = "import numpy, pyps_client\nwith pyps_client.Client({'w': numpy.ones(4, 'f4')}) as c: c.pull()"
     assert start_python("-c", code, env={"PYPS_SERVERS": server.data, "PYPS_RUN_ID": "other"}).wait() == 0
 
@@ -350,9 +354,9 @@ def test_a_coordinator_of_servers_under_another_protocol_is_refused(
 
 
 def test_a_coordinator_without_workers_says_what_it_waited_for(
-    start_server: StartServer, start_python: StartPython
+    start_server_process: StartServer, start_python: StartPython
 ) -> None:
-    job = Coordinated(start_server, start_python, servers=1)
+    job = Coordinated(start_server_process, start_python, servers=1)
 
     coordinator = job.coordinate(env={"PYPS_START_WAIT_SECONDS": "0.5"})
 

@@ -25,12 +25,12 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.mark.parametrize("read", READINGS)
 def test_a_server_that_is_briefly_gone_is_waited_for(
-    start_server: StartServer,
+    start_server_process: StartServer,
     pool: ThreadPoolExecutor,
     caplog: pytest.LogCaptureFixture,
     read: Callable[[Reports], object],
 ) -> None:
-    server = start_server("--run-id", "blast")
+    server = start_server_process("--run-id", "blast")
     with Link(Launch(servers=(server.data,), worker_id="coordinator")) as link:
         reports = Reports(link)
         before = read(reports)
@@ -40,13 +40,13 @@ def test_a_server_that_is_briefly_gone_is_waited_for(
         wait_until(lambda: reading.done() or "waiting for server 0" in caplog.text, what="a word of waiting")
         assert not reading.done(), reading.exception()
         # Its control port is another one this time.
-        start_server("--run-id", "blast", "--port", server.data.rpartition(":")[2])
+        start_server_process("--run-id", "blast", "--port", server.data.rpartition(":")[2])
 
         assert reading.result(60.0) == before
 
 
-def test_a_server_that_stays_away_ends_the_reading_in_one_sentence(start_server: StartServer) -> None:
-    server = start_server("--run-id", "blast")
+def test_a_server_that_stays_away_ends_the_reading_in_one_sentence(start_server_process: StartServer) -> None:
+    server = start_server_process("--run-id", "blast")
     launch = Launch(servers=(server.data,), worker_id="coordinator", loss_wait_seconds=0.2)
     server.kill()
     with (

@@ -89,11 +89,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hire(start_server: Start) -> Iterator[Callable[..., Crew]]:
+def hire(start_server_process: Start) -> Iterator[Callable[..., Crew]]:
     crews: list[Crew] = []
 
     def make(count: int = 1, *, num_servers: int = 2, flags: tuple[str, ...] = (), **options: Any) -> Crew:
-        crew = Crew(start_servers(start_server, num_servers, *FLAGS, *flags))
+        crew = Crew(start_servers(start_server_process, num_servers, *FLAGS, *flags))
         crews.append(crew)
         crew.hire(count, **options)
         return crew
@@ -306,8 +306,8 @@ def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hir
     assert crew.conductor.outcome().example_count == NUM_EXAMPLES
 
 
-def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> None:
-    (server,) = start_servers(start_server, 1, *FLAGS)
+def test_a_stage_whose_connection_is_cut_is_sent_again(start_server_process: Start) -> None:
+    (server,) = start_servers(start_server_process, 1, *FLAGS)
     proxy = CuttingProxy(server.data)
     crew = Crew([server])
     try:
@@ -326,8 +326,8 @@ def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> N
         proxy.close()
 
 
-def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
-    server = start_server("--run-id", "blast")
+def test_servers_of_another_protocol_are_told_of(start_server_process: Start) -> None:
+    server = start_server_process("--run-id", "blast")
     with pytest.raises(BadRequest, match=r"run the protocol 'async.*need servers started with --protocol sandblaster"):
         pyps_client.sandblaster(make_model(), functional.cross_entropy, make_dataset(), servers=server.data)
 

@@ -22,15 +22,15 @@ from wire_worker import CHANNEL_OPTIONS, WireWorker, values_of
 Command = wire.HeartbeatReply.Command
 
 
-def test_the_start_block_says_what_runs(start_server):
-    output = start_server("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5").output()
+def test_the_start_block_says_what_runs(start_server_process):
+    output = start_server_process("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5").output()
     for word in ("pyps 0.1.0", "avx2", "127.0.0.1:", "night", "sgd:learning_rate=0.5", "async", "divide", "MiB"):
         assert word.replace("avx2", "kernels") in output
     assert "open until a worker initialises the run" in output
 
 
-def test_the_ready_file_names_addresses_process_and_run(start_server):
-    server = start_server("--run-id", "night")
+def test_the_ready_file_names_addresses_process_and_run(start_server_process):
+    server = start_server_process("--run-id", "night")
     assert server.ready == {
         "data": server.data,
         "control": server.control,
@@ -62,8 +62,8 @@ def test_a_busy_port_is_one_error_with_the_port_and_the_flag(flag):
             assert flag in line
 
 
-def test_a_second_server_cannot_share_the_port(start_server):
-    port = start_server().data.rpartition(":")[2]
+def test_a_second_server_cannot_share_the_port(start_server_process):
+    port = start_server_process().data.rpartition(":")[2]
     with ServerProcess("--port", port, wait=False) as second:
         assert second.wait() == 2
         assert f"port {port} " in second.output()
@@ -88,8 +88,8 @@ def test_kubernetes_variables_are_ignored_with_a_warning(start_python, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_with_0(start_server, number):
-    server = start_server()
+def test_a_signal_ends_the_server_with_0(start_server_process, number):
+    server = start_server_process()
     with WireWorker(server.data) as worker:
         worker.join()
         began = time.monotonic()
@@ -99,8 +99,8 @@ def test_a_signal_ends_the_server_with_0(start_server, number):
     assert "Traceback" not in server.output()
 
 
-def test_sigterm_ends_parked_pulls_and_open_streams_with_unavailable(start_server):
-    server = start_server()
+def test_sigterm_ends_parked_pulls_and_open_streams_with_unavailable(start_server_process):
+    server = start_server_process()
     with WireWorker(server.data) as worker:
         worker.join()
         want = wire.PullRequest.Want(shard_id=0, held_version=0, min_version=1)
@@ -114,8 +114,8 @@ def test_sigterm_ends_parked_pulls_and_open_streams_with_unavailable(start_serve
         assert server.wait(20) == 0
 
 
-def test_a_second_signal_ends_the_server_at_once(start_server):
-    server = start_server("--drain-seconds", "100")
+def test_a_second_signal_ends_the_server_at_once(start_server_process):
+    server = start_server_process("--drain-seconds", "100")
     model = Model((Tensor("x", (4_000_000,)),))
     with WireWorker(server.data, model=model) as worker:
         worker.join()
@@ -131,16 +131,16 @@ def test_a_second_signal_ends_the_server_at_once(start_server):
         pull.cancel()
 
 
-def test_sigterm_saves_and_resume_goes_on_bit_for_bit(start_server, tmp_path):
+def test_sigterm_saves_and_resume_goes_on_bit_for_bit(start_server_process, tmp_path):
     flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    first = start_server(*flags)
+    first = start_server_process(*flags)
     with WireWorker(first.data) as worker:
         worker.join(value=5.0)
         request = worker.push_request(0.3)
         [receipt] = worker.push(request)
         before = worker.pull()[0].payload
         assert first.terminate() == 0
-    second = start_server(*flags, "--resume")
+    second = start_server_process(*flags, "--resume")
     assert second.ready["run_id"] == "run-1"
     assert "open until" not in second.output()
     with WireWorker(second.data) as again:
@@ -158,9 +158,9 @@ def test_sigterm_saves_and_resume_goes_on_bit_for_bit(start_server, tmp_path):
         assert again.push(old)[0].reason == common.REASON_EPOCH
 
 
-def test_a_folder_with_checkpoints_is_not_mixed_with_a_new_run(start_server, tmp_path):
+def test_a_folder_with_checkpoints_is_not_mixed_with_a_new_run(start_server_process, tmp_path):
     flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    first = start_server(*flags)
+    first = start_server_process(*flags)
     with WireWorker(first.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -175,9 +175,9 @@ def test_a_folder_with_checkpoints_is_not_mixed_with_a_new_run(start_server, tmp
         assert "learning_rate of group 0: 5 here, 1 there" in third.output()
 
 
-def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server, tmp_path):
+def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server_process, tmp_path):
     folder = tmp_path / "checkpoints"
-    server = start_server("--stop-after", "updates=3", "--checkpoint-dir", str(folder))
+    server = start_server_process("--stop-after", "updates=3", "--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
         worker.join(value=5.0)
         receipts = worker.push(*[worker.push_request(1.0, base_version=version) for version in range(5)])
@@ -195,22 +195,22 @@ def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server,
         assert worker.pull([want], wait_seconds=20)[0].version == 3
 
 
-def test_stop_after_examples_and_seconds_finish_the_run(start_server):
-    by_examples = start_server("--stop-after", "examples=64")
+def test_stop_after_examples_and_seconds_finish_the_run(start_server_process):
+    by_examples = start_server_process("--stop-after", "examples=64")
     with WireWorker(by_examples.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0, example_count=63))
         assert worker.heartbeat().command != Command.COMMAND_STOP
         worker.push(worker.push_request(1.0, base_version=1, example_count=1))
         assert worker.heartbeat().command == Command.COMMAND_STOP
-    by_seconds = start_server("--stop-after", "seconds=0.2")
+    by_seconds = start_server_process("--stop-after", "seconds=0.2")
     with WireWorker(by_seconds.data) as worker:
         worker.join()
         wait_until(lambda: worker.heartbeat().command == Command.COMMAND_STOP, 20, "the stop")
 
 
-def test_exit_when_done_waits_for_all_expected_workers(start_server):
-    server = start_server("--exit-when-done", "--expected-workers", "2")
+def test_exit_when_done_waits_for_all_expected_workers(start_server_process):
+    server = start_server_process("--exit-when-done", "--expected-workers", "2")
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
         first.leave()
@@ -221,15 +221,15 @@ def test_exit_when_done_waits_for_all_expected_workers(start_server):
     assert "all workers are done" in server.output()
 
 
-def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
-    server = start_server("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "0.5")
+def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server_process):
+    server = start_server_process("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "0.5")
     with WireWorker(server.data) as worker:
         worker.join()
         assert server.wait(20) == 0
 
 
-def test_health_on_both_ports_tells_that_the_server_serves(start_server):
-    server = start_server()
+def test_health_on_both_ports_tells_that_the_server_serves(start_server_process):
+    server = start_server_process()
     for address in (server.data, server.control):
         with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
             request = health_pb2.HealthCheckRequest(service="pyps.v1.ParameterServer")
@@ -237,8 +237,8 @@ def test_health_on_both_ports_tells_that_the_server_serves(start_server):
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_json_logs_are_one_object_a_line(start_server):
-    server = start_server("--log-format", "json")
+def test_json_logs_are_one_object_a_line(start_server_process):
+    server = start_server_process("--log-format", "json")
     with WireWorker(server.data) as worker:
         worker.join()
     assert server.terminate() == 0

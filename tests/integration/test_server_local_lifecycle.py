@@ -22,8 +22,8 @@ from wire_crew import status_of
 LARGE = Model((Tensor("x", (8_000_000,)),))
 
 
-def test_a_socket_in_a_folder_is_for_its_user_alone_and_goes_with_its_server(start_server, tmp_path):
-    server = start_server("--local-socket", str(tmp_path))
+def test_a_socket_in_a_folder_is_for_its_user_alone_and_goes_with_its_server(start_server_process, tmp_path):
+    server = start_server_process("--local-socket", str(tmp_path))
     with local_worker(server.data) as worker:
         [path] = tmp_path.iterdir()
         assert worker.offer.address == str(path)
@@ -33,13 +33,13 @@ def test_a_socket_in_a_folder_is_for_its_user_alone_and_goes_with_its_server(sta
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_servers_socket_is_removed_by_the_next_one_and_a_living_ones_stays(start_server, tmp_path):
-    killed = start_server("--local-socket", str(tmp_path))
+def test_a_killed_servers_socket_is_removed_by_the_next_one_and_a_living_ones_stays(start_server_process, tmp_path):
+    killed = start_server_process("--local-socket", str(tmp_path))
     [stale] = tmp_path.iterdir()
     killed.kill()
     assert stale.exists()
-    living = start_server("--local-socket", str(tmp_path))
-    start_server("--local-socket", str(tmp_path))
+    living = start_server_process("--local-socket", str(tmp_path))
+    start_server_process("--local-socket", str(tmp_path))
     assert not stale.exists()
     assert len(list(tmp_path.iterdir())) == 2
     with local_worker(living.data) as worker:
@@ -59,8 +59,8 @@ def test_a_folder_that_cannot_be_used_is_said_at_the_start(start_python, tmp_pat
     assert "name a folder with a shorter path" in refused(str(long))
 
 
-def test_a_server_that_ends_refuses_rounds_and_leaves_every_shard_at_one_version(start_server):
-    server = start_server()
+def test_a_server_that_ends_refuses_rounds_and_leaves_every_shard_at_one_version(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, model=LARGE) as worker:
         worker.gradients[0][0][:] = 1.0
         versions = []
@@ -86,8 +86,8 @@ def test_a_server_that_ends_refuses_rounds_and_leaves_every_shard_at_one_version
         assert "bug" not in server.output()
 
 
-def test_a_parked_pull_ends_when_its_server_does(start_server):
-    server = start_server()
+def test_a_parked_pull_ends_when_its_server_does(start_server_process):
+    server = start_server_process()
     with local_worker(server.data) as worker:
         worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
         wait_until(lambda: list(status_of(server).waiting_for), 20, "the parked pull")
@@ -96,8 +96,8 @@ def test_a_parked_pull_ends_when_its_server_does(start_server):
         assert server.wait() == 0
 
 
-def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_server):
-    server = start_server()
+def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_server_process):
+    server = start_server_process()
     with local_worker(server.data) as worker:
         worker.exchange()
         inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
@@ -112,8 +112,8 @@ def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_
         assert worker.parameters[0][0] == -1.0
 
 
-def test_a_parked_pull_of_a_reset_run_is_refused(start_server):
-    server = start_server()
+def test_a_parked_pull_of_a_reset_run_is_refused(start_server_process):
+    server = start_server_process()
     with local_worker(server.data) as worker:
         worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
         wait_until(lambda: list(status_of(server).waiting_for), 20, "the parked pull")
@@ -122,16 +122,16 @@ def test_a_parked_pull_of_a_reset_run_is_refused(start_server):
         assert worker.link.is_closed_by_the_server
 
 
-def test_a_restarted_server_takes_over_the_segment_that_the_worker_has(start_server, tmp_path):
+def test_a_restarted_server_takes_over_the_segment_that_the_worker_has(start_server_process, tmp_path):
     flags = ("--checkpoint-dir", str(tmp_path))
-    first = start_server(*flags)
+    first = start_server_process(*flags)
     with LocalWorker(first.data) as worker:
         worker.begin()
         worker.gradients[0][0][:] = 1.0
         worker.exchange()
         assert first.terminate() == 0
         assert worker.link.is_closed_by_the_server
-        second = start_server(*flags, "--resume")
+        second = start_server_process(*flags, "--resume")
         with WireHello(second.data, worker) as hello:
             reply = hello.hello()
             assert (reply.epoch, reply.local.address != worker.offer.address) == (1, True)
@@ -146,8 +146,8 @@ def test_a_restarted_server_takes_over_the_segment_that_the_worker_has(start_ser
         assert worker.exchange()[0].version == 2
 
 
-def test_a_finished_run_refuses_rounds_and_is_pulled_on(start_server):
-    server = start_server("--stop-after", "updates=2")
+def test_a_finished_run_refuses_rounds_and_is_pulled_on(start_server_process):
+    server = start_server_process("--stop-after", "updates=2")
     with local_worker(server.data) as worker:
         worker.exchange()
         worker.exchange(pull=False)
@@ -156,8 +156,8 @@ def test_a_finished_run_refuses_rounds_and_is_pulled_on(start_server):
         assert [shard.version for shard in worker.pull_here({0: 9})] == [2]
 
 
-def test_a_vanished_waiter_leaves_nothing_behind(start_server):
-    server = start_server()
+def test_a_vanished_waiter_leaves_nothing_behind(start_server_process):
+    server = start_server_process()
     before = len(descriptors_of(server.pid))
     with local_worker(server.data) as worker:
         worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
@@ -167,24 +167,24 @@ def test_a_vanished_waiter_leaves_nothing_behind(start_server):
     wait_until(lambda: len(descriptors_of(server.pid)) <= before, 20, "no descriptor left")
 
 
-def test_a_worker_that_left_is_hung_up_on(start_server):
-    server = start_server()
+def test_a_worker_that_left_is_hung_up_on(start_server_process):
+    server = start_server_process()
     with local_worker(server.data) as worker:
         worker.leave()
         assert worker.link.is_closed_by_the_server
         wait_until(lambda: maps_of(server.pid) == [], 10, "the memory unmapped")
 
 
-def test_a_later_process_of_a_workers_name_takes_its_place(start_server):
-    server = start_server()
+def test_a_later_process_of_a_workers_name_takes_its_place(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, "a") as earlier, local_worker(server.data, "a") as later:
         assert earlier.link.is_closed_by_the_server
         assert later.exchange()[0].version == 1
         assert len(maps_of(server.pid)) == 1
 
 
-def test_a_vanished_waiter_is_heard_of_behind_a_further_request(start_server):
-    server = start_server()
+def test_a_vanished_waiter_is_heard_of_behind_a_further_request(start_server_process):
+    server = start_server_process()
     before = len(descriptors_of(server.pid))
     with local_worker(server.data) as worker:
         worker.link.send(worker.pull_request({0: 5}, wait_seconds=600))
@@ -197,8 +197,8 @@ def test_a_vanished_waiter_is_heard_of_behind_a_further_request(start_server):
     assert "bug" not in server.output()
 
 
-def test_nothing_answers_at_a_dead_servers_address(start_server):
-    server = start_server()
+def test_nothing_answers_at_a_dead_servers_address(start_server_process):
+    server = start_server_process()
     with local_worker(server.data) as worker:
         server.kill()
         with pytest.raises((EOFError, OSError)):
@@ -218,9 +218,9 @@ class WireHello(LocalWorker):
         self.sender.CopyFrom(worker.sender)
 
 
-def test_the_system_offers_abstract_names(start_server):
+def test_the_system_offers_abstract_names(start_server_process):
     # Where another process listens at a name, nobody can take it.
-    server = start_server()
+    server = start_server_process()
     with LocalWorker(server.data) as worker:
         worker.hello()
         with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError, match="in use"):

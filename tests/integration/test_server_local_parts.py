@@ -22,9 +22,9 @@ Start = Callable[..., ServerProcess]
 
 
 @pytest.fixture
-def server(start_server: Start) -> Iterator[ServerProcess]:
+def server(start_server_process: Start) -> Iterator[ServerProcess]:
     """A server that holds both parts of the cut model, the numbers of `whole_tensors` in it."""
-    server = start_server()
+    server = start_server_process()
     with cut_run([server]) as workers:
         push_tensors(workers, whole_tensors())
         yield server

@@ -71,8 +71,8 @@ def vectors(*offsets: int, codec: int = common.CODEC_FLOAT32) -> local.LocalVect
         ({"segment_bytes": 4 * PAGE}, "has 12288 bytes, and Attach says 16384"),
     ],
 )
-def test_vectors_that_cannot_lie_so_are_refused(start_server, fields, words):
-    server = start_server()
+def test_vectors_that_cannot_lie_so_are_refused(start_server_process, fields, words):
+    server = start_server_process()
     with joined(server) as worker:
         error = refusal_of(worker, worker.attach_request(**fields), worker.descriptor)
         assert isinstance(error, BadRequest)
@@ -82,8 +82,8 @@ def test_vectors_that_cannot_lie_so_are_refused(start_server, fields, words):
         worker.attach()
 
 
-def test_memory_that_its_worker_could_take_away_is_refused(start_server):
-    server = start_server()
+def test_memory_that_its_worker_could_take_away_is_refused(start_server_process):
+    server = start_server_process()
     with joined(server) as worker, tempfile.TemporaryFile() as file:
         size = worker.layout.num_bytes
         file.truncate(size)
@@ -112,13 +112,13 @@ def test_memory_that_its_worker_could_take_away_is_refused(start_server):
         assert maps_of(server.pid) == []
 
 
-def test_memory_in_huge_pages_is_refused(start_server):
+def test_memory_in_huge_pages_is_refused(start_server_process):
     size = 2 * 2**20
     model = Model((Tensor("x", (size // 8 - 2048,)),))
     descriptor = os.memfd_create("huge", os.MFD_HUGETLB | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    with joined(start_server(), model=model) as worker:
+    with joined(start_server_process(), model=model) as worker:
         # As many bytes as two vectors need, rounded up to huge pages.
         assert worker.layout.num_bytes <= size
         request = worker.attach_request(segment_bytes=size)
@@ -127,8 +127,8 @@ def test_memory_in_huge_pages_is_refused(start_server):
     os.close(descriptor)
 
 
-def test_one_descriptor_comes_with_attach_and_none_else_stays_open(start_server):
-    server = start_server()
+def test_one_descriptor_comes_with_attach_and_none_else_stays_open(start_server_process):
+    server = start_server_process()
     with joined(server) as worker:
         before = len(descriptors_of(server.pid))
         error = refusal_of(worker, worker.attach_request())
@@ -144,8 +144,8 @@ def test_one_descriptor_comes_with_attach_and_none_else_stays_open(start_server)
         wait_until(lambda: len(descriptors_of(server.pid)) == before, 10, "no descriptor left")
 
 
-def test_a_ticket_opens_for_its_own_worker_alone(start_server):
-    server = start_server()
+def test_a_ticket_opens_for_its_own_worker_alone(start_server_process):
+    server = start_server_process()
     with joined(server, "a") as a, joined(server, "b") as b:
         for ticket in (b"", bytes(16), b.offer.ticket):
             error = refusal_of(a, a.attach_request(ticket=ticket), a.descriptor)
@@ -158,15 +158,15 @@ def test_a_ticket_opens_for_its_own_worker_alone(start_server):
         assert "'other'" in str(error)
 
 
-def test_a_stranger_that_asks_before_it_attaches_is_refused(start_server):
-    with joined(start_server()) as worker:
+def test_a_stranger_that_asks_before_it_attaches_is_refused(start_server_process):
+    with joined(start_server_process()) as worker:
         for request in (worker.exchange_request(), worker.pull_request(), local.LocalRequest()):
             error = refusal_of(worker, request, worker.descriptor)
             assert "LocalAttach" in str(error)
 
 
-def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_server):
-    with local_worker(start_server().data) as worker:
+def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_server_process):
+    with local_worker(start_server_process().data) as worker:
 
         def refused(request: local.LocalRequest, words: str) -> None:
             with pytest.raises(BadRequest, match=words):
@@ -199,17 +199,17 @@ def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_serv
         ([(0, 2**63)], "longer than shard 0"),
     ],
 )
-def test_extents_that_lie_elsewhere_are_refused(start_server, extents, words):
-    with local_worker(start_server().data) as worker:
+def test_extents_that_lie_elsewhere_are_refused(start_server_process, extents, words):
+    with local_worker(start_server_process().data) as worker:
         each = {"extents": [common.Extent(offset=offset, length=length) for offset, length in extents]}
         with pytest.raises(BadRequest, match=words):
             worker.exchange(each=each)
         assert worker.exchange()[0].version == 1
 
 
-def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server):
+def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server_process):
     model = Model((Tensor("x", (200_000,)),))
-    with local_worker(start_server().data, model=model) as worker:
+    with local_worker(start_server_process().data, model=model) as worker:
         crowd = [common.Extent(offset=2 * index, length=1) for index in range(66_000)]
         with pytest.raises(BadRequest, match="66000 extents"):
             worker.exchange([0], each={"extents": crowd})
@@ -218,8 +218,8 @@ def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server):
         assert worker.parameters[0].sum() == -10_000
 
 
-def test_a_caller_that_asks_without_end_leaves_others_their_turn(start_server):
-    server = start_server()
+def test_a_caller_that_asks_without_end_leaves_others_their_turn(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, "greedy") as greedy, local_worker(server.data, "good") as good:
         message = greedy.exchange_request(pull=False).SerializeToString()
         frames = (LENGTH.pack(len(message)) + message) * 500
@@ -229,8 +229,8 @@ def test_a_caller_that_asks_without_end_leaves_others_their_turn(start_server):
             assert greedy.link.receive().exchanged.replies[0].receipt.version_after >= 1
 
 
-def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_server):
-    server = start_server("--max-message-bytes", "65536")
+def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_server_process):
+    server = start_server_process("--max-message-bytes", "65536")
     with local_worker(server.data, "good") as good, joined(server) as worker:
 
         def ends(data: bytes) -> str:
@@ -259,8 +259,8 @@ def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_ser
         wait_until(lambda: len(maps_of(server.pid)) == 1, 10, "the vanished worker's memory unmapped")
 
 
-def test_silent_strangers_are_hung_up_on_and_kept_few(start_server):
-    server = start_server("--max-workers", "4")
+def test_silent_strangers_are_hung_up_on_and_kept_few(start_server_process):
+    server = start_server_process("--max-workers", "4")
     with local_worker(server.data, "good") as good:
         strangers = [LocalSocket(good.offer.address) for _ in range(24)]
         for stranger in strangers[20:]:
@@ -274,10 +274,10 @@ def test_silent_strangers_are_hung_up_on_and_kept_few(start_server):
             stranger.close()
 
 
-def test_a_caller_of_another_user_is_turned_away(start_server):
+def test_a_caller_of_another_user_is_turned_away(start_server_process):
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    server = start_server()
+    server = start_server_process()
     with joined(server) as worker:
         code = (
             "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.settimeout(20);"
@@ -289,8 +289,8 @@ def test_a_caller_of_another_user_is_turned_away(start_server):
         worker.attach()
 
 
-def test_holes_torn_into_the_memory_harm_nobody(start_server):
-    server = start_server()
+def test_holes_torn_into_the_memory_harm_nobody(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, model=LARGE) as worker:
         worker.gradients[0][0][:] = 1.0
         # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, which seals against shrinking allow.
@@ -308,8 +308,8 @@ def libc_fallocate(descriptor: int, mode: int, offset: int, length: int) -> None
     assert libc.fallocate(*arguments) == 0, os.strerror(ctypes.get_errno())
 
 
-def test_nan_that_appears_between_the_look_and_the_update_never_reaches_the_parameters(start_server):
-    server = start_server()
+def test_nan_that_appears_between_the_look_and_the_update_never_reaches_the_parameters(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, model=LARGE) as worker:
         gradient, ends = worker.gradients[0][0], threading.Event()
 
@@ -333,8 +333,8 @@ def test_nan_that_appears_between_the_look_and_the_update_never_reaches_the_para
             assert np.isfinite(np.frombuffer(shard.payload, np.float32)).all()
 
 
-def test_a_worker_that_the_server_does_not_know_any_more_cannot_attach(start_server):
-    server = start_server(*QUICK_LEASES)
+def test_a_worker_that_the_server_does_not_know_any_more_cannot_attach(start_server_process):
+    server = start_server_process(*QUICK_LEASES)
     with local_worker(server.data) as worker:
         # Its lease runs out: the server hangs up.
         assert worker.link.is_closed_by_the_server
@@ -348,8 +348,8 @@ def test_a_worker_that_the_server_does_not_know_any_more_cannot_attach(start_ser
             unknown.attach()
 
 
-def test_many_connections_of_one_worker_are_one(start_server):
-    server = start_server()
+def test_many_connections_of_one_worker_are_one(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, model=SMALL) as worker:
         first = worker.link
         for _ in range(5):
@@ -360,8 +360,8 @@ def test_many_connections_of_one_worker_are_one(start_server):
         assert status_of(server).version_max == 1
 
 
-def test_a_caller_that_takes_no_answers_holds_up_nobody(start_server):
-    server = start_server()
+def test_a_caller_that_takes_no_answers_holds_up_nobody(start_server_process):
+    server = start_server_process()
     with local_worker(server.data, "deaf") as deaf, local_worker(server.data, "good") as good:
         request = deaf.exchange_request(pull=False).SerializeToString()
         frame = LENGTH.pack(len(request)) + request

@@ -22,8 +22,8 @@ def waits(server) -> list[str]:
     return list(status_of(server).waiting_for)
 
 
-def test_turns_go_round_and_nobody_computes_beside_another(start_server):
-    server = start_server("--protocol", "serial", "--expected-workers", "3")
+def test_turns_go_round_and_nobody_computes_beside_another(start_server_process):
+    server = start_server_process("--protocol", "serial", "--expected-workers", "3")
     computing, most = [0], [0]
     lock = threading.Lock()
     order = []
@@ -55,8 +55,8 @@ def test_turns_go_round_and_nobody_computes_beside_another(start_server):
     assert all(set(order[round : round + 3]) == {"w0", "w1", "w2"} for round in (0, 3, 6))
 
 
-def test_64_parked_calls_hold_no_thread_and_only_those_released_are_answered(start_server):
-    server = start_server("--protocol", "serial")
+def test_64_parked_calls_hold_no_thread_and_only_those_released_are_answered(start_server_process):
+    server = start_server_process("--protocol", "serial")
     with crew(server, 64) as workers:
         first, *others = workers
         first.proceed(0)
@@ -78,9 +78,9 @@ def test_64_parked_calls_hold_no_thread_and_only_those_released_are_answered(sta
             call.cancel()
 
 
-def test_a_worker_waits_when_it_is_too_far_ahead_of_the_slowest(start_server):
+def test_a_worker_waits_when_it_is_too_far_ahead_of_the_slowest(start_server_process):
     """Ho et al. 2013: a worker at clock c proceeds while c - min c <= s (algorithm notes 2.9, R1)."""
-    server = start_server("--protocol", "ssp:s=2", "--staleness", "none")
+    server = start_server_process("--protocol", "ssp:s=2", "--staleness", "none")
     with crew(server, 2) as [fast, slow]:
         slow.proceed(0)
         for clock in range(3):
@@ -96,8 +96,8 @@ def test_a_worker_waits_when_it_is_too_far_ahead_of_the_slowest(start_server):
         assert wait_until(lambda: status_of(server).blocked_seconds > 0, 20, "the blocked time")
 
 
-def test_a_wait_ends_by_its_deadline_with_the_names(start_server):
-    server = start_server("--protocol", "serial")
+def test_a_wait_ends_by_its_deadline_with_the_names(start_server_process):
+    server = start_server_process("--protocol", "serial")
     with crew(server, 2) as [first, second]:
         first.proceed(0)
         status, name, text = refusal_of(second.proceed, 0, wait_seconds=0.3)
@@ -109,8 +109,8 @@ def test_a_wait_ends_by_its_deadline_with_the_names(start_server):
         second.proceed(0)
 
 
-def test_a_dead_worker_s_turn_passes_within_its_lease(start_server):
-    server = start_server("--protocol", "serial", *QUICK_LEASES)
+def test_a_dead_worker_s_turn_passes_within_its_lease(start_server_process):
+    server = start_server_process("--protocol", "serial", *QUICK_LEASES)
     with WireWorker(server.data, "dead") as dead, WireWorker(server.data, "alive") as alive:
         dead.join()
         alive.join()
@@ -121,8 +121,8 @@ def test_a_dead_worker_s_turn_passes_within_its_lease(start_server):
     assert not any("alive" in message for message in events_of(server, "expired"))
 
 
-def test_a_worker_that_lives_and_does_nothing_loses_its_turn_after_the_stall_time(start_server):
-    server = start_server("--protocol", "serial", "--stall-seconds", "0.5")
+def test_a_worker_that_lives_and_does_nothing_loses_its_turn_after_the_stall_time(start_server_process):
+    server = start_server_process("--protocol", "serial", "--stall-seconds", "0.5")
     with crew(server, 2) as [idle, busy]:
         idle.proceed(0)
         busy.proceed(0, wait_seconds=15)
@@ -134,8 +134,8 @@ def test_a_worker_that_lives_and_does_nothing_loses_its_turn_after_the_stall_tim
         call.result(20)
 
 
-def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server):
-    server = start_server("--protocol", "serial", *QUICK_LEASES)
+def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server_process):
+    server = start_server_process("--protocol", "serial", *QUICK_LEASES)
     with crew(server, 3) as [first, cancels, vanishes], contextlib.ExitStack() as stack:
         first.proceed(0)
         call = asking(cancels, 0)
@@ -147,8 +147,8 @@ def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server):
     assert "Traceback" not in server.output()
 
 
-def test_a_cancelled_asker_is_given_no_turn(start_server):
-    server = start_server("--protocol", "serial", "--stall-seconds", "30")
+def test_a_cancelled_asker_is_given_no_turn(start_server_process):
+    server = start_server_process("--protocol", "serial", "--stall-seconds", "30")
     with crew(server, 3) as [first, cancels, third]:
         first.proceed(0)
         call = asking(cancels, 0)
@@ -162,8 +162,8 @@ def test_a_cancelled_asker_is_given_no_turn(start_server):
         again.cancel()
 
 
-def test_a_clock_that_goes_backwards_is_refused(start_server):
-    server = start_server("--protocol", "ssp:s=1")
+def test_a_clock_that_goes_backwards_is_refused(start_server_process):
+    server = start_server_process("--protocol", "ssp:s=1")
     with crew(server, 2) as [worker, other]:
         other.proceed(0)
         worker.proceed(0)
@@ -173,8 +173,8 @@ def test_a_clock_that_goes_backwards_is_refused(start_server):
         assert "send a count that never falls" in text
 
 
-def test_servers_beside_the_first_never_ask(start_server):
-    server = start_server("--protocol", "serial")
+def test_servers_beside_the_first_never_ask(start_server_process):
+    server = start_server_process("--protocol", "serial")
     with WireWorker(server.data, server_index=1, num_servers=2) as worker:
         worker.hello()
         worker.initialize(1)
@@ -182,15 +182,15 @@ def test_servers_beside_the_first_never_ask(start_server):
 
 
 @pytest.mark.parametrize("protocol", ["async", "hardsync", "ssp:s=0,strict_bsp=true"])
-def test_protocols_without_turns_answer_at_once(start_server, protocol):
-    server = start_server("--protocol", protocol)
+def test_protocols_without_turns_answer_at_once(start_server_process, protocol):
+    server = start_server_process("--protocol", protocol)
     with crew(server, 1) as [worker]:
         assert not worker.hello().ask_to_proceed
         assert not worker.proceed(0).ask_to_proceed
 
 
-def test_a_finished_run_keeps_nobody_waiting_for_its_turn(start_server):
-    server = start_server("--protocol", "serial", "--stop-after", "updates=1")
+def test_a_finished_run_keeps_nobody_waiting_for_its_turn(start_server_process):
+    server = start_server_process("--protocol", "serial", "--stop-after", "updates=1")
     with crew(server, 2) as [first, second]:
         first.proceed(0)
         call = asking(second, 0)

@@ -16,10 +16,10 @@ TOKEN = "a-token-of-some-length"
 
 
 @pytest.fixture
-def guarded(start_server, tmp_path):
+def guarded(start_server_process, tmp_path):
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN + "\n")
-    return start_server("--token-file", str(token_file))
+    return start_server_process("--token-file", str(token_file))
 
 
 @pytest.mark.parametrize("token", [None, "wrong-token-of-length", TOKEN + "x", ""])
@@ -64,8 +64,8 @@ def test_beyond_loopback_a_server_wants_a_token():
         assert "Traceback" not in output
 
 
-def test_insecure_in_plain_words_opens_the_server(start_server):
-    server = start_server("--host", "0.0.0.0", "--insecure")
+def test_insecure_in_plain_words_opens_the_server(start_server_process):
+    server = start_server_process("--host", "0.0.0.0", "--insecure")
     assert "open to everybody" in server.output()
     with WireWorker(server.data.replace("0.0.0.0", "127.0.0.1")) as worker:
         assert worker.hello().initialize

@@ -44,8 +44,8 @@ def waiting_pull(worker: WireWorker, min_version: int, seconds: float = 40.0):
     return worker.stub.Pull(request, timeout=seconds + 10)
 
 
-def test_64_parked_pulls_hold_no_thread_and_are_answered_when_the_version_arrives(start_server):
-    server = start_server()
+def test_64_parked_pulls_hold_no_thread_and_are_answered_when_the_version_arrives(start_server_process):
+    server = start_server_process()
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(WireWorker(server.data, f"w{index}")) for index in range(64)]
         for worker in workers:
@@ -62,8 +62,8 @@ def test_64_parked_pulls_hold_no_thread_and_are_answered_when_the_version_arrive
         assert list(status_of(server).waiting_for) == []
 
 
-def test_64_workers_push_and_pull_at_once_and_all_complete(start_server):
-    server = start_server()
+def test_64_workers_push_and_pull_at_once_and_all_complete(start_server_process):
+    server = start_server_process()
     rounds, num_workers = 5, 64
     barrier = threading.Barrier(num_workers)
 
@@ -86,8 +86,8 @@ def test_64_workers_push_and_pull_at_once_and_all_complete(start_server):
     assert status_of(server).version_max == rounds * num_workers
 
 
-def test_a_wait_that_ends_says_what_it_waited_for(start_server):
-    server = start_server()
+def test_a_wait_that_ends_says_what_it_waited_for(start_server_process):
+    server = start_server_process()
     with WireWorker(server.data, "patient") as worker:
         worker.join()
         want = wire.PullRequest.Want(shard_id=0, held_version=0, min_version=3)
@@ -99,8 +99,8 @@ def test_a_wait_that_ends_says_what_it_waited_for(start_server):
             assert word in caught.value.details()
 
 
-def test_shards_that_are_ready_do_not_wait_for_those_that_are_not(start_server):
-    server = start_server()
+def test_shards_that_are_ready_do_not_wait_for_those_that_are_not(start_server_process):
+    server = start_server_process()
     with WireWorker(server.data, model=LARGE) as worker:
         worker.join()
         wants = [wire.PullRequest.Want(shard_id=i, held_version=-1, min_version=int(i == 0)) for i in range(4)]
@@ -112,8 +112,8 @@ def test_shards_that_are_ready_do_not_wait_for_those_that_are_not(start_server):
         assert (last.shard_id, last.version) == (0, 1)
 
 
-def test_a_cancelled_or_vanished_waiter_leaves_nothing_behind(start_server):
-    server = start_server()
+def test_a_cancelled_or_vanished_waiter_leaves_nothing_behind(start_server_process):
+    server = start_server_process()
     with WireWorker(server.data, "a") as stays, WireWorker(server.data, "b") as goes:
         stays.join()
         goes.join()
@@ -142,8 +142,8 @@ def deaf_worker(server, worker_id: str):
                 call.cancel()
 
 
-def test_a_worker_that_never_reads_its_replies_disturbs_nobody(start_server):
-    server = start_server("--optimizer", "sgd:learning_rate=1")
+def test_a_worker_that_never_reads_its_replies_disturbs_nobody(start_server_process):
+    server = start_server_process("--optimizer", "sgd:learning_rate=1")
     with contextlib.ExitStack() as stack:
         for index in range(4):
             stack.enter_context(deaf_worker(server, f"deaf{index}"))
@@ -160,8 +160,8 @@ def test_a_worker_that_never_reads_its_replies_disturbs_nobody(start_server):
         assert memory < 600 * 2**20
 
 
-def test_the_control_plane_answers_while_the_data_plane_is_saturated(start_server):
-    server = start_server("--optimizer", "sgd:learning_rate=1")
+def test_the_control_plane_answers_while_the_data_plane_is_saturated(start_server_process):
+    server = start_server_process("--optimizer", "sgd:learning_rate=1")
     ends = threading.Event()
 
     def saturate(index: int) -> int:
@@ -201,8 +201,8 @@ def test_the_control_plane_answers_while_the_data_plane_is_saturated(start_serve
     assert statistics.median(seconds) < 3.0
 
 
-def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server):
-    server = start_server("--run-id", "run-1", "--protocol", "hardsync", "--expected-workers", "2")
+def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server_process):
+    server = start_server_process("--run-id", "run-1", "--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -215,9 +215,9 @@ def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server):
         assert (name, text) == ("NotInitialized", "the run was reset while the pull waited")
 
 
-def test_two_workers_in_opposite_shard_order_do_not_deadlock(start_server):
+def test_two_workers_in_opposite_shard_order_do_not_deadlock(start_server_process):
     """One exchanges first layers first while the other sends last layers first."""
-    server = start_server("--optimizer", "sgd:learning_rate=1")
+    server = start_server_process("--optimizer", "sgd:learning_rate=1")
     orders = [range(4), range(3, -1, -1)]
 
     def exchange(index: int) -> int:

@@ -16,10 +16,10 @@ NUM_WORKERS = 2
 
 
 def test_workers_train_on_by_themselves_after_sigterm_and_resume_of_all_servers(
-    start_server: StartServer, start_python: StartPython, tmp_path: Path
+    start_server_process: StartServer, start_python: StartPython, tmp_path: Path
 ) -> None:
     folders = [("--checkpoint-dir", str(tmp_path / f"server-{index}")) for index in range(2)]
-    servers = [start_server(*folder) for folder in folders]
+    servers = [start_server_process(*folder) for folder in folders]
     addresses = [server.data for server in servers]
     workers = [start_digits(start_python, addresses, index) for index in range(NUM_WORKERS)]
     for worker in workers:
@@ -29,7 +29,7 @@ def test_workers_train_on_by_themselves_after_sigterm_and_resume_of_all_servers(
         assert server.terminate() == 0
         assert "checkpoint written" in server.output()
     resumed = [
-        start_server(*folder, "--resume", "--port", address.rpartition(":")[2])
+        start_server_process(*folder, "--resume", "--port", address.rpartition(":")[2])
         for folder, address in zip(folders, addresses, strict=True)
     ]
 

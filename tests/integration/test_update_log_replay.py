@@ -43,9 +43,11 @@ class Job:
 
 
 @pytest.fixture
-def job(start_server: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path) -> Job:
+def job(
+    start_server_process: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path
+) -> Job:
     """Two servers that log gradients, four worker processes that start to pull and push at once."""
-    servers = start_servers(start_server, 2, "--update-log", str(tmp_path), "--log-gradients")
+    servers = start_servers(start_server_process, 2, "--update-log", str(tmp_path), "--log-gradients")
     start = tmp_path / "start"
     workers = [
         start_python("-c", WORKER, str(index), addresses(servers), str(STEPS), str(start))
@@ -150,9 +152,9 @@ def check_conservation_law(path: Path) -> int:
 
 
 def test_a_round_that_a_worker_left_is_replayed_to_the_final_bits(
-    start_server: Callable[..., ServerProcess], tmp_path: Path
+    start_server_process: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
-    server = start_server("--protocol", "hardsync", "--update-log", str(tmp_path), "--log-gradients")
+    server = start_server_process("--protocol", "hardsync", "--update-log", str(tmp_path), "--log-gradients")
     assert f"{tmp_path}, with gradients up to" in server.output()
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
@@ -174,9 +176,9 @@ def test_a_round_that_a_worker_left_is_replayed_to_the_final_bits(
 
 
 def test_a_log_without_gradients_is_not_taken_for_a_damaged_one(
-    start_server: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path
+    start_server_process: Callable[..., ServerProcess], start_python: Callable[..., PythonProcess], tmp_path: Path
 ) -> None:
-    server = start_server("--update-log", str(tmp_path))
+    server = start_server_process("--update-log", str(tmp_path))
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))

@@ -20,18 +20,18 @@ from pyps_wire.contract import METHODS
 from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
-from support import ServerProcess
+from support import ServerThread
 from wire_coordinator import WireCoordinator, instruction, stage, stage_messages
 from wire_worker import WireWorker, refusal_of, values_of
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 # Five shards, the last of which is shorter.
 MODEL = Model((Tensor("layer.weight", (10, 7)),), shard_size=16)
 SIZE = 70
 
 
 @contextlib.contextmanager
-def coordinated(server: ServerProcess, *, value: float = 0.0) -> Iterator[tuple[WireCoordinator, WireWorker]]:
+def coordinated(server: ServerThread, *, value: float = 0.0) -> Iterator[tuple[WireCoordinator, WireWorker]]:
     """A worker whose parameters all have that value, and a coordinator that has attached."""
     with WireWorker(server.data, model=MODEL) as worker:
         worker.join(value)

@@ -59,9 +59,11 @@ def whole(worker: WireWorker) -> np.ndarray:
     return np.concatenate([values_of(shard) for shard in worker.observe()])
 
 
-def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server: Start, tmp_path: Path) -> None:
+def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(
+    start_server_process: Start, tmp_path: Path
+) -> None:
     flags = ("--protocol", "sandblaster", "--run-id", "run-1", "--checkpoint-dir", str(tmp_path))
-    server = start_server(*flags)
+    server = start_server_process(*flags)
     with coordinating(server) as (coordinator, _):
         begin(coordinator)
         for k in (1, 2, 3):
@@ -69,7 +71,7 @@ def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server
         coordinator.execute(instruction("FILL", target="t", scalar=77.0), instruction("MOVE", left="t"))
         assert server.terminate() == 0
 
-    with coordinating(start_server(*flags, "--resume")) as (coordinator, worker):
+    with coordinating(start_server_process(*flags, "--resume")) as (coordinator, worker):
         attached = coordinator.attach()
 
         assert attached.coordinator_epoch > 1
@@ -82,9 +84,9 @@ def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server
         assert norms(coordinator, "x", "g", "s4") == [4.0, 4.0, 4.0]
 
 
-def test_a_checkpoint_asked_for_amid_programs_is_of_one_iteration(start_server: Start, tmp_path: Path) -> None:
+def test_a_checkpoint_asked_for_amid_programs_is_of_one_iteration(start_server_process: Start, tmp_path: Path) -> None:
     flags = ("--protocol", "sandblaster", "--run-id", "run-1", "--checkpoint-dir", str(tmp_path))
-    server = start_server(*flags)
+    server = start_server_process(*flags)
     saved = threading.Event()
 
     def save() -> None:
@@ -105,7 +107,7 @@ def test_a_checkpoint_asked_for_amid_programs_is_of_one_iteration(start_server: 
         # Nothing is saved on the way out.
         server.kill()
 
-    with coordinating(start_server(*flags, "--resume")) as (coordinator, worker):
+    with coordinating(start_server_process(*flags, "--resume")) as (coordinator, worker):
         attached = coordinator.attach()
         k = attached.iteration
         assert attached.state == (f"state {k}" if k else "")

@@ -17,8 +17,8 @@ from wire_portions import TRAIN, Coordinator, Portions, counted, opened, wait_fo
 from wire_worker import CALL_SECONDS, WireWorker, refusal_of
 
 
-def test_workers_share_an_epoch_and_then_the_next(start_server):
-    server = start_server()
+def test_workers_share_an_epoch_and_then_the_next(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, b]:
         first, second = a.lease(0), b.lease(0)
         assert {first.portion.portion_id, second.portion.portion_id} == {0, 3}
@@ -32,8 +32,8 @@ def test_workers_share_an_epoch_and_then_the_next(start_server):
         assert getattr(b.lease(1), "pass") == 1
 
 
-def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_delivered(start_server):
-    server = start_server()
+def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_delivered(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, b]:
         last = [b.lease(0) for _ in range(5)]
         call = a.waiting(1)
@@ -46,8 +46,8 @@ def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_deli
         assert not status_of(server).waiting_for
 
 
-def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server):
-    server = start_server()
+def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, b]:
         for _ in range(5):
             b.lease(0)
@@ -57,8 +57,8 @@ def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server):
         assert a.lease(0).outcome == wire.LeaseReply.OUTCOME_NOTHING_NOW
 
 
-def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_server):
-    server = start_server("--lease-seconds", "60")
+def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_server_process):
+    server = start_server_process("--lease-seconds", "60")
     with opened(server, 3) as [a, b, c]:
         last = [b.lease(0) for _ in range(5)]
         given_up, call = a.waiting(0), c.waiting(0)
@@ -72,8 +72,8 @@ def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_serve
         assert len(last) == 5
 
 
-def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_server):
-    server = start_server(*QUICK_LEASES)
+def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_server_process):
+    server = start_server_process(*QUICK_LEASES)
     with opened(server) as [dead, alive]:
         lost = [dead.lease(0) for _ in range(5)]
         with beating([alive.worker]):
@@ -88,8 +88,8 @@ def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_s
         assert work_of(server).lost == 5
 
 
-def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_server):
-    server = start_server()
+def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, b]:
         former = a.lease(0)
         with WireWorker(server.data, "w0") as again:
@@ -100,8 +100,8 @@ def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_serve
         b.finish(0)
 
 
-def test_a_portion_whose_answer_was_lost_is_given_again(start_server):
-    server = start_server()
+def test_a_portion_whose_answer_was_lost_is_given_again(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, _]:
         lost = a.lease(0)
         a.held = []
@@ -110,8 +110,8 @@ def test_a_portion_whose_answer_was_lost_is_given_again(start_server):
 
 
 @pytest.mark.parametrize("ends", ["Reset", "SIGTERM"])
-def test_a_wait_for_a_portion_ends_with_the_server_s_run(start_server, ends):
-    server = start_server()
+def test_a_wait_for_a_portion_ends_with_the_server_s_run(start_server_process, ends):
+    server = start_server_process()
     with opened(server) as [a, b]:
         for _ in range(5):
             b.lease(0)
@@ -125,8 +125,8 @@ def test_a_wait_for_a_portion_ends_with_the_server_s_run(start_server, ends):
             assert refusal_of(lambda: call.result(60))[0] == "UNAVAILABLE"
 
 
-def test_strangers_are_refused(start_server):
-    server = start_server()
+def test_strangers_are_refused(start_server_process):
+    server = start_server_process()
     with WireWorker(server.data, "a") as worker:
         assert refusal_of(Portions(worker).open)[1] == "NotInitialized"
         assert refusal_of(Coordinator(worker).wait, 1)[1] == "NotInitialized"
@@ -138,8 +138,8 @@ def test_strangers_are_refused(start_server):
             assert refusal_of(Coordinator(other).wait, 0)[1] == "RunMismatch"
 
 
-def test_another_server_than_the_first_says_where_to_ask(start_server):
-    server = start_server()
+def test_another_server_than_the_first_says_where_to_ask(start_server_process):
+    server = start_server_process()
     with WireWorker(server.data, "a", server_index=1, num_servers=2) as worker:
         worker.hello()
         worker.initialize(0)
@@ -148,17 +148,17 @@ def test_another_server_than_the_first_says_where_to_ask(start_server):
         assert text == "this is server 1: ask server 0, which hands out the data set"
 
 
-def test_a_data_set_that_differs_is_refused(start_server):
-    server = start_server()
+def test_a_data_set_that_differs_is_refused(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, _]:
         status, name, text = refusal_of(a.open, wire.DataSpec(name="train", num_examples=21, portion_examples=4))
         assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
         assert text.startswith("worker 'w0' says num_examples 21 of the data set, but the run's has 20")
 
 
-def test_the_queue_goes_on_after_the_server_was_killed(start_server, tmp_path):
+def test_the_queue_goes_on_after_the_server_was_killed(start_server_process, tmp_path):
     folder = ("--checkpoint-dir", str(tmp_path))
-    server = start_server(*folder)
+    server = start_server_process(*folder)
     with opened(server) as [a, b]:
         delivered = a.lease(0)
         assert a.deliver(delivered).accepted
@@ -166,7 +166,7 @@ def test_the_queue_goes_on_after_the_server_was_killed(start_server, tmp_path):
         inspect(server.control, "SaveCheckpoint")
         late = a.lease(0)
         server.kill()
-    server = start_server(*folder, "--resume")
+    server = start_server_process(*folder, "--resume")
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(WireWorker(server.data, f"w{index}")) for index in range(2)]
         for worker in workers:
@@ -189,8 +189,8 @@ def test_the_queue_goes_on_after_the_server_was_killed(start_server, tmp_path):
 # What people see.
 
 
-def test_status_and_metrics_show_the_work(start_server):
-    server = start_server()
+def test_status_and_metrics_show_the_work(start_server_process):
+    server = start_server_process()
     with opened(server) as [a, b]:
         for _ in range(2):
             a.deliver(a.lease(0))
@@ -218,8 +218,8 @@ def test_status_and_metrics_show_the_work(start_server):
         assert "pyps_work_lost_total 0.0" in page
 
 
-def test_status_without_portions_says_nothing_of_them(start_server):
-    server = start_server()
+def test_status_without_portions_says_nothing_of_them(start_server_process):
+    server = start_server_process()
     with crew(server, 1), PythonProcess("-m", "pyps", "status", "--servers", server.control) as shown:
         assert shown.wait() == 0
         assert "portions" not in shown.output()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from client_support import free_port
+from pyps.launcher.ports import free_port
 from pyps_client import heartbeat
 from pyps_client.connection import Connection
 from pyps_client.heartbeat import Heartbeat
