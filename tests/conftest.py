@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from support import PythonProcess, ServerProcess, ServerThread
 
-# A busy machine must not fail a property by its clock. CI tries the same cases each time, elsewhere chance finds others.
+# A busy machine must not fail a property by its clock. CI tries the same cases each time; elsewhere they are others.
 settings.register_profile("pyps", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("pyps")
 # Tests talk over loopback only; a proxy of the machine must not stand between.
