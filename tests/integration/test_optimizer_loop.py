@@ -330,7 +330,7 @@ def test_a_forked_child_is_told_to_make_its_own_while_the_parent_goes_on(start_s
         "print('child ended with', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         "step()\n"
     )
-    process = start_python("-c", script, env={"PYPS_SERVERS": server.data, "OMP_NUM_THREADS": "1"})
+    process = start_python("-c", script, env={"PYPS_SERVERS": server.data})
     assert process.wait() == 0, process.output()
     assert "child ended with 7" in process.output()
     assert status(server).version_max == 2

@@ -123,9 +123,9 @@ def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_serve
     assert torch.equal(snapshot["0.weight"], model[0].weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_models_have_float32_masters_on_the_servers(start_server, dtype) -> None:
+def test_half_precision_models_have_float32_masters_on_the_servers(start_server) -> None:
     server = start_server()
+    dtype = torch.bfloat16
     model = torch.nn.Linear(32, 10).to(dtype)
     masters = flat(list(model.parameters()))
     with remote(model, server, lr=0.0001) as optimizer:
@@ -181,12 +181,27 @@ def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_exa
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
-@pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile finds no C++ compiler")
+HAS_COMPILER = which("g++") or which("clang++")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.extended,
+                pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile finds no C++ compiler"),
+            ],
+        ),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server) -> None:
+def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server, backend) -> None:
     server = start_server()
     plain, original = normed(), normed(seed=1)
-    compiled = torch.compile(original)
+    compiled = torch.compile(original, backend=backend)
     with (
         remote(plain, server, run_id="r", worker_id="plain", buffers="average"),
         remote(compiled, server, run_id="r", worker_id="compiled", buffers="average") as optimizer,

@@ -1,9 +1,7 @@
-"""Every protocol with torch workers: alone, bit for bit as without servers; several processes, each to its end."""
+"""Every protocol with torch workers: alone, bit for bit as without servers; several together, each to its end."""
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import count
 
 import numpy as np
@@ -14,20 +12,8 @@ from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
 from pyps_wire import inspector_pb2 as pb
-from support import PythonProcess, ServerThread, wait_until
+from support import ServerThread, wait_until
 from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of, status, workers
-
-PROTOCOLS = [
-    ("async", "divide"),
-    ("softsync:n=2", "divide"),
-    ("hardsync", "divide"),
-    ("backup:b=1", "divide"),
-    ("ssp:s=2", "none"),
-    ("serial", "none"),
-    ("asgd:mutex=whole,accumulate=2", "divide"),
-]
-NUM_WORKERS = 3
-
 
 ALONE = [
     "async",
@@ -39,22 +25,48 @@ ALONE = [
     "serial",
     "asgd:mutex=shard",
 ]
+TOGETHER = ["async", "softsync:n=2", "hardsync", "backup:b=1", "ssp:s=2", "serial", "asgd:mutex=whole,accumulate=2"]
+NUM_WORKERS = 3
 
 
-@pytest.mark.parametrize("protocol", ALONE)
-def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server, protocol) -> None:
+def test_a_worker_alone_trains_as_the_rule_by_itself_bit_for_bit(start_server) -> None:
     """U6 of the specification, and promise 5 of the design."""
-    servers = [start_server("--protocol", protocol) for _ in range(2)]
-    model = mlp()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    serial = SerialRule(translate(sgd), parameters_of(model))
-    with RemoteOptimizer(model, sgd, addresses(servers)) as optimizer:
-        for batch in batches(20):
-            backward(model, batch)
-            serial.step(gradients_of(model), 0.1)
-            optimizer.step(examples=16)
-            np.testing.assert_array_equal(parameters_of(model), serial.parameters)
-        assert {receipt.staleness for receipt in optimizer.receipts} == {0}
+    for protocol in ALONE:
+        servers = [start_server("--protocol", protocol) for _ in range(2)]
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        serial = SerialRule(translate(sgd), parameters_of(model))
+        with RemoteOptimizer(model, sgd, addresses(servers)) as optimizer:
+            for batch in batches(20):
+                backward(model, batch)
+                serial.step(gradients_of(model), 0.1)
+                optimizer.step(examples=16)
+                np.testing.assert_array_equal(parameters_of(model), serial.parameters, err_msg=protocol)
+            assert {receipt.staleness for receipt in optimizer.receipts} == {0}, protocol
+
+
+def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_server) -> None:
+    (batch,) = batches(1)
+
+    def train(server: ServerThread, worker_id: str) -> float:
+        model = mlp()
+        adagrad = torch.optim.Adagrad(model.parameters(), lr=0.03)
+        with RemoteOptimizer(model, adagrad, server.data, run_id="together", worker_id=worker_id) as optimizer:
+            for _ in range(20):
+                backward(model, batch)
+                optimizer.step(examples=16)
+            trained = mlp()
+            trained.load_state_dict(optimizer.snapshot())
+        return float(torch.nn.functional.cross_entropy(trained(batch[0]), batch[1]).detach())
+
+    first = float(backward(mlp(), batch))
+    for protocol in TOGETHER:
+        server = start_server("--protocol", protocol, "--expected-workers", str(NUM_WORKERS))
+        with ThreadPoolExecutor(NUM_WORKERS) as pool:
+            losses = list(pool.map(lambda name, server=server: train(server, name), "abc", timeout=120))
+        assert max(losses) < first / 2, (protocol, losses)
+        assert {worker.state for worker in workers(server).values()} == {"finished"}, protocol
+        assert status(server).workers_alive == 0, protocol
 
 
 def configure(server: ServerThread, protocol: str) -> None:
@@ -116,57 +128,6 @@ def test_workers_follow_the_accumulation_of_a_protocol_that_is_set_while_they_tr
     assert status(server).examples == 2 * 3 * 8 * 16
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [message.startswith("push_every is 2 here, but asgd") for message in warnings] == [True]
-
-
-# A worker of one run after the other, by the example's own main: loading torch for each takes longer than training.
-DIGITS = """
-import os, sys
-sys.path.insert(0, "examples")
-import digits
-servers = sys.argv[1:]
-for server in servers:
-    os.environ["PYPS_SERVERS"] = server
-    sys.argv[1:] = ["--optimizer", "adagrad", "--epochs", "6"]
-    digits.main()
-"""
-
-
-@pytest.fixture(scope="module")
-def digits_runs() -> Iterator[dict[str, tuple[ServerThread, list[float]]]]:
-    """By protocol: a server that three processes have trained the digits on, and what accuracy each saw."""
-    with ExitStack() as stack:
-        flags = ("--run-id", "digits", "--expected-workers", str(NUM_WORKERS))
-        servers = [
-            stack.enter_context(ServerThread("--protocol", protocol, "--staleness", staleness, *flags))
-            for protocol, staleness in PROTOCOLS
-        ]
-        environment = {"PYPS_RUN_ID": "digits", "PYPS_WORKER_COUNT": str(NUM_WORKERS), "OMP_NUM_THREADS": "1"}
-        processes = [
-            stack.enter_context(
-                PythonProcess(
-                    *("-c", DIGITS, *(server.data for server in servers)),
-                    env={**environment, "PYPS_WORKER_INDEX": str(index)},
-                )
-            )
-            for index in range(NUM_WORKERS)
-        ]
-        for process in processes:
-            assert process.wait(250) == 0, process.output()
-        seen = [[float(number) for number in re.findall(r"accuracy ([0-9.]+)", p.output())] for p in processes]
-        yield {
-            protocol: (server, list(accuracies))
-            for (protocol, _), server, accuracies in zip(PROTOCOLS, servers, zip(*seen, strict=True), strict=True)
-        }
-
-
-@pytest.mark.parametrize("protocol", [protocol for protocol, _ in PROTOCOLS])
-def test_three_workers_train_the_digits(digits_runs, protocol) -> None:
-    server, accuracies = digits_runs[protocol]
-    assert len(accuracies) == NUM_WORKERS
-    # The last to leave has seen all updates.
-    assert max(accuracies) >= 0.9
-    wait_until(lambda: status(server).workers_alive == 0, what="the workers' leave")
-    assert {worker.state for worker in workers(server).values()} == {"finished"}
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
