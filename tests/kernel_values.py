@@ -1,10 +1,15 @@
-"""Inputs and codec references that the kernels' tests share."""
+"""What the kernels' tests share: every instruction set, inputs, and references of the codecs."""
+
+import functools
+import re
 
 import numpy as np
 import pytest
 
 from pyps import _kernels
 
+# Those of CMakeLists.txt.
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 CODECS = {
     "float32": _kernels.FLOAT32,
     "float16": _kernels.FLOAT16,
@@ -13,8 +18,16 @@ CODECS = {
 # The last is beyond what the kernels fetch ahead, and beyond the bytes from which they write past the caches.
 LENGTHS = [0, 1, 7, 8, 9, 4097, 140_003]
 
-every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
-every_length = pytest.mark.parametrize("length", LENGTHS)
+
+@pytest.fixture(params=INSTRUCTION_SETS, autouse=True)
+def instruction_set(request):
+    """Runs each test of a module that has this name on every instruction set; one that is missing is a skip."""
+    if request.param not in _kernels.available():
+        pytest.skip(f"this processor, or this build for it, has no {request.param}")
+    before = _kernels.isa()
+    _kernels.select(request.param)
+    yield request.param
+    _kernels.select(before)
 
 
 def decode_reference(payload, codec):
@@ -35,12 +48,25 @@ def encode_reference(values, codec):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
 
 
+def lane_sum(terms):
+    """Element i in lane i modulo 16, the lanes added in order."""
+    rows = np.zeros(-(-len(terms) // 16) * 16)
+    rows[: len(terms)] = terms
+    lanes = np.zeros(16)
+    for row in rows.reshape(-1, 16):
+        lanes += row
+    total = 0.0
+    for lane in lanes:
+        total += lane
+    return total
+
+
 def bits(values):
     return values.view(np.uint32)
 
 
-def wide_values(length, seed):
-    """Normal values times powers of two, so that roundings of every kind occur; some are zero."""
+@functools.cache
+def _wide_values(length, seed):
     random = np.random.default_rng(seed)
     scale = np.exp2(random.integers(-20, 10, length)).astype(np.float32)
     values = random.standard_normal(length).astype(np.float32) * scale
@@ -48,8 +74,14 @@ def wide_values(length, seed):
     return values
 
 
+def wide_values(length, seed):
+    """Normal values times powers of two, so that roundings of every kind occur; some are zero."""
+    return _wide_values(length, seed).copy()
+
+
+@functools.cache
 def payload_of(length, codec, seed):
-    return encode_reference(wide_values(length, seed), codec)
+    return encode_reference(_wide_values(length, seed), codec)
 
 
 def at_offset(payload, offset):
@@ -63,3 +95,13 @@ def read_only(array):
 
 def misaligned(length):
     return np.frombuffer(bytearray(4 * length + 1), np.float32, offset=1)
+
+
+def assert_refused(call, error, words):
+    """The call raises that error with those words, which name the case where it does not."""
+    try:
+        call()
+    except error as raised:
+        assert re.search(words, str(raised)), f"{raised!r} says nothing of {words!r}"
+    else:
+        pytest.fail(f"no {error.__name__} of {words!r}")

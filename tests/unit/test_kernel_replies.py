@@ -1,11 +1,13 @@
 """Replies written by an update itself, and payloads that somebody writes to while they are applied."""
 
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
 
-from kernel_values import CODECS, at_offset, every_codec, payload_of, wide_values
+import kernel_values
+from kernel_values import CODECS, assert_refused, at_offset, payload_of, wide_values
 from pyps import _kernels
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.framing import PAYLOAD_FIELD
@@ -14,18 +16,11 @@ from support import wait_until
 F = np.float32
 FLOAT32, FLOAT16, BFLOAT16 = CODECS.values()
 # The last is long enough for its reply to go past the caches.
-LENGTHS = [0, 1, 9, 511, 512, 513, 4097, 200_003]
+LENGTHS = [0, 1, 7, 8, 9, 511, 512, 513, 4097, 200_003]
 BLOCK = 512
+CASES = list(product(CODECS.values(), LENGTHS))
 
-every_length = pytest.mark.parametrize("length", LENGTHS)
-
-
-@pytest.fixture(params=_kernels.available(), autouse=True)
-def isa(request):
-    before = _kernels.isa()
-    _kernels.select(request.param)
-    yield request.param
-    _kernels.select(before)
+instruction_set = kernel_values.instruction_set
 
 
 def update(length, gradients, **arguments):
@@ -35,77 +30,71 @@ def update(length, gradients, **arguments):
     return left_out, p, a
 
 
-@every_codec
-@every_length
-def test_a_reply_holds_the_parameters_that_the_update_made(length, codec):
-    gradients = [(payload_of(length, BFLOAT16, 2), BFLOAT16, 0.5)]
-    _, p, a = update(length, gradients)
-    expected = _kernels.encode(p, codec)
-    for offset in [*range(9), 63, 64, 65]:
-        buffer = bytearray(b"\xaa" * (offset + len(expected) + 5))
+def test_a_reply_holds_the_parameters_that_the_update_made():
+    for codec, length in CASES:
+        gradients = [(payload_of(length, BFLOAT16, 2), BFLOAT16, 0.5)]
+        _, p, a = update(length, gradients)
+        expected = _kernels.encode(p, codec)
+        for offset in [*range(9), 63, 64, 65]:
+            buffer = bytearray(b"\xaa" * (offset + len(expected) + 5))
 
-        left_out, replied, accumulator = update(length, gradients, reply=(buffer, offset, codec))
+            left_out, replied, accumulator = update(length, gradients, reply=(buffer, offset, codec))
 
-        assert left_out == 0
-        assert np.array_equal(replied, p) and np.array_equal(accumulator, a)
-        assert buffer == b"\xaa" * offset + expected + b"\xaa" * 5
-
-
-@every_codec
-@every_length
-def test_encode_into_writes_what_encode_returns(length, codec):
-    values = wide_values(length, 1)
-    buffer = bytearray(7 + len(_kernels.encode(values, codec)))
-
-    _kernels.encode_into(values, (buffer, 7, codec))
-
-    assert buffer[7:] == _kernels.encode(values, codec)
+            assert left_out == 0
+            assert np.array_equal(replied, p) and np.array_equal(accumulator, a), (codec, length, offset)
+            assert buffer == b"\xaa" * offset + expected + b"\xaa" * 5, (codec, length, offset)
 
 
-@every_codec
-@every_length
-def test_a_frame_that_a_kernel_filled_is_a_message(length, codec):
-    header = wire.Parameters(shard_id=3, version=5, codec=codec).SerializeToString()
-    frame, offset = _kernels.new_frame(header, PAYLOAD_FIELD, length, codec)
+def test_encode_into_writes_what_encode_returns():
+    for codec, length in CASES:
+        values = wide_values(length, 1)
+        buffer = bytearray(7 + len(_kernels.encode(values, codec)))
 
-    _, p, _ = update(length, [(payload_of(length, FLOAT32, 2), FLOAT32, 1.0)], reply=(frame, offset, codec))
+        _kernels.encode_into(values, (buffer, 7, codec))
 
-    assert frame == _kernels.join_frame(header, PAYLOAD_FIELD, p, codec)
-    message = wire.Parameters.FromString(frame)
-    assert (message.shard_id, message.version, message.codec) == (3, 5, codec)
-    assert message.payload == frame[offset:] == _kernels.encode(p, codec)
+        assert buffer[7:] == _kernels.encode(values, codec), (codec, length)
 
 
-@every_codec
-@every_length
-def test_a_guarded_update_of_finite_numbers_is_the_same(length, codec):
+def test_a_frame_that_a_kernel_filled_is_a_message():
+    for codec, length in CASES:
+        header = wire.Parameters(shard_id=3, version=5, codec=codec).SerializeToString()
+        frame, offset = _kernels.new_frame(header, PAYLOAD_FIELD, length, codec)
+
+        _, p, _ = update(length, [(payload_of(length, FLOAT32, 2), FLOAT32, 1.0)], reply=(frame, offset, codec))
+
+        assert frame == _kernels.join_frame(header, PAYLOAD_FIELD, p, codec), (codec, length)
+        message = wire.Parameters.FromString(frame)
+        assert (message.shard_id, message.version, message.codec) == (3, 5, codec)
+        assert message.payload == frame[offset:] == _kernels.encode(p, codec), (codec, length)
+
+
+def test_a_guarded_update_of_finite_numbers_is_the_same():
     """Alone and in a sum, at any byte."""
-    alone = [(at_offset(payload_of(length, codec, 2), 3), codec, 0.3)]
-    for gradients in (alone, [*alone, (payload_of(length, FLOAT16, 3), FLOAT16, -2.0)]):
-        plain, guarded = update(length, gradients), update(length, gradients, guarded=True)
+    for codec, length in CASES:
+        alone = [(at_offset(payload_of(length, codec, 2), 3), codec, 0.3)]
+        for gradients in (alone, [*alone, (payload_of(length, FLOAT16, 3), FLOAT16, -2.0)]):
+            plain, guarded = update(length, gradients), update(length, gradients, guarded=True)
 
-        assert guarded[0] == 0
-        assert all(np.array_equal(one, other) for one, other in zip(plain[1:], guarded[1:], strict=True))
+            assert guarded[0] == 0
+            assert all(map(np.array_equal, plain[1:], guarded[1:])), (codec, length, len(gradients))
 
 
-@every_codec
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_block_that_is_not_finite_is_left_out(value, codec):
-    length, bad = 3 * BLOCK + 100, BLOCK + 7
-    values = wide_values(length, 2)
-    values[bad] = value
-    gradients = [(_kernels.encode(values, codec), codec, 1.0)]
-    buffer = bytearray(4 * length)
+def test_a_block_that_is_not_finite_is_left_out():
+    length, bad, skipped = 3 * BLOCK + 100, BLOCK + 7, slice(BLOCK, 2 * BLOCK)
+    for codec, value in product(CODECS.values(), (np.nan, np.inf, -np.inf)):
+        values = wide_values(length, 2)
+        values[bad] = value
+        gradients = [(_kernels.encode(values, codec), codec, 1.0)]
+        buffer = bytearray(4 * length)
 
-    left_out, p, a = update(length, gradients, guarded=True, reply=(buffer, 0, FLOAT32))
+        left_out, p, a = update(length, gradients, guarded=True, reply=(buffer, 0, FLOAT32))
 
-    skipped = slice(BLOCK, 2 * BLOCK)
-    sound = np.where(np.isfinite(values), values, F(0))
-    _, p_sound, a_sound = update(length, [(_kernels.encode(sound, codec), codec, 1.0)])
-    p_sound[skipped], a_sound[skipped] = wide_values(length, 1)[skipped], 1
-    assert left_out == BLOCK
-    assert np.array_equal(p, p_sound) and np.array_equal(a, a_sound)
-    assert buffer == p.tobytes()
+        sound = np.where(np.isfinite(values), values, F(0))
+        _, p_sound, a_sound = update(length, [(_kernels.encode(sound, codec), codec, 1.0)])
+        p_sound[skipped], a_sound[skipped] = wide_values(length, 1)[skipped], 1
+        assert left_out == BLOCK, (codec, value)
+        assert np.array_equal(p, p_sound) and np.array_equal(a, a_sound), (codec, value)
+        assert buffer == p.tobytes(), (codec, value)
 
 
 def test_what_is_left_out_of_one_gradient_is_not_left_out_of_the_others():
@@ -160,32 +149,28 @@ def test_parameters_stay_finite_whatever_is_written_to_the_payload_meanwhile():
 
 # What is refused, before anything is written.
 
-REFUSED = {
-    "no tuple": (bytearray(16), TypeError, "reply is of type bytearray; expected None or a tuple"),
-    "two of three": ((bytearray(16), 0), TypeError, "reply is of type tuple; expected None or a tuple"),
-    "no buffer": ((5, 0, 1), TypeError, "reply's buffer is of type int; expected a new bytes object"),
-    "read-only": ((memoryview(bytes(16)), 0, 1), TypeError, "reply's buffer is of type memoryview"),
-    "strided": ((memoryview(bytearray(32))[::2], 0, 1), TypeError, "reply's buffer is of type memoryview"),
-    "no offset": ((bytearray(16), None, 1), TypeError, "reply's offset is of type NoneType"),
-    "too short": ((bytearray(15), 0, 1), ValueError, "15 bytes; 4 values of float32 take 16 from byte 0 on"),
-    "too far": ((bytearray(16), 1, 1), ValueError, "16 bytes; 4 values of float32 take 16 from byte 1 on"),
-    "before": ((bytearray(16), -1, 1), ValueError, "from byte -1 on"),
-    "beyond": ((bytearray(16), 2**62, 1), ValueError, "reply holds 16 bytes"),
-    "halves too far": ((bytearray(8), 1, 3), ValueError, "4 values of bfloat16 take 8 from byte 1 on"),
-    "codec 0": ((bytearray(16), 0, 0), ValueError, "codec is 0; expected FLOAT32"),
-}
+REFUSED = [
+    (bytearray(16), TypeError, "reply is of type bytearray; expected None or a tuple"),
+    ((bytearray(16), 0), TypeError, "reply is of type tuple; expected None or a tuple"),
+    ((5, 0, 1), TypeError, "reply's buffer is of type int; expected a new bytes object"),
+    ((memoryview(bytes(16)), 0, 1), TypeError, "reply's buffer is of type memoryview"),
+    ((memoryview(bytearray(32))[::2], 0, 1), TypeError, "reply's buffer is of type memoryview"),
+    ((bytearray(16), None, 1), TypeError, "reply's offset is of type NoneType"),
+    ((bytearray(15), 0, 1), ValueError, "15 bytes; 4 values of float32 take 16 from byte 0 on"),
+    ((bytearray(16), 1, 1), ValueError, "16 bytes; 4 values of float32 take 16 from byte 1 on"),
+    ((bytearray(16), -1, 1), ValueError, "from byte -1 on"),
+    ((bytearray(16), 2**62, 1), ValueError, "reply holds 16 bytes"),
+    ((bytearray(8), 1, 3), ValueError, "4 values of bfloat16 take 8 from byte 1 on"),
+    ((bytearray(16), 0, 0), ValueError, "codec is 0; expected FLOAT32"),
+]
 
 
-@pytest.mark.parametrize("reply, error, words", REFUSED.values(), ids=REFUSED)
-def test_replies_that_do_not_fit_are_refused(reply, error, words):
+def test_replies_that_do_not_fit_are_refused():
     p = np.ones(4, F)
-
-    for call in (
-        lambda: _kernels.sgd(p, [(p.copy(), FLOAT32, 1.0)], rate=0.1, reply=reply),
-        lambda: _kernels.encode_into(p, reply),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    for reply, error, words in REFUSED:
+        assert_refused(lambda r=reply: _kernels.sgd(p, [(p.copy(), FLOAT32, 1.0)], rate=0.1, reply=r), error, words)
+        assert_refused(lambda r=reply: _kernels.encode_into(p, r), error, words)
+    assert_refused(lambda: _kernels.encode_into(p, None), TypeError, "reply is None; expected a tuple")
 
     assert (p == 1).all()
 
@@ -205,11 +190,6 @@ def test_a_reply_overlaps_nothing_that_the_update_uses():
     _kernels.adagrad(
         memory[:4], np.zeros(4, F), [(np.zeros(4, F), FLOAT32, 1.0)], rate=0.1, eps=0, reply=(view, 16, FLOAT32)
     )
-
-
-def test_encode_into_needs_a_place():
-    with pytest.raises(TypeError, match="reply is None; expected a tuple"):
-        _kernels.encode_into(np.zeros(4, F), None)
 
 
 def test_a_frame_beyond_two_gigabytes_is_refused():

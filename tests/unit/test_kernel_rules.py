@@ -2,22 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import pytest
 
-from kernel_values import CODECS, LENGTHS, at_offset, bits, decode_reference, every_codec, payload_of, wide_values
+import kernel_values
+from kernel_values import CODECS, LENGTHS, at_offset, bits, decode_reference, payload_of, wide_values
 from pyps import _kernels
 
 F = np.float32
-
-
-@pytest.fixture(params=_kernels.available(), autouse=True)
-def isa(request):
-    before = _kernels.isa()
-    _kernels.select(request.param)
-    yield request.param
-    _kernels.select(before)
+instruction_set = kernel_values.instruction_set
 
 
 # References, written from the formulas: each returns (p, slots) from (p, slots, g).
@@ -87,8 +82,6 @@ RULES = {
 }
 RATE = 0.1
 
-every_rule = pytest.mark.parametrize("name", RULES)
-
 
 def expected_of(name, arrays, gradients, weight_decay):
     rule = RULES[name]
@@ -104,87 +97,79 @@ def expected_of(name, arrays, gradients, weight_decay):
     return rule.reference(p, *slots, g, rate=RATE, **rule.settings)
 
 
+def fresh(name, length):
+    return [wide_values(length, 1), *(np.zeros(length, F) for _ in range(RULES[name].num_slots))]
+
+
 def check(name, gradients_of, *, length, weight_decay=0.0, updates=2):
     """Compares updates of fresh arrays; `gradients_of(update)` makes each one's gradients."""
-    arrays = [wide_values(length, 1), *(np.zeros(length, F) for _ in range(RULES[name].num_slots))]
+    arrays = fresh(name, length)
     for update in range(updates):
         gradients = gradients_of(update)
         expected = expected_of(name, arrays, gradients, weight_decay)
 
         RULES[name].kernel(*arrays, gradients, rate=RATE, **RULES[name].settings, weight_decay=weight_decay)
 
-        for found, wanted in zip(arrays, expected, strict=True):
-            assert np.array_equal(bits(found), bits(wanted))
+        for array, (found, wanted) in enumerate(zip(arrays, expected, strict=True)):
+            told = [(codec, factor) for _, codec, factor in gradients]
+            case = f"{name}: array {array} of {length} after update {update}, of {told}, decay {weight_decay}"
+            assert np.array_equal(bits(found), bits(wanted)), case
 
 
-@every_rule
-@every_codec
-@pytest.mark.parametrize("length", LENGTHS)
-def test_one_gradient_equals_the_formula(length, codec, name):
-    check(name, lambda update: [(payload_of(length, codec, 2 + update), codec, 1.0)], length=length)
+def test_one_gradient_equals_the_formula():
+    for name, codec, length in product(RULES, CODECS.values(), LENGTHS):
+        check(name, lambda update, n=length, c=codec: [(payload_of(n, c, 2 + update), c, 1.0)], length=length)
 
 
-@every_rule
-@every_codec
-@pytest.mark.parametrize("length", [1, 9, 4097])
-def test_factor_and_weight_decay_equal_the_formula(length, codec, name):
-    gradients = lambda update: [(payload_of(length, codec, 2 + update), codec, 0.3)]  # noqa: E731
-    check(name, gradients, length=length, weight_decay=0.013)
+def test_factor_and_weight_decay_equal_the_formula():
+    for name, codec, length in product(RULES, CODECS.values(), [1, 9, 4097]):
+        gradients = [[(payload_of(length, codec, 2 + update), codec, 0.3)] for update in range(2)]
+        check(name, gradients.__getitem__, length=length, weight_decay=0.013)
 
 
-@every_rule
-@pytest.mark.parametrize("weight_decay", [0.0, 0.013])
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 31, 1023, 1024, 1025, 4097, 100_003])
-def test_several_gradients_are_summed_in_their_order(length, weight_decay, name):
-    def gradients(update):
-        codecs = [*CODECS.values(), _kernels.FLOAT16]
-        factors = [0.3, 1.0, -0.7, 1 / 3]
-        return [
-            (at_offset(payload_of(length, codec, 10 * update + seed), seed), codec, factor)
-            for seed, (codec, factor) in enumerate(zip(codecs, factors, strict=True))
+def test_several_gradients_are_summed_in_their_order():
+    codecs, factors = [*CODECS.values(), _kernels.FLOAT16], [0.3, 1.0, -0.7, 1 / 3]
+    for length in [0, 1, 7, 8, 9, 31, 1023, 1024, 1025, 4097, 100_003]:
+        gradients = [
+            [
+                (at_offset(payload_of(length, codec, 10 * update + seed), seed), codec, factor)
+                for seed, (codec, factor) in enumerate(zip(codecs, factors, strict=True))
+            ]
+            for update in range(2)
         ]
+        for name, weight_decay in product(RULES, [0.0, 0.013]):
+            check(name, gradients.__getitem__, length=length, weight_decay=weight_decay)
 
-    check(name, gradients, length=length, weight_decay=weight_decay)
 
-
-@every_rule
-@every_codec
-@pytest.mark.parametrize("length", [1, 9, 4097])
-def test_a_gradient_may_begin_at_any_byte(length, codec, name):
-    payload = payload_of(length, codec, 2)
-    for offset in range(8):
+def test_a_gradient_may_begin_at_any_byte():
+    for codec, length, offset in product(CODECS.values(), [1, 9, 4097], range(8)):
+        payload = payload_of(length, codec, 2)
         gradient = at_offset(payload, offset), codec, 1.0
         other = at_offset(payload, (offset + 3) % 8), codec, 0.5
-        check(name, lambda _, only=gradient: [only], length=length, updates=1)
-        check(name, lambda _, both=(gradient, other): [*both], length=length, updates=1)
+        for name, gradients in product(RULES, ([gradient], [gradient, other])):
+            check(name, lambda _, g=gradients: g, length=length, updates=1)
 
 
-@every_rule
-def test_a_gradient_alone_equals_itself_in_a_sum(name):
+def test_a_gradient_alone_equals_itself_in_a_sum():
     payload, codec = payload_of(4097, _kernels.BFLOAT16, 2), _kernels.BFLOAT16
-    results = []
-    for gradients in ([(payload, codec, 0.3)], [(payload, codec, 0.3), (bytes(2 * 4097), codec, 1.0)]):
-        arrays = [wide_values(4097, 1), *(np.zeros(4097, F) for _ in range(RULES[name].num_slots))]
-        RULES[name].kernel(*arrays, gradients, rate=RATE, **RULES[name].settings)
-        results.append(arrays)
+    for name, rule in RULES.items():
+        alone, summed = fresh(name, 4097), fresh(name, 4097)
 
-    for alone, summed in zip(*results, strict=True):
-        assert np.array_equal(alone, summed)
+        rule.kernel(*alone, [(payload, codec, 0.3)], rate=RATE, **rule.settings)
+        rule.kernel(*summed, [(payload, codec, 0.3), (bytes(2 * 4097), codec, 1.0)], rate=RATE, **rule.settings)
+
+        assert all(map(np.array_equal, alone, summed)), name
 
 
-@pytest.mark.parametrize("index", [0, 8])  # In the vector body and in the tail.
-def test_adagrad_divides_by_the_root_of_the_sum(index):
+def test_adagrad_divides_by_the_root_of_the_sum():
     """Dean et al. 2012, section 4.1: gradients 3 then 4 make steps of 0.1 and 0.08."""
-    p, a, g = (np.zeros(9, F) for _ in range(3))
-
-    g[index] = 3
-    _kernels.adagrad(p, a, [(g, _kernels.FLOAT32, 1.0)], rate=0.1, eps=0)
-    assert p[index] == pytest.approx(-0.1, rel=1e-6)
-
-    g[index] = 4
-    _kernels.adagrad(p, a, [(g, _kernels.FLOAT32, 1.0)], rate=0.1, eps=0)
-    assert p[index] == pytest.approx(-0.18, rel=1e-6)
-    assert a[index] == 25
+    for index in (0, 8):  # In the vector body and in the tail.
+        p, a, g = (np.zeros(9, F) for _ in range(3))
+        for gradient, wanted in ((3, -0.1), (4, -0.18)):
+            g[index] = gradient
+            _kernels.adagrad(p, a, [(g, _kernels.FLOAT32, 1.0)], rate=0.1, eps=0)
+            assert p[index] == pytest.approx(wanted, rel=1e-6), index
+        assert a[index] == 25
 
 
 def test_adagrad_without_eps_is_invariant_to_the_scale_of_the_gradients():
@@ -201,29 +186,16 @@ def test_adagrad_without_eps_is_invariant_to_the_scale_of_the_gradients():
     assert np.array_equal(bits(runs[0]), bits(runs[2]))
 
 
-DIVIDING = ["adagrad without eps", "rmsprop without eps", "adam without eps"]
+def test_a_rule_that_divides_makes_no_step_where_the_denominator_is_zero_or_infinite():
+    for name in ("adagrad without eps", "rmsprop without eps", "adam without eps"):
+        for value in (0.0, -0.0, 1e-30, 1e30):  # The squares of the last two are zero and infinite.
+            p, *slots = np.ones(9, F), *(np.zeros(9, F) for _ in range(RULES[name].num_slots))
 
+            gradients = [(np.full(9, value, F), _kernels.FLOAT32, 1.0)]
+            RULES[name].kernel(p, *slots, gradients, rate=0.1, **RULES[name].settings)
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-30])  # The square of the last is zero.
-@pytest.mark.parametrize("name", DIVIDING)
-def test_a_rule_makes_no_step_where_the_denominator_is_zero(name, value):
-    arrays = [np.ones(9, F), *(np.zeros(9, F) for _ in range(RULES[name].num_slots))]
-    gradients = [(np.full(9, value, F), _kernels.FLOAT32, 1.0)]
-
-    RULES[name].kernel(*arrays, gradients, rate=0.1, **RULES[name].settings)
-
-    assert np.array_equal(arrays[0], np.ones(9, F))
-
-
-@pytest.mark.parametrize("name", DIVIDING)
-def test_a_parameter_stands_still_where_the_square_is_too_large(name):
-    arrays = [np.ones(9, F), *(np.zeros(9, F) for _ in range(RULES[name].num_slots))]
-    gradients = [(np.full(9, 1e30, F), _kernels.FLOAT32, 1.0)]
-
-    RULES[name].kernel(*arrays, gradients, rate=0.1, **RULES[name].settings)
-
-    assert np.isinf(arrays[-1]).all()
-    assert np.array_equal(arrays[0], np.ones(9, F))
+            assert np.array_equal(p, np.ones(9, F)), (name, value)
+            assert np.isinf(slots[-1]).all() == (value == 1e30), (name, value)
 
 
 def test_without_weight_decay_an_infinite_parameter_does_not_reach_the_slots():
@@ -234,12 +206,11 @@ def test_without_weight_decay_an_infinite_parameter_does_not_reach_the_slots():
     assert np.array_equal(v, np.ones(9, F))
 
 
-@pytest.mark.parametrize("num_arrays", [1, 2, 3])
-def test_bandwidth_touches_every_element(num_arrays):
-    arrays, g = [wide_values(4097, seed) for seed in range(num_arrays)], wide_values(4097, 9)
-    expected = [array + g for array in arrays]
+def test_bandwidth_touches_every_element():
+    for num_arrays in (1, 2, 3):
+        arrays, g = [wide_values(4097, seed) for seed in range(num_arrays)], wide_values(4097, 9)
+        expected = [array + g for array in arrays]
 
-    _kernels.bandwidth(arrays, g)
+        _kernels.bandwidth(arrays, g)
 
-    for array, wanted in zip(arrays, expected, strict=True):
-        assert np.array_equal(array, wanted)
+        assert all(map(np.array_equal, arrays, expected)), num_arrays
