@@ -1,6 +1,7 @@
 """Ordinary torch training loops run unchanged on RemoteOptimizer, through real servers."""
 
 import copy
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -20,21 +21,41 @@ from training import backward, batches, mlp, parameters_of, status, workers
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
-    return RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=lr), server.data, **options)
+    return RemoteOptimizer(model, sgd(model, lr), server.data, **options)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_in_both_ways_trains_alike(start_server, set_to_none) -> None:
-    server = start_server()
-    model, twin = mlp(), mlp()
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with remote(model, server) as optimizer:
-        for inputs, classes in batches(5):
-            for module, its in ((model, optimizer), (twin, twin_optimizer)):
-                its.zero_grad(set_to_none=set_to_none)
-                torch.nn.functional.cross_entropy(module(inputs), classes).backward()
+def assert_trains_as_torch(start_server, make_model, make_optimizer, run_batch, *, zero=lambda its: its.zero_grad()):
+    """Trains a model and its twin, one through a server and one by torch, and returns the first with its snapshot."""
+    model, twin = make_model(), make_model()
+    local = make_optimizer(twin)
+    with RemoteOptimizer(model, make_optimizer(model), start_server().data) as optimizer:
+        for number in range(5):
+            for module, its in ((model, optimizer), (twin, local)):
+                zero(its)
+                run_batch(module, number).backward()
                 its.step()
+        snapshot = optimizer.snapshot()
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    return model, snapshot
+
+
+def sgd(model: torch.nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
+    inputs, classes = list(batches(5))[number]
+    return torch.nn.functional.cross_entropy(model(inputs), classes)
+
+
+def test_zero_grad_in_both_ways_trains_alike(start_server) -> None:
+    for ways in ([True], [False], [True, False]):
+        way = cycle(ways)
+        # Model and twin take the same ways in turn.
+        pairs = (pair for one in way for pair in (one, one))
+        assert_trains_as_torch(
+            start_server, mlp, sgd, loss_of, zero=lambda its, pairs=pairs: its.zero_grad(set_to_none=next(pairs))
+        )
 
 
 def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_server) -> None:
@@ -88,70 +109,44 @@ def test_a_layer_that_was_not_used_is_absent_and_its_accumulator_untouched(start
 
 
 def test_a_channels_last_network_trains_as_with_torch_and_keeps_its_format(start_server) -> None:
-    server = start_server()
-
     def network() -> torch.nn.Module:
         torch.manual_seed(0)
         layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3), torch.nn.Flatten()]
         return torch.nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
-    model, twin = network(), network()
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with remote(model, server) as optimizer:
-        for _ in range(5):
-            images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-            for module, its in ((model, optimizer), (twin, twin_optimizer)):
-                its.zero_grad()
-                module(images).square().mean().backward()
-                its.step()
-        shapes = {name: tuple(tensor.shape) for name, tensor in optimizer.snapshot().items()}
-    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    images = torch.randn(5, 2, 3, 8, 8).unbind()
+    model, snapshot = assert_trains_as_torch(
+        *(start_server, network, sgd),
+        lambda module, number: module(images[number].to(memory_format=torch.channels_last)).square().mean(),
+    )
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert shapes["0.weight"] == (8, 3, 3, 3)
+    assert tuple(snapshot["0.weight"].shape) == (8, 3, 3, 3)
 
 
 def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server) -> None:
-    server = start_server()
-
     def network() -> torch.nn.Module:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
         model[1].weight = model[0].weight
         return model
 
-    model, twin = network(), network()
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
-    with remote(model, server, lr=0.5) as optimizer:
-        for _ in range(5):
-            for module, its in ((model, optimizer), (twin, twin_optimizer)):
-                its.zero_grad()
-                module(torch.tensor([1, 2, 3])).square().mean().backward()
-                its.step()
-        snapshot = optimizer.snapshot()
-        assert list(snapshot) == ["0.weight", "1.weight"]
-        evaluated = network()
-        evaluated.load_state_dict(snapshot)
-        np.testing.assert_array_equal(parameters_of(evaluated), parameters_of(model))
-    assert status(server).model_parameters == 35
+    model, snapshot = assert_trains_as_torch(
+        *(start_server, network, lambda module: sgd(module, lr=0.5)),
+        lambda module, _: module(torch.tensor([1, 2, 3])).square().mean(),
+    )
+    assert list(snapshot) == ["0.weight", "1.weight"]
+    evaluated = network()
+    evaluated.load_state_dict(snapshot)
+    np.testing.assert_array_equal(parameters_of(evaluated), parameters_of(model))
     assert model[1].weight is model[0].weight
-    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
 def test_each_group_has_its_own_learning_rate(start_server) -> None:
-    server = start_server()
-    model, twin = mlp(), mlp()
-
     def optimizer_of(module: torch.nn.Sequential) -> torch.optim.Optimizer:
         groups = [{"params": module[4].parameters(), "lr": 0.5}, {"params": module[:4].parameters()}]
         return torch.optim.SGD(groups, lr=0.01)
 
-    twin_optimizer = optimizer_of(twin)
-    with RemoteOptimizer(model, optimizer_of(model), server.data) as optimizer:
-        for batch in batches(10):
-            for module, its in ((model, optimizer), (twin, twin_optimizer)):
-                backward(module, batch)
-                its.step()
-    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    assert_trains_as_torch(start_server, mlp, optimizer_of, loss_of)
 
 
 def test_a_state_dict_with_another_setting_or_with_slots_is_refused(start_server) -> None:
@@ -167,24 +162,15 @@ def test_a_state_dict_with_another_setting_or_with_slots_is_refused(start_server
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"sum": torch.zeros(1)}}})
 
 
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        ([torch.nn.Linear(4, 4)], []),
-        (
-            [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)],
-            [
-                "1.running_mean and 1 other buffer are not shared: each worker keeps its own, and pyps export "
-                "does not contain them (buffers='average' shares them)."
-            ],
-        ),
-    ],
-)
-def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog, layers, said) -> None:
-    server = start_server()
-    with remote(torch.nn.Sequential(*layers), server):
-        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == said
+def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog) -> None:
+    for layers in ([], [torch.nn.BatchNorm1d(4)]):
+        with remote(torch.nn.Sequential(torch.nn.Linear(4, 4), *layers), start_server()):
+            warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert len(warnings) == len(layers)
+    assert warnings == [
+        "1.running_mean and 1 other buffer are not shared: each worker keeps its own, and pyps export does not contain "
+        "them (buffers='average' shares them)."
+    ]
 
 
 def test_a_group_cannot_be_added_later(start_server) -> None:
@@ -228,33 +214,32 @@ def test_a_second_worker_starts_from_the_runs_parameters(start_server) -> None:
         }
 
 
-def test_a_second_worker_of_another_shape_is_refused_by_tensor_and_shapes(start_server) -> None:
+def test_a_second_worker_that_differs_is_refused_with_the_difference(start_server) -> None:
     server = start_server()
     other = torch.nn.Sequential(torch.nn.Linear(32, 65))
-    with remote(mlp(), server, run_id="shared"), pytest.raises(ModelMismatch) as refused:
-        remote(other, server, run_id="shared", worker_id="b")
-    for word in ("0.weight", "64", "65"):
-        assert word in str(refused.value)
+    with remote(mlp(), server, run_id="shared"):
+        for error, model, lr, words in (
+            (ModelMismatch, other, 0.1, ("0.weight", "64", "65")),
+            (OptimizerMismatch, mlp(), 0.2, ("learning_rate", "0.1", "0.2")),
+        ):
+            with pytest.raises(error) as refused:
+                remote(model, server, lr=lr, run_id="shared", worker_id="b")
+            assert [word for word in words if word not in str(refused.value)] == []
 
 
-def test_a_second_worker_of_another_rate_is_refused_with_the_difference(start_server) -> None:
-    server = start_server()
-    with remote(mlp(), server, run_id="shared"), pytest.raises(OptimizerMismatch) as refused:
-        remote(mlp(), server, lr=0.2, run_id="shared", worker_id="b")
-    for word in ("learning_rate", "0.1", "0.2"):
-        assert word in str(refused.value)
-
-
-def test_an_optimizer_that_the_servers_lack_is_refused_before_any_connection() -> None:
+def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     model = mlp()
     with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
         RemoteOptimizer(model, torch.optim.Adamax(model.parameters()), "127.0.0.1:1")
-
-
-def test_an_adaptive_rule_with_rare_pulls_asks_for_a_local_rate() -> None:
-    model = mlp()
     with pytest.raises(BadRequest, match="Pass local_learning_rate=0 for no local steps"):
         RemoteOptimizer(model, torch.optim.Adagrad(model.parameters()), "127.0.0.1:1", pull_every=2)
+    for options, message in (
+        ({"gradient_dtype": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
+        ({"parameter_dtype": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
+        ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, grpc"),
+    ):
+        with pytest.raises(BadRequest, match=message):
+            RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
 
 
 def test_a_finished_run_lets_the_loop_look_once_and_then_ends_the_program(start_server) -> None:

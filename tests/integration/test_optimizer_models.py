@@ -124,21 +124,20 @@ def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_serve
 
 
 def test_half_precision_models_have_float32_masters_on_the_servers(start_server) -> None:
-    server = start_server()
-    dtype = torch.bfloat16
-    model = torch.nn.Linear(32, 10).to(dtype)
-    masters = flat(list(model.parameters()))
-    with remote(model, server, lr=0.0001) as optimizer:
-        for _ in range(50):
-            optimizer.zero_grad()
-            model(torch.ones(4, 32, dtype=dtype)).float().mean().backward()
-            masters = masters - np.float32(0.0001) * gradients_of(model)
-            optimizer.step()
-        snapshot = optimizer.snapshot()
-    # Many steps, each too small for the model's type, add up.
-    np.testing.assert_array_equal(flat(list(snapshot.values())), masters)
-    assert model.weight.dtype == dtype
-    np.testing.assert_array_equal(parameters_of(model), torch.from_numpy(masters).to(dtype).float())
+    for dtype in (torch.float16, torch.bfloat16):
+        model = torch.nn.Linear(32, 10).to(dtype)
+        masters = flat(list(model.parameters()))
+        with remote(model, start_server(), lr=0.0001) as optimizer:
+            for _ in range(50):
+                optimizer.zero_grad()
+                model(torch.ones(4, 32, dtype=dtype)).float().mean().backward()
+                masters = masters - np.float32(0.0001) * gradients_of(model)
+                optimizer.step()
+            snapshot = optimizer.snapshot()
+        # Many steps, each too small for the model's type, add up.
+        np.testing.assert_array_equal(flat(list(snapshot.values())), masters, err_msg=str(dtype))
+        assert model.weight.dtype == dtype
+        np.testing.assert_array_equal(parameters_of(model), torch.from_numpy(masters).to(dtype).float())
 
 
 def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server) -> None:
