@@ -330,6 +330,8 @@ class Server:
         saved = await self._save_within(left)
         if self._update_log is not None:
             self._update_log.end()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         metrics.stop()
         control.stop(0.1).wait(1.0)
         log.info("server ended", seconds=round(self._clock() - began, 2))
