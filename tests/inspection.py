@@ -1,10 +1,13 @@
-"""What tests ask a server's control port, through the generated stubs and through reflection alone."""
+"""What tests ask a server's control port: through the generated stubs, by `pyps` commands, and through reflection."""
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
+from unittest import mock
 
 import grpc
 from google.protobuf import descriptor_pool, message_factory
@@ -12,6 +15,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from pyps.cli.main import app
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 
@@ -37,6 +41,19 @@ def checksums(address: str) -> dict[int, tuple[int, str]]:
     """Version and checksum of each shard on the server."""
     shards = inspect(address, "ListShards").shards
     return {shard.shard_id: (shard.version, shard.checksum) for shard in shards}
+
+
+def shell(*arguments: str, status: int = 0, **environment: str) -> str:
+    """Runs a `pyps` command in this process: what it printed, once it has ended with that status."""
+    output, ended = io.StringIO(), 0
+    with mock.patch.dict(os.environ, environment), redirect_stdout(output), redirect_stderr(output):
+        try:
+            app(list(arguments), prog_name="pyps")
+        except SystemExit as ending:
+            ended = ending.code or 0
+    assert ended == status, output.getvalue()
+    assert "Traceback" not in output.getvalue()
+    return output.getvalue()
 
 
 class Reflected:

@@ -7,47 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import load_file
 
 from client_support import addresses, start_servers
 from cut_model import CUT, cut_run, push_tensors, whole_tensors
-from inspection import checksums, inspect
+from inspection import checksums, inspect, shell
 from pyps.update_log import log_paths, replay
 from pyps_client import Observer
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import partition
-from support import PythonProcess, ServerProcess
+from support import ServerThread
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 PLAN = partition(CUT, num_servers=2)
 
 
-@pytest.fixture
-def shell(start_python: Callable[..., PythonProcess]) -> Callable[..., str]:
-    """Runs a `pyps` command to its end and gives its output."""
-
-    def run(*arguments: str, status: int = 0) -> str:
-        process = start_python("-m", "pyps", *arguments)
-        assert process.wait() == status, process.output()
-        assert "Traceback" not in process.output()
-        return process.output()
-
-    return run
-
-
-def checkpointed_servers(start_server_process: Start, folder: Path, *flags: str) -> list[ServerProcess]:
+def checkpointed_servers(start_server: Start, folder: Path, *flags: str) -> list[ServerThread]:
     """Two servers with a folder each."""
-    servers = [
-        start_server_process("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False)
-        for index in range(2)
-    ]
-    for server in servers:
-        server.wait_ready()
-    return servers
+    return [start_server("--checkpoint-dir", str(folder / f"server-{index}"), *flags) for index in range(2)]
 
 
 def require_whole(file: Path, expected: dict[str, np.ndarray]) -> None:
@@ -58,10 +38,8 @@ def require_whole(file: Path, expected: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(array, expected[name])
 
 
-def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restore(
-    start_server_process: Start, shell: Callable[..., str], tmp_path: Path
-) -> None:
-    servers = checkpointed_servers(start_server_process, tmp_path)
+def test_export_joins_the_parts_live_saved_and_restored(start_server: Start, tmp_path: Path) -> None:
+    servers = checkpointed_servers(start_server, tmp_path)
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
@@ -69,10 +47,10 @@ def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restor
         assert "3 tensors, 328 parameters" in told
         shell("save", "--servers", ",".join(server.control for server in servers))
     for server in servers:
-        server.kill()
+        assert server.stop() == 0
     told = shell("export", str(tmp_path / "saved"), "--checkpoint", str(tmp_path))
     assert "3 tensors, 328 parameters" in told
-    restored = checkpointed_servers(start_server_process, tmp_path, "--resume")
+    restored = checkpointed_servers(start_server, tmp_path, "--resume")
     shell("export", str(tmp_path / "restored"), "--servers", addresses(restored))
     for name in ("live", "saved", "restored"):
         require_whole(tmp_path / name, expected)
@@ -82,15 +60,14 @@ def test_export_joins_the_parts_from_servers_from_checkpoints_and_after_a_restor
     assert not (tmp_path / "half").exists()
 
 
-def test_a_restored_server_goes_on_with_the_same_cut(start_server_process: Start, tmp_path: Path) -> None:
+def test_a_restored_server_goes_on_with_the_same_cut(start_server: Start, tmp_path: Path) -> None:
     flags = ("--checkpoint-dir", str(tmp_path))
     first, second = whole_tensors(1), whole_tensors(2)
-    server = start_server_process(*flags)
+    server = start_server(*flags)
     with cut_run([server]) as workers:
         push_tensors(workers, first)
-        # Says on its way out that it has written a checkpoint.
-        assert server.terminate() == 0
-    server = start_server_process(*flags, "--resume")
+        assert server.stop() == 0
+    server = start_server(*flags, "--resume")
     with WireWorker(server.data, "b", model=CUT) as worker:
         assert not worker.hello().initialize
         push_tensors([worker], second)
@@ -101,14 +78,14 @@ def test_a_restored_server_goes_on_with_the_same_cut(start_server_process: Start
         np.testing.assert_array_equal(values, first[name] + second[name])
 
 
-def test_eval_scores_whole_tensors(start_server_process: Start, shell: Callable[..., str], tmp_path: Path) -> None:
+def test_eval_scores_whole_tensors(start_server: Start, tmp_path: Path) -> None:
     script = tmp_path / "score.py"
     script.write_text(
         "def evaluate(parameters):\n"
         "    assert {n: v.shape for n, v in parameters.items()} == {'up': (8, 20), 'down': (20, 8), 'scale': (8,)}\n"
         "    return {'corner': parameters['up'][0, 19]}\n"
     )
-    servers = start_servers(start_server_process, 2)
+    servers = start_servers(start_server, 2)
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
@@ -116,10 +93,8 @@ def test_eval_scores_whole_tensors(start_server_process: Start, shell: Callable[
     assert output == f"update 1  corner {expected['up'][0, 19]:.6g}\n"
 
 
-def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(
-    start_server_process: Start, shell: Callable[..., str]
-) -> None:
-    servers = start_servers(start_server_process, 2)
+def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(start_server: Start) -> None:
+    servers = start_servers(start_server, 2)
     control = ",".join(server.control for server in servers)
     with cut_run(servers) as workers:
         push_tensors(workers, whole_tensors())
@@ -132,7 +107,7 @@ def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are
     (heading,) = [line for line in table.splitlines() if "CRC-32" in line]
     assert heading.replace("┃", " ").split()[:4] == ["server", "shard", "part", "workers"]
 
-    plain = start_server_process()
+    plain = start_server()
     with WireWorker(plain.data) as worker:
         worker.join()
         worker.push_step(1.0)
@@ -142,8 +117,8 @@ def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are
     assert "replica" not in table and "parts" not in table
 
 
-def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2)
+def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server: Start) -> None:
+    servers = start_servers(start_server, 2)
     expected = whole_tensors()
     with cut_run(servers) as workers:
         push_tensors(workers, expected)
@@ -162,8 +137,8 @@ def test_each_block_of_a_tensor_is_listed_with_what_is_held_of_it(start_server_p
     np.testing.assert_array_equal(np.float32(list(first.first_values)), expected["up"][0, :8])
 
 
-def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2)
+def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled(start_server: Start) -> None:
+    servers = start_servers(start_server, 2)
     mine = [shard.shard_id for shard in PLAN.of_server(0)]
     with cut_run(servers) as workers:
         first = workers[0]
@@ -181,16 +156,16 @@ def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled
         assert (list(told.shards_pushed), list(told.shards_pulled)) == ([], [])
 
 
-def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server_process: Start, tmp_path: Path) -> None:
+def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server: Start, tmp_path: Path) -> None:
     flags = ("--update-log", str(tmp_path), "--log-gradients", "--protocol", "softsync:n=1")
-    servers = start_servers(start_server_process, 2, *flags)
+    servers = start_servers(start_server, 2, *flags)
     with cut_run(servers) as workers:
         for seed in range(3):
             push_tensors(workers, whole_tensors(seed))
     final = {}
     for server in servers:
         final |= checksums(server.control)
-        assert server.terminate() == 0
+        assert server.stop() == 0
     replayed = {log.shard_id: log for log in map(replay, log_paths(tmp_path))}
     assert set(replayed) == {shard.shard_id for shard in PLAN.shards}
     for shard_id, log in replayed.items():
@@ -198,10 +173,8 @@ def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server_process: S
         assert (log.version, log.checksum) == final[shard_id]
 
 
-def test_status_shows_which_process_of_which_replica_holds_what(
-    start_server_process: Start, shell: Callable[..., str]
-) -> None:
-    server = start_server_process()
+def test_status_shows_which_process_of_which_replica_holds_what(start_server: Start) -> None:
+    server = start_server()
     with cut_run([server]), WireWorker(server.data, "r/0", model=CUT) as process:
         alone = shell("status", "--servers", server.control)
         process.hello(replica="r", parts=[0])
