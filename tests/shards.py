@@ -22,6 +22,7 @@ from pyps.core.roster import Roster
 from pyps.core.shard import Shard, ShardState
 from pyps.core.update import Update
 from pyps.core.update_rules import RULES
+from pyps_wire.errors import BadRequest, PypsError
 
 JOIN_SECONDS = 60.0
 
@@ -133,6 +134,15 @@ def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, 
 def pull(shard: Shard, worker_id: str | None = None) -> tuple[int, Floats]:
     """Returns the shard's version and a copy of its parameters."""
     return shard.read(lambda version, parameters: (version, parameters.copy()), worker_id=worker_id)
+
+
+def refusal(call: Callable[..., object], *arguments: Any, error: type[PypsError] = BadRequest, **more: Any) -> str:
+    """Returns the words with which a call is refused; fails with its arguments where it is not."""
+    try:
+        call(*arguments, **more)
+    except error as refused:
+        return str(refused)
+    raise AssertionError(f"{call} took {arguments} {more}")
 
 
 def digest(parameters: Floats) -> str:

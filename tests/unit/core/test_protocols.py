@@ -1,0 +1,247 @@
+"""What each protocol decides of a gradient; how a shard obeys is in test_shard_rounds.py."""
+
+from __future__ import annotations
+
+from pyps.core.aggregation import (
+    PROTOCOLS,
+    Acknowledge,
+    Apply,
+    Asgd,
+    Async,
+    Backup,
+    Drop,
+    Hardsync,
+    Park,
+    Part,
+    Refuse,
+    Serial,
+    Softsync,
+    Ssp,
+    StrictBsp,
+    parse,
+)
+from pyps.core.gradient import PayloadKind
+from pyps.core.pacing import ClockBound, TurnTaking
+from pyps.core.receipt import Reason
+from pyps.core.roster import Roster
+from shards import arrival, contribution, crew, refusal, roster
+
+EAGER = ("async", "asgd", "asgd:mutex=shard", "serial", "ssp:s=0", "ssp:s=3")
+BARRIERS = (Hardsync(), Hardsync("equal"), Backup(0), StrictBsp())
+TEXTS = (
+    *("async", "softsync:n=4", "hardsync", "hardsync:weighting=equal", "backup:b=0", "backup:b=2", "ssp:s=3"),
+    *("ssp:s=0,strict_bsp=true", "serial", "asgd", "asgd:mutex=shard,accumulate=4"),
+)
+WORDS = {
+    "Downpour": Async(),
+    "asynchronous": Async(),
+    "synchronous": Serial(),
+    "hybrid:weighting=equal": Hardsync("equal"),
+    "BSP": Hardsync(),
+    "1-softsync": Softsync(1),
+    "30-softsync": Softsync(30),
+    " softsync:n=4 ": Softsync(4),
+    "ssp: s=3": Ssp(3),
+    "asgd:mutex=shard": Asgd("shard"),
+    "backup:b=2": Backup(2),
+}
+REFUSALS = {
+    "gossip": "protocol 'gossip' is unknown; expected one of asgd, async, backup, hardsync, sandblaster, serial",
+    "softsync": "softsync's n is 0; expected at least 1, as in softsync:n=4",
+    "softsync:n=x": "protocol 'softsync': n is 'x'; expected a whole number",
+    "softsync:m=3": "protocol 'softsync' has no setting 'm=3'; it has n=",
+    "hardsync:weighting=count": "hardsync's weighting is 'count'; expected one of by_count, equal",
+    "backup": "backup's b is -1; expected the workers that no update waits for, as in backup:b=2",
+    "ssp": "ssp's s is -1; expected the clocks that a worker may be ahead of the slowest, as in ssp:s=3",
+    "ssp:s=2,strict_bsp=true": "ssp's strict_bsp needs s=0, and s is 2",
+    "asgd:mutex=none": "asgd's mutex is 'none'; expected one of whole, shard",
+    "asgd:accumulate=-1": "asgd's accumulate is -1; expected the minibatches summed in a push, or 0",
+    "async:n=1": "protocol 'async' has no setting 'n=1'; it has no settings",
+}
+
+
+def test_a_protocols_text_makes_an_equal_protocol_and_others_words_are_understood() -> None:
+    assert {name: kind.name for name, kind in PROTOCOLS.items()} == {name: name for name in PROTOCOLS}
+    assert [parse(text).text for text in TEXTS] == list(TEXTS)
+    assert {text: parse(text) for text in WORDS} == WORDS
+
+
+def test_what_cannot_be_is_refused_with_what_can() -> None:
+    for text, words in REFUSALS.items():
+        assert words in refusal(parse, text)
+
+
+def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mutex_and_sums() -> None:
+    for text in TEXTS:
+        protocol = parse(text)
+        assert protocol.barrier is (text.startswith(("hardsync", "backup")) or "strict_bsp" in text), text
+        wishes = {"asgd": (True, 0), "asgd:mutex=shard,accumulate=4": (False, 4)}
+        assert (protocol.whole_model, protocol.accumulate) == wishes.get(text, (False, 0)), text
+
+
+# Each gradient is an update.
+
+
+def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old() -> None:
+    for text in EAGER:
+        protocol, arrived = parse(text), arrival("a", workers=crew(4), version=9, base_version=2)
+        assert protocol.decide(arrived) == Apply((Part(arrived.contribution, share=1.0),)), text
+        assert protocol.decide(arrival("a", workers=crew(4), kind=PayloadKind.NOTHING)) == Acknowledge(), text
+        assert (protocol.complete((), version=0, roster=crew(4)), protocol.settle(())) == (None, None), text
+        assert (protocol.waiting_for((), crew(4)), protocol.warnings(1)) == ((), ()), text
+        protocol.check(1)
+
+
+def test_the_papers_n_is_l_with_those_still_expected_and_1_where_one_computes_at_a_time() -> None:
+    splits = {text: parse(text).split(roster("a", "b", missing=2)) for text in EAGER}
+    assert splits == {text: 1.0 if text == "serial" else 4.0 for text in EAGER}
+    assert [protocol.split(roster("a", "b", "c")) for protocol in BARRIERS] == [1.0] * len(BARRIERS)
+
+
+def test_who_may_compute_is_judged_under_serial_and_ssp_alone_by_a_pacer_of_each_run() -> None:
+    pacers = {text: type(parse(text).pacer()) for text in (*EAGER, "ssp:s=0,strict_bsp=true")}
+    judged = {"serial": TurnTaking, "ssp:s=0": ClockBound, "ssp:s=3": ClockBound}
+    assert pacers == dict.fromkeys(pacers, type(None)) | judged
+    assert parse("serial").pacer() is not parse("serial").pacer()
+
+
+# n-softsync (algorithm notes 2.7; Zhang et al. 2016).
+
+
+def test_c_is_the_floor_of_l_over_n_and_at_least_one() -> None:
+    cases = {(30, 1): 30, (30, 4): 7, (30, 30): 1, (4, 3): 1, (2, 5): 1, (0, 1): 1}
+    assert {(num_workers, n): Softsync(n).gradients_per_update(num_workers) for num_workers, n in cases} == cases
+    assert [Softsync(n).split(crew(30)) for n in (1, 4, 30)] == [1.0, 30 / 7, 30.0]
+    assert Softsync(2).split(crew(0)) == 1.0
+    assert parse("softsync:n=4").warnings(30) == (
+        "softsync:n=4 with 30 workers makes an update of every 7 gradients, so the effective n is 4.28571",
+    )
+    assert parse("softsync:n=5").warnings(30) == parse("softsync:n=4").warnings(0) == ()
+
+
+def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them() -> None:
+    first, second = contribution("b"), contribution("b", sequence=1)
+    arrived = arrival("a", first, second, workers=crew(3))
+    parts = tuple(Part(each, 1 / 3) for each in (first, second, arrived.contribution))
+    assert Softsync(1).decide(arrived) == Apply(parts)
+    assert Softsync(1).decide(arrival("a", first, workers=crew(3))) == Park(min_version=0), "and nobody waits with it"
+    # Workers still expected count for c, a push of nothing does not.
+    assert isinstance(Softsync(1).decide(arrival("a", workers=roster("a", missing=1))), Park)
+    assert Softsync(1).decide(arrival("a", workers=crew(1), kind=PayloadKind.NOTHING)) == Acknowledge()
+
+
+def test_when_workers_go_exactly_c_of_those_that_wait_are_applied() -> None:
+    waiting = tuple(contribution("a", sequence=sequence) for sequence in range(3))
+    due = Softsync(1).complete(waiting, version=0, roster=crew(2))
+    assert due == Apply((Part(waiting[0], 0.5), Part(waiting[1], 0.5)))
+    assert Softsync(1).complete(waiting[2:], version=1, roster=crew(2)) is None
+    # When another protocol comes all are, as one mean.
+    assert shares(Softsync(1).settle(waiting)) == [1 / 3] * 3
+    assert Softsync(1).settle(()) is None
+
+
+# Hardsync, backup workers and strict BSP decide by who has contributed (algorithm notes 2.1, 2.7, 2.9, 2.11).
+
+
+def workers_of(decision: object) -> list[str]:
+    assert isinstance(decision, Apply)
+    return [part.contribution.gradient.worker_id for part in decision.parts]
+
+
+def shares(decision: object) -> list[float]:
+    assert isinstance(decision, Apply)
+    return [part.share for part in decision.parts]
+
+
+def test_the_first_of_two_waits_for_the_next_version_and_the_last_completes_the_round_in_worker_order() -> None:
+    for protocol in BARRIERS:
+        assert protocol.decide(arrival("a", workers=roster("a", "b"), version=5)) == Park(min_version=6), protocol
+        arrived = arrival("b", contribution("c"), contribution("a"), workers=roster("a", "b", "c"))
+        assert workers_of(protocol.decide(arrived)) == ["a", "b", "c"], protocol
+
+
+def test_a_gradient_of_another_version_is_refused_or_dropped_and_told_what_to_pull() -> None:
+    late = arrival("a", workers=roster("a", "b"), version=5, base_version=4)
+    for protocol in (Hardsync(), StrictBsp()):
+        decision = protocol.decide(late)
+        assert isinstance(decision, Refuse), protocol
+        assert (decision.reason, decision.min_version) == (Reason.STALE, 5), protocol
+        assert "present version 5" in decision.message and "version 4" in decision.message, protocol
+    dropped = Backup(1).decide(late)
+    assert isinstance(dropped, Drop) and dropped.min_version == 5
+
+
+def test_a_second_gradient_of_one_worker_in_a_round_is_refused() -> None:
+    for protocol in BARRIERS:
+        decision = protocol.decide(arrival("a", contribution("a"), workers=roster("a", "b"), sequence=1))
+        assert isinstance(decision, Refuse), protocol
+        assert (decision.reason, decision.min_version) == (Reason.REPEATED, 1), protocol
+        assert "'a'" in decision.message, protocol
+
+
+def test_a_round_waits_for_the_live_and_keeps_the_gradients_of_the_dead() -> None:
+    died_since = Hardsync().decide(arrival("b", contribution("a"), workers=roster("b")))
+    assert (workers_of(died_since), shares(died_since)) == (["a", "b"], [0.5, 0.5])
+    # Two gradients and two live workers, but one of the gradients is of a third.
+    assert isinstance(Hardsync().decide(arrival("b", contribution("dead"), workers=roster("b", "c"))), Park)
+    assert isinstance(Hardsync().decide(arrival("b", contribution("a"), workers=roster("a", "b", "late"))), Park)
+    assert Hardsync().waiting_for((contribution("b"),), roster("c", "a", "b")) == ("a", "c")
+    assert Hardsync().waiting_for((), roster("c", "a", "b")) == ()
+
+
+def test_a_round_is_complete_when_the_one_it_waited_for_goes() -> None:
+    waiting = (contribution("b"), contribution("a"))
+    for protocol in BARRIERS:
+        assert protocol.complete(waiting, version=0, roster=roster("a", "b", "c")) is None, protocol
+        assert protocol.complete((), version=0, roster=Roster()) is None, protocol
+        assert workers_of(protocol.complete(waiting, version=0, roster=roster("a", "b"))) == ["a", "b"], protocol
+
+
+def test_the_first_update_waits_for_all_expected_workers() -> None:
+    """Backup too: its L is not known before, and an update of the first few would be another algorithm."""
+    waiting = (contribution("a"),)
+    early = Roster(("a", "b"), 2, coming=("c",))
+    for protocol in BARRIERS:
+        assert protocol.decide(arrival("b", *waiting, workers=early)) == Park(min_version=1), protocol
+        assert protocol.complete(waiting, 0, Roster(("a",), 1)) is None, protocol
+        assert protocol.waiting_for(waiting, early) == ("b", "c", "1 more worker that has not joined"), protocol
+        assert protocol.waiting_for(waiting, Roster(("a",), 2)) == ("2 more workers that have not joined",), protocol
+        assert workers_of(protocol.decide(arrival("b", *waiting, workers=roster("a", "b")))) == ["a", "b"], protocol
+
+
+def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_over_examples() -> None:
+    def weighed(protocol: Hardsync, *counts: int) -> list[float]:
+        first = contribution("a", example_count=counts[0])
+        return shares(protocol.decide(arrival("b", first, workers=roster("a", "b"), example_count=counts[1])))
+
+    assert weighed(Hardsync("by_count"), 30, 10) == [0.75, 0.25]
+    assert weighed(Hardsync("equal"), 30, 10) == [0.5, 0.5]
+    assert weighed(Hardsync(), 30, 0) == weighed(Hardsync(), 0, 0) == [0.5, 0.5], "one without a count makes all equal"
+    assert shares(Hardsync().decide(arrival("a", workers=roster("a"), example_count=37))) == [1.0]
+    assert shares(StrictBsp().decide(arrival("b", contribution("a"), workers=roster("a", "b")))) == [1.0, 1.0]
+
+
+def test_nothing_counts_as_a_contribution_and_without_a_count_weighs_nothing() -> None:
+    arrived = arrival("b", contribution("a"), workers=roster("a", "b"), kind=PayloadKind.NOTHING)
+    assert shares(Hardsync().decide(arrived)) == [0.5, 0.5]
+    idle = contribution("a", example_count=0, kind=PayloadKind.NOTHING, values=[])
+    arrived = arrival("b", idle, contribution("c", example_count=30), workers=roster("a", "b", "c"), example_count=10)
+    assert shares(Hardsync().decide(arrived)) == [0.0, 0.25, 0.75]
+
+
+def test_backup_applies_the_first_l_minus_b_and_one_at_least() -> None:
+    workers, first = roster("a", "b", "c", "d"), contribution("d")
+    assert isinstance(Backup(1).decide(arrival("b", first, workers=workers)), Park)
+    assert shares(Backup(1).decide(arrival("a", first, contribution("b"), workers=workers))) == [1 / 3] * 3
+    assert isinstance(Backup(5).decide(arrival("a", workers=roster("a", "b"))), Apply)
+
+
+def test_a_backup_that_leaves_nobody_is_refused_and_warned_of_while_workers_are_few() -> None:
+    backup = parse("backup:b=2")
+    words = "backup:b=2 leaves nobody of 2 workers to wait for; expected b below 2"
+    assert words in refusal(backup.check, 2)
+    for num_workers in (3, 0):  # 0: not known yet
+        backup.check(num_workers)
+    warnings = [" ".join(backup.warnings(num_workers)) for num_workers in (1, 2, 3)]
+    assert ["backup:b=2 with 1 worker" in warnings[0], "backup:b=2 with 2 worker" in warnings[1]] == [True, True]
+    assert warnings[2] == ""
