@@ -5,6 +5,7 @@ The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2.
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -115,19 +116,21 @@ def test_a5_k_minibatches_make_one_update() -> None:
     assert run.shards[0].examples == 4 * 5 * 64
 
 
-@pytest.mark.parametrize("computing", [0.05, 0.2, 1.0, 4.0])
-@pytest.mark.parametrize("clients", [1, 2, 4, 8])
-def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex(clients: int, computing: float) -> None:
+def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex() -> None:
     """X(G) <= min(G / (t_c + t_s + t_x), 1 / t_s)."""
-    holding, transfer, seconds = 0.1, 0.05, 200.0
-    server = ServerPlan(expected_workers=clients, service_seconds=holding, transfer_seconds=transfer)
-    run = cluster("asgd", workers=crew(clients, fixed(computing)), server=server).run(seconds=seconds)
-    bound = min(clients / (computing + holding + transfer), 1 / holding)
-    measured = run.simulation.num_taken / seconds
-    assert measured <= bound * (1 + 1e-9)
-    if clients == 1 or clients * holding > 2 * (computing + holding + transfer):
-        # Alone, or crowded so that the mutex is never free, they reach it; else they lose time in the queue.
-        assert measured == pytest.approx(bound, rel=0.05)
+    holding, transfer, seconds = 0.1, 0.05, 100.0
+    reached = 0
+    for clients, computing in itertools.product((1, 2, 8), (0.05, 0.2, 4.0)):
+        server = ServerPlan(expected_workers=clients, service_seconds=holding, transfer_seconds=transfer)
+        run = cluster("asgd", workers=crew(clients, fixed(computing)), server=server).run(seconds=seconds)
+        bound = min(clients / (computing + holding + transfer), 1 / holding)
+        measured = run.simulation.num_taken / seconds
+        assert measured <= bound * (1 + 1e-9), (clients, computing)
+        if clients == 1 or clients * holding > 2 * (computing + holding + transfer):
+            # Alone, or crowded so that the mutex is never free, they reach it; else they lose time in the queue.
+            assert measured == pytest.approx(bound, rel=0.05), (clients, computing)
+            reached += 1
+    assert reached == 3 + 2
 
 
 def test_the_speed_up_of_four_clients_grows_with_the_minibatch() -> None:
@@ -138,12 +141,12 @@ def test_the_speed_up_of_four_clients_grows_with_the_minibatch() -> None:
             server = ServerPlan(expected_workers=clients, service_seconds=0.05)
             return (
                 cluster("asgd", workers=crew(clients, fixed(computing)), server=server)
-                .run(seconds=100.0)
+                .run(seconds=50.0)
                 .simulation.num_taken
             )
 
         return pushes(4) / pushes(1)
 
-    speed_ups = [speed_up(batch / 1024) for batch in (16, 64, 256, 1024)]
+    speed_ups = [speed_up(batch / 1024) for batch in (16, 128, 1024)]
     assert speed_ups == sorted(speed_ups)
     assert speed_ups[0] < 2 < 3.5 < speed_ups[-1] <= 4.0

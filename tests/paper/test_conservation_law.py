@@ -47,11 +47,11 @@ def both_sides(run: Cluster) -> tuple[int, int]:
     return told, from_the_log
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_the_law_holds_to_the_last_update(protocol: str) -> None:
-    run = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=600)
-    told, from_the_log = both_sides(run)
-    assert told == from_the_log
+def test_the_law_holds_to_the_last_update_under_every_protocol() -> None:
+    for protocol in PROTOCOLS:
+        run = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=300)
+        told, from_the_log = both_sides(run)
+        assert told == from_the_log, protocol
 
 
 # L is the number of workers between pull and push: all of them where nobody waits, one where they take turns.
@@ -66,10 +66,10 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("protocol", MEANS)
-def test_the_mean_is_l_less_one_over_c(protocol: str) -> None:
-    ages = cluster(protocol, workers=crew(WORKERS, lognormal(sigma=0.3))).run(pushes=3000).staleness()[300:]
-    assert sum(ages) / len(ages) == pytest.approx(MEANS[protocol], rel=0.01)
+def test_the_mean_is_l_less_one_over_c() -> None:
+    for protocol, mean in MEANS.items():
+        ages = cluster(protocol, workers=crew(WORKERS, lognormal(sigma=0.3))).run(pushes=1500).staleness()[300:]
+        assert sum(ages) / len(ages) == pytest.approx(mean, rel=0.01), protocol
 
 
 def test_backup_workers_make_no_stale_update() -> None:
@@ -84,7 +84,7 @@ def test_under_ssp_blocked_workers_do_not_count() -> None:
     """The bound is on clocks: staleness stays below async's, and the tighter the bound, the fresher."""
 
     def mean(protocol: str) -> float:
-        ages = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=1500).staleness()
+        ages = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=800).staleness()
         return sum(ages) / len(ages)
 
     means = [mean(protocol) for protocol in ("ssp:s=0", "ssp:s=1", "ssp:s=4", "async")]

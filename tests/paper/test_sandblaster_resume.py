@@ -13,7 +13,7 @@ import pytest
 
 from losses import rosenbrock, rosenbrock_start
 from pyps.core.arrays import Floats, aligned_copy
-from pyps.core.vector_machine import MachineState, VectorMachine
+from pyps.core.vector_machine import MachineState
 from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps.work.lbfgs_state import LbfgsState, Pair
 from pyps_wire.errors import BadRequest
@@ -25,6 +25,7 @@ FORMS = [
     LbfgsSettings(history=2, iterations_max=4, vector_free=True),
     LbfgsSettings(history=2, iterations_max=4, line_search="wolfe"),
 ]
+FORM_NAMES = ["two-loop", "vector-free", "wolfe"]
 
 
 def make_world() -> VectorWorld:
@@ -93,14 +94,14 @@ def restore(world: VectorWorld, server: int, saved: Checkpoint) -> None:
     world.servers[server].machine.restore(saved.machine)
 
 
-@pytest.mark.parametrize("settings", FORMS, ids=["two-loop", "vector-free", "wolfe"])
-def test_killed_at_any_moment_it_goes_on_with_the_same_bits(settings: LbfgsSettings) -> None:
-    """Before and after each server's execution of each program, and within each pass."""
+@pytest.mark.parametrize(("settings", "every"), [(FORMS[0], 1), (FORMS[1], 4), (FORMS[2], 4)], ids=FORM_NAMES)
+def test_killed_at_any_moment_it_goes_on_with_the_same_bits(settings: LbfgsSettings, every: int) -> None:
+    """Before and after each server's execution of each program, and within each pass; of a variant at some of them."""
     whole = Life(make_world(), settings)
     expected = outcome(whole, whole.run())
     moments = whole.world.moment
     assert moments > 80
-    for moment in range(1, moments + 1):
+    for moment in range(1, moments + 1, every):
         cut = Life(make_world(), settings)
         cut.world.kill_at = moment
         require_same(cut, cut.run(), whole, expected, when=f"killed at moment {moment} of {moments}")
@@ -112,8 +113,8 @@ def test_killed_again_and_again_it_goes_on_with_the_same_bits() -> None:
     settings = LbfgsSettings(history=2, iterations_max=4)
     whole = Life(make_world(), settings)
     expected = outcome(whole, whole.run())
-    for first in range(1, whole.world.moment - 10, 5):
-        for later in (1, 2, 3, 4, 6):
+    for first in range(1, whole.world.moment - 10, 7):
+        for later in (1, 2, 4):
             cut = Life(make_world(), settings)
             cut.world.kill_at = first
 
@@ -142,11 +143,11 @@ def test_servers_restored_from_checkpoints_of_one_iteration_go_on_with_the_same_
             for server in servers:
                 restore(world, server, checkpoint(world.servers[server]))
 
-    for moment in range(1, whole.world.moment + 1, 3):
+    for moment in range(1, whole.world.moment + 1, 5):
         cut = Life(make_world(), settings)
         cut.world.kill_at = moment
         require_same(cut, cut.run(restore_all), whole, expected, when=f"killed at moment {moment}")
-    assert restored > 25
+    assert restored > 14
 
 
 def make_uneven_world(lagging: int) -> VectorWorld:
@@ -182,7 +183,7 @@ def test_killed_while_it_brings_uneven_servers_together_it_goes_on_with_the_same
     before = whole.world.moment
     whole.run()
     losses = {report.loss for report in whole.reports}
-    for moment in range(before + 1, before + 50):
+    for moment in range(before + 1 + lagging, before + 50, 3):
         cut = Life(make_uneven_world(lagging), LbfgsSettings(history=3, iterations_max=9))
         cut.world.kill_at = moment
         cut.run()
@@ -230,11 +231,7 @@ def test_the_state_of_a_long_history_fits_into_a_commit() -> None:
     assert len(LbfgsState(pairs=pairs).to_text()) < 64 * 1024
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format":1}', '{"format":2}', '{"format":1,"pairs":[[1]],"commit":[]}'])
-def test_a_state_that_another_version_wrote_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(BadRequest, match=r"state on server 0 .*; start the coordinator in the version"):
-        LbfgsState.from_text(text)
-
-
-def test_vector_machines_are_the_real_ones() -> None:
-    assert all(isinstance(server.machine, VectorMachine) for server in make_world().servers)
+def test_a_state_that_another_version_wrote_is_refused_in_a_sentence() -> None:
+    for text in ("{", "[]", '{"format":1}', '{"format":2}', '{"format":1,"pairs":[[1]],"commit":[]}'):
+        with pytest.raises(BadRequest, match=r"state on server 0 .*; start the coordinator in the version"):
+            LbfgsState.from_text(text)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pyps.core.arrays import Floats
+from pyps.core.staleness import POLICIES
 from shards import make_shard, pull, push
 
 STEPS = 100
@@ -28,11 +29,17 @@ def loss_gradient(parameters: Floats, target: Floats) -> Floats:
     return 2 * difference + difference * difference * difference
 
 
-def trained_on_a_shard(rule: str, settings: dict[str, float], policy: str, target: Floats) -> Floats:
+def trained_on_a_shard(
+    rule: str, settings: dict[str, float], policy: str, target: Floats, *, late: int | None = None
+) -> Floats:
+    """One worker's training; with `late`, a second one's pushes between its own, each so many updates old."""
     shard = make_shard(np.zeros(LENGTH), rule=rule, settings=settings, policy=policy)
     for sequence in range(STEPS):
         version, parameters = pull(shard)
-        push(shard, loss_gradient(parameters, target), sequence=sequence, base_version=version)
+        gradient = loss_gradient(parameters, target)
+        push(shard, gradient, sequence=sequence, base_version=version)
+        if late is not None and version >= late:
+            push(shard, gradient, worker_id="second", sequence=sequence, base_version=shard.version - late)
     return pull(shard)[1]
 
 
@@ -71,16 +78,24 @@ def relative_difference(mine: Floats, theirs: Floats) -> float:
     return float(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
 
 
-@pytest.mark.parametrize("policy", ["none", "divide"])
-def test_sgd_equals_the_formula_bit_for_bit(policy: str, target: Floats) -> None:
-    mine = trained_on_a_shard("sgd", {"learning_rate": LEARNING_RATE}, policy, target)
-    assert mine.tobytes() == sgd_by_the_formula(target).tobytes()
+def test_one_worker_equals_the_formula_bit_for_bit_under_every_staleness_policy(target: Floats) -> None:
+    """It is never stale; and a fresh gradient has weight 1 and its whole rate, whatever the policy."""
+    expected = {"sgd": sgd_by_the_formula(target), "adagrad": adagrad_by_the_formula(target, 1e-10)}
+    settings = {"sgd": {"learning_rate": LEARNING_RATE}, "adagrad": {"learning_rate": LEARNING_RATE, "eps": 1e-10}}
+    for rule, wanted in expected.items():
+        for policy in POLICIES:
+            mine = trained_on_a_shard(rule, settings[rule], policy, target)
+            assert mine.tobytes() == wanted.tobytes(), (rule, policy)
 
 
-@pytest.mark.parametrize("policy", ["none", "divide"])
-def test_adagrad_equals_the_formula_bit_for_bit(policy: str, target: Floats) -> None:
-    mine = trained_on_a_shard("adagrad", {"learning_rate": LEARNING_RATE, "eps": 1e-10}, policy, target)
-    assert mine.tobytes() == adagrad_by_the_formula(target, 1e-10).tobytes()
+def test_with_a_second_worker_every_policy_that_weighs_trains_to_other_bits(target: Floats) -> None:
+    """So the equality above is one of freshness: the same loop, where half of the gradients are ten updates late."""
+    ends = {policy: trained_on_a_shard("sgd", {"learning_rate": 0.01}, policy, target, late=10) for policy in POLICIES}
+    # A constant rate is the split's, here 1; and nobody here is late enough to be dropped.
+    alike = {policy for policy, end in ends.items() if end.tobytes() == ends["none"].tobytes()}
+    assert alike == {"none", "constant", "drop"}
+    assert ends["divide"].tobytes() == ends["per_update"].tobytes(), "an update of one gradient"
+    assert len({end.tobytes() for end in ends.values()}) == len(POLICIES) - 3
 
 
 def test_sgd_agrees_with_torch(target: Floats) -> None:
