@@ -9,91 +9,69 @@ import numpy as np
 import pytest
 
 import pyps_client
-from support import PythonProcess, ServerProcess
+from support import PythonProcess, ServerThread
 
+StartServer = Callable[..., ServerThread]
 Start = Callable[..., PythonProcess]
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
-    """A script that scores parameters by their mean."""
+def evaluation(start_python: Start, tmp_path: Path) -> Callable[..., PythonProcess]:
+    """`pyps eval` of a script with this text."""
     path = tmp_path / "score.py"
-    path.write_text("def evaluate(parameters):\n    return {'mean': parameters['w'].mean()}\n")
-    return path
+
+    def start(text: str, *flags: str) -> PythonProcess:
+        path.write_text(text)
+        return start_python("-m", "pyps", "eval", str(path), *flags)
+
+    return start
 
 
-def test_a_snapshot_of_a_running_model_is_scored(
-    start_server_process: Callable[..., ServerProcess], start_python: Start, script: Path
+MEAN = "def evaluate(parameters):\n    return {'mean': parameters['w'].mean()}\n"
+
+
+def test_snapshots_of_a_running_model_are_scored_until_the_servers_are_gone(
+    start_server: StartServer, evaluation: Callable[..., PythonProcess]
 ) -> None:
-    server = start_server_process()
+    server = start_server()
     with pyps_client.Client({"w": np.full(100, 2.5, np.float32)}, servers=server.data):
-        evaluation = start_python("-m", "pyps", "eval", str(script), "--servers", server.data, "--once")
+        once = evaluation(MEAN, "--servers", server.data, "--once")
+        assert once.wait() == 0
+        often = evaluation(MEAN, "--servers", server.data, "--every", "0.2")
+        often.wait_for_output("update 0  mean 2.5\nupdate 0  mean 2.5\n")
+    assert once.output() == "update 0  mean 2.5\n"
+    server.stop()
 
-        assert evaluation.wait() == 0
-    assert evaluation.output() == "update 0  mean 2.5\n"
+    assert often.wait() == 0
+    assert often.output().endswith("The servers are gone: the run has ended.\n")
 
 
-def test_evaluation_goes_on_until_the_servers_are_gone(
-    start_server_process: Callable[..., ServerProcess], start_python: Start, script: Path
+def test_a_script_that_scores_nothing_is_told_of_by_its_own_lines(
+    start_server: StartServer, evaluation: Callable[..., PythonProcess]
 ) -> None:
-    server = start_server_process()
+    server = start_server()
+    cases = (
+        ("", 2, "score.py defines no function evaluate(parameters)."),
+        ("def evaluate(:\n", 1, "SyntaxError"),
+        ("def evaluate(parameters):\n    return parameters['missing']\n", 1, "line 2, in evaluate"),
+    )
     with pyps_client.Client({"w": np.zeros(100, np.float32)}, servers=server.data):
-        flags = ("--servers", server.data, "--every", "0.2")
-        evaluation = start_python("-m", "pyps", "eval", str(script), *flags)
-        evaluation.wait_for_output("update 0  mean 0\nupdate 0  mean 0\n")
-    server.terminate()
-
-    assert evaluation.wait() == 0
-    assert evaluation.output().endswith("The servers are gone: the run has ended.\n")
-
-
-def test_a_script_without_evaluate_is_refused_in_a_sentence(start_python: Start, tmp_path: Path) -> None:
-    script = tmp_path / "empty.py"
-    script.touch()
-
-    evaluation = start_python("-m", "pyps", "eval", str(script))
-
-    assert evaluation.wait() == 2
-    assert "empty.py defines no function evaluate(parameters)." in evaluation.output()
-    assert "Traceback" not in evaluation.output()
+        for text, status, words in cases:
+            ended = evaluation(text, "--servers", server.data, "--once")
+            assert ended.wait() == status, ended.output()
+            assert words in ended.output()
+            assert "pyps/cli" not in ended.output()
+    assert ended.output().endswith("failed with the error above.\n")
 
 
-def test_health_tells_a_serving_server_from_none(
-    start_server_process: Callable[..., ServerProcess], start_python: Start
-) -> None:
-    server = start_server_process()
+def test_health_tells_a_serving_server_from_none(start_server: StartServer, start_python: Start) -> None:
+    server = start_server()
     healthy = start_python("-m", "pyps", "health", "--servers", f"{server.data},{server.control}")
     assert healthy.wait() == 0
     assert healthy.output().count("SERVING") == 2
-    server.terminate()
+    server.stop()
 
     gone = start_python("-m", "pyps", "health", "--servers", server.data)
 
     assert gone.wait() == 1
     assert f"{server.data} UNAVAILABLE" in gone.output()
-
-
-def test_an_error_in_the_users_script_is_shown_from_its_own_lines(
-    start_server_process: Callable[..., ServerProcess], start_python: Start, tmp_path: Path
-) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text("def evaluate(parameters):\n    return parameters['missing']\n")
-    server = start_server_process()
-    with pyps_client.Client({"w": np.zeros(100, np.float32)}, servers=server.data):
-        evaluation = start_python("-m", "pyps", "eval", str(path), "--servers", server.data, "--once")
-
-        assert evaluation.wait() == 1
-    assert "line 2, in evaluate" in evaluation.output()
-    assert "pyps/cli" not in evaluation.output()
-    assert evaluation.output().endswith("failed with the error above.\n")
-
-
-def test_a_script_that_is_no_python_is_shown_with_its_line(start_python: Start, tmp_path: Path) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text("def evaluate(:\n")
-
-    evaluation = start_python("-m", "pyps", "eval", str(path), "--once")
-
-    assert evaluation.wait() == 1
-    assert "SyntaxError" in evaluation.output()
-    assert "pyps/cli" not in evaluation.output()
