@@ -11,4 +11,10 @@ for file in "$fresh"/pyps_wire/*; do
     exit 1
   fi
 done
+for file in client/pyps_wire/*_pb2*; do
+  if [ ! -e "$fresh/pyps_wire/$(basename "$file")" ]; then
+    echo "$file is made of no file in proto/: remove it." >&2
+    exit 1
+  fi
+done
 echo "generated code is fresh"

@@ -206,7 +206,7 @@ def test_mangled_bytes_are_read_alike_and_never_otherwise_than_by_protobuf(messa
 
 
 @pytest.mark.extended
-@settings(max_examples=5000)
+@settings(max_examples=2000)
 @given(st.binary(max_size=60) | mangled)
 def test_thousands_of_mangled_messages_are_read_alike(message):
     check_against_protobuf(message)

@@ -1,28 +1,12 @@
-"""The contract: generated code is what the committed protos give, every part is explained, names agree."""
+"""The contract: every part is explained, names agree. `make check` sees that generated code is fresh."""
 
 import re
-import subprocess
 from pathlib import Path
-
-import pytest
 
 from pyps_wire import contract
 
 ROOT = Path(__file__).resolve().parents[2]
 PROTOS = sorted((ROOT / "proto" / "pyps_wire").glob("*.proto"))
-
-
-def test_the_committed_code_is_what_the_generator_makes_of_the_protos(tmp_path):
-    # Fails, rather than skips, where the generator cannot be installed: nothing else would notice stale code.
-    done = subprocess.run(
-        [ROOT / "scripts" / "generate_proto.sh", tmp_path], capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    committed = {path.name: path.read_text() for path in (ROOT / "client" / "pyps_wire").glob("*_pb2*")}
-    generated = {path.name: path.read_text() for path in (tmp_path / "pyps_wire").iterdir()}
-    assert sorted(committed) == sorted(generated)
-    stale = [name for name, text in generated.items() if committed[name] != text]
-    assert not stale, f"{stale} differ from what proto/ gives; run `make proto` and commit"
 
 
 def unexplained(proto):
@@ -55,9 +39,9 @@ def unexplained(proto):
     return found
 
 
-@pytest.mark.parametrize("proto", PROTOS, ids=lambda path: path.name)
-def test_every_service_call_message_field_and_value_has_a_comment(proto):
-    assert unexplained(proto) == []
+def test_every_service_call_message_field_and_value_has_a_comment():
+    assert len(PROTOS) > 4
+    assert [line for proto in PROTOS for line in unexplained(proto)] == []
 
 
 def test_the_search_for_comments_finds_what_lacks_one(tmp_path):
