@@ -53,6 +53,7 @@ check: $(STAMP) ## Run linters, type checks, import rules, sanitizers; see that 
 	scripts/check_generated.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/sanitize.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" python scripts/check_vectorised.py
+	$(BIN)/python scripts/mutants.py --check
 
 format: $(STAMP) ## Format all sources
 	$(BIN)/ruff check --fix-only --quiet .
