@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from pyps_client.retry import SIGNAL_SECONDS
+
 T = TypeVar("T")
 
 # How long tasks that were cut off may take to end, and how often they are cut off meanwhile.
@@ -53,7 +55,8 @@ class Crew:
             if jobs:
                 jobs[0].execute()
             for job in jobs:
-                job.done.wait()
+                while not job.done.wait(SIGNAL_SECONDS):
+                    continue
         except BaseException:
             failed.set()
             _end(jobs, cut)

@@ -12,7 +12,7 @@ import weakref
 from google.protobuf.message import DecodeError
 
 from pyps_client.lent import Lending
-from pyps_client.retry import Busy, LinkLost
+from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
@@ -135,14 +135,28 @@ class LocalLink:
             return
         self._timeout_seconds = timeout_seconds
         self._socket.setblocking(True)
-        microseconds = max(round(timeout_seconds * 1e6), 1)
-        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        for direction, seconds in (
+            (socket.SO_RCVTIMEO, min(timeout_seconds, SIGNAL_SECONDS)),
+            (socket.SO_SNDTIMEO, timeout_seconds),
+        ):
+            microseconds = max(round(seconds * 1e6), 1)
             self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
 
+    def _receive(self) -> bytes:
+        """What comes next; BlockingIOError when nothing does for as long as the socket may wait."""
+        waited_seconds = 0.0
+        while True:
+            try:
+                return self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                waited_seconds += SIGNAL_SECONDS
+                if waited_seconds >= self._timeout_seconds:
+                    raise
+
     def _reply(self) -> LocalReply:
-        data = self._socket.recv(_READ_BYTES)
+        data = self._receive()
         while len(data) < _LENGTH.size or len(data) < _LENGTH.size + _LENGTH.unpack_from(data)[0]:
-            more = self._socket.recv(_READ_BYTES)
+            more = self._receive()
             if not more:
                 self.close()
                 raise LocalLost("the server closed the local connection")

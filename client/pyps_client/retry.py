@@ -14,6 +14,10 @@ from pyps_wire.errors import PypsError, RunFinished, ServerUnavailable
 # Jitter draws from a generator of its own: the program's seeds stay untouched.
 _jitter = random.Random()
 
+# A signal that comes between the interpreter's last look for one and a wait outside of it is seen when that wait ends.
+# So whatever a main thread may wait for is waited for in parts no longer than this.
+SIGNAL_SECONDS = 0.2
+
 
 class LinkLost(Exception):
     """A call that ended without the server's verdict: worth another try. Never leaves this package."""

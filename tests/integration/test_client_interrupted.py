@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
+import _thread
+import ctypes
+import operator
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
+from pyps_client.crew import Crew
+from pyps_client.local_link import LocalLink
+from pyps_client.torch.overlap import Lane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
+from pyps_wire.local_pb2 import LocalRequest
 from support import PythonProcess, ServerProcess, wait_until
 
 Start = Callable[..., ServerProcess]
-PRESSES_MAX = 3
 
 
 def stop(server: ServerProcess) -> None:
@@ -31,24 +41,28 @@ def version_of(server: ServerProcess) -> int:
     return int(inspect(server.control, "GetStatus").version_min)
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(
-    start_server_process: Start, transport: str, slow: int
-) -> None:
+def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(start_server_process: Start) -> None:
     servers = start_servers(start_server_process, 2)
+    for transport, slow in [("shm", 0), ("shm", 1), ("grpc", 0), ("grpc", 1)]:
+        interrupt_an_exchange(servers, transport, slow)
+
+
+def interrupt_an_exchange(servers: list[ServerProcess], transport: str, slow: int) -> None:
+    """Ctrl-C where one of two servers does not answer."""
     tensors = small_model()
     with (
         make_client(addresses(servers), transport=transport, run_id="mine") as client,
         make_client(addresses(servers), transport=transport, run_id="mine", worker_id="other") as other,
         ThreadPoolExecutor(1) as pool,
     ):
+        client.pull()
         client.exchange(gradients_like(tensors, 0))
+        version = version_of(servers[1 - slow])
         parameters = client._parameters
         stop(servers[slow])
 
         def interrupt() -> None:
-            wait_until(lambda: version_of(servers[1 - slow]) == 2, 20, "the other server's part of the exchange")
+            wait_until(lambda: version_of(servers[1 - slow]) == version + 1, 20, "the other server's part")
             os.kill(os.getpid(), signal.SIGINT)
 
         interrupting = pool.submit(interrupt)
@@ -61,12 +75,12 @@ def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(
         for step in range(3):
             other.exchange(gradients_like(tensors, step))
 
-        np.testing.assert_array_equal(parameters, left)
+        np.testing.assert_array_equal(parameters, left, err_msg=f"by {transport}, server {slow} slow")
         receipts = client.push(gradients_like(tensors, 2))
-        assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+        assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}, (transport, slow)
         pulled = client.exchange(gradients_like(tensors, 3))
         for name, tensor in client.snapshot().items():
-            np.testing.assert_array_equal(pulled[name], tensor, err_msg=name)
+            np.testing.assert_array_equal(pulled[name], tensor, err_msg=f"{name} by {transport}, server {slow} slow")
         assert client.session.transport == transport
 
 
@@ -86,37 +100,97 @@ while True:
 """
 
 
-def press_ctrl_c(process: PythonProcess) -> None:
-    """Interrupts a script, again where nothing came of it, as a user would.
-
-    Once, on a busy machine, nothing did within 20 s; why is not known.
-    """
-    for _ in range(PRESSES_MAX - 1):
-        process.signal(signal.SIGINT)
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: "KeyboardInterrupt" in process.output(), 10, "the traceback")
-            return
-    process.signal(signal.SIGINT)
-    wait_until(lambda: "KeyboardInterrupt" in process.output(), 20, "the traceback")
-
-
-@pytest.mark.parametrize(("way", "stream"), [("shm", ""), ("grpc", "direct"), ("grpc", "queued")])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
-    start_server_process: Start, start_python: Callable[..., PythonProcess], way: str, stream: str, stopped: bool
+    start_server_process: Start, start_python: Callable[..., PythonProcess], stopped: bool
 ) -> None:
     """Whether it waits for a server that does not answer, or is amid busy rounds."""
-    server = start_server_process()
-    process = start_python("-c", INTERRUPTED, server.data, way, stream)
-    process.wait_for_output("training")
-    if stopped:
-        server.signal(signal.SIGSTOP)
-        wait_until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T", 20, "the server's stop")
-    press_ctrl_c(process)
-    if stopped:
-        server.signal(signal.SIGCONT)
+    for way, stream in (("shm", ""), ("grpc", "direct"), ("grpc", "queued")):
+        server = start_server_process()
+        process = start_python("-c", INTERRUPTED, server.data, way, stream)
+        process.wait_for_output("training")
+        if stopped:
+            stop(server)
+        process.signal(signal.SIGINT)
+        wait_until(
+            lambda process=process: "KeyboardInterrupt" in process.output(), 60, f"the traceback, {way} {stream}"
+        )
+        if stopped:
+            server.signal(signal.SIGCONT)
 
-    assert process.wait() == -signal.SIGINT
-    assert "KeyError" not in process.output()
-    (worker,) = inspect(server.control, "ListWorkers").workers
-    assert (worker.state, worker.message) == ("failed", "KeyboardInterrupt: ")
+        assert process.wait() == -signal.SIGINT, (way, stream)
+        assert "KeyError" not in process.output()
+        (worker,) = inspect(server.control, "ListWorkers").workers
+        assert (worker.state, worker.message) == ("failed", "KeyboardInterrupt: ")
+        server.kill()
+
+
+class Press:
+    """One Ctrl-C that comes after the interpreter's last look for one, and before the main thread waits."""
+
+    def __init__(self) -> None:
+        self._left = [partial(ctypes.CDLL(None)["raise"], signal.SIGINT)]
+
+    def before(self, wait: Callable[..., Any], *arguments: Any) -> Any:
+        if not self._left or threading.current_thread() is not threading.main_thread():
+            return wait(*arguments)
+        # Not a byte code between the two calls.
+        _, result = map(operator.call, (self._left.pop(), partial(wait, *arguments)))
+        return result
+
+
+class PressedSocket(socket.socket):
+    press: Press
+
+    def recv(self, *arguments: Any) -> bytes:
+        received: bytes = self.press.before(super().recv, *arguments)
+        return received
+
+
+class PressedLock:
+    def __init__(self, press: Press) -> None:
+        self._press, self._lock = press, _thread.allocate_lock()
+        self.release = self._lock.release
+
+    def acquire(self, *arguments: Any) -> bool:
+        if not self._lock.locked():
+            return self._lock.acquire()
+        acquired: bool = self._press.before(self._lock.acquire, *arguments)
+        return acquired
+
+
+def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait() -> None:
+    near, far = socket.socketpair()
+    pressed = PressedSocket(fileno=near.detach())
+    pressed.press = Press()
+    link = LocalLink(pressed, name="server 0")
+    link.begin()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        link.request(LocalRequest(), timeout_seconds=100)
+    assert time.monotonic() - began < 50
+    link.end()
+    far.close()
+
+
+@pytest.mark.parametrize("kind", ["a push on a thread", "another server's answer"])
+def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    release = threading.Event()
+    lane, crew = Lane[bool]("lane"), Crew()
+    lane.start(lambda: release.wait(100))
+    waits: dict[str, Callable[[], object]] = {
+        "a push on a thread": lane.wait,
+        "another server's answer": lambda: crew.run([lambda _: True, lambda _: release.wait(100)], cut=release.set),
+    }
+    press = Press()
+    monkeypatch.setattr("threading._allocate_lock", lambda: PressedLock(press))
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        waits[kind]()
+    assert time.monotonic() - began < 50
+    monkeypatch.undo()
+    release.set()
+    lane.stop()
+    crew.close()

@@ -17,6 +17,7 @@ from pyps_client.conversion import Converter
 from pyps_client.fork import ForkGuard
 from pyps_client.lent import Lent
 from pyps_client.pushes import Description
+from pyps_client.retry import SIGNAL_SECONDS
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.parameter_buffer import ParameterBuffer
 from pyps_client.vectors import Vectors
@@ -294,7 +295,8 @@ class Lane(Generic[T]):
     def wait(self) -> None:
         """Returns once no job runs."""
         with self._changed:
-            self._changed.wait_for(lambda: self._job is None)
+            while self._job is not None:
+                self._changed.wait(SIGNAL_SECONDS)
 
     def stop(self) -> None:
         """Ends the thread after its job."""
