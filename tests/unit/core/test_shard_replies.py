@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,7 +15,6 @@ from pyps.core.gradient import Codec, Extent, Gradient, item_bytes
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.reply import Reply, brings_parameters
 from pyps.core.shard import Shard
-from pyps.core.whole_model import WholeModel
 from pyps_wire.errors import BadRequest
 from shards import Log, Pulled, Pushed, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
 
@@ -68,28 +69,19 @@ class Meddling(Wish):
         return super().place(receipt, version)
 
 
-@pytest.mark.parametrize("codec", Codec)
-@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
-def test_a_push_that_is_an_update_brings_back_what_it_made(rule: str, codec: Codec) -> None:
-    shard = make_shard(np.linspace(-1, 1, 77), rule=rule)
-    receipt, answer = exchange(shard, gradient(np.linspace(0.1, 2, 77)), codec=codec, held_version=0)
-    version, parameters = pull(shard)
-    assert (receipt.version_after, answer.asked) == (version, [(receipt, 1)])
-    expected = np.zeros(77, np.float32)
-    _kernels.decode(_kernels.encode(parameters, codec), codec, expected)
-    np.testing.assert_array_equal(answer.parameters, expected)
-
-
-def test_a_push_with_an_answer_makes_the_same_update_as_one_without() -> None:
-    alone, answered = (make_shard(np.linspace(-1, 1, 5000), rule="adagrad") for _ in range(2))
-    for sequence in range(3):
-        values = gradient(np.linspace(0.1, 2, 5000), sequence=sequence, base_version=sequence)
-        assert push_again(alone, values) == exchange(answered, values)[0]
-    np.testing.assert_array_equal(pull(alone)[1], pull(answered)[1])
-
-
-def push_again(shard: Shard, pushed: Gradient) -> Receipt:
-    return shard.push(pushed, roster=roster())
+def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer() -> None:
+    for rule, codec in itertools.product(("sgd", "adagrad", "adam"), Codec):
+        alone, shard = (make_shard(np.linspace(-1, 1, 777), rule=rule) for _ in range(2))
+        for sequence in range(2):
+            pushed = gradient(np.linspace(0.1, 2, 777), sequence=sequence, base_version=sequence)
+            receipt, answer = exchange(shard, pushed, codec=codec, held_version=sequence)
+            assert receipt == alone.push(pushed, roster=roster())
+            version, parameters = pull(shard)
+            assert (receipt.version_after, answer.asked) == (version, [(receipt, version)]), (rule, codec)
+            expected = np.zeros(777, np.float32)
+            _kernels.decode(_kernels.encode(parameters, codec), codec, expected)
+            np.testing.assert_array_equal(answer.parameters, expected)
+            np.testing.assert_array_equal(parameters, pull(alone)[1])
 
 
 def test_a_gradient_of_some_extents_brings_the_whole_shard_back() -> None:
@@ -98,18 +90,14 @@ def test_a_gradient_of_some_extents_brings_the_whole_shard_back() -> None:
     np.testing.assert_array_equal(answer.parameters, floats(1, 1, 3, 3))
 
 
-def test_a_push_of_nothing_brings_what_there_is() -> None:
-    shard = make_shard([1, 2])
-    push(shard, [1, 1], worker_id="b")
-    receipt, answer = exchange(shard, nothing(), "a", "b", held_version=0)
-    assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
-    np.testing.assert_array_equal(answer.parameters, floats(0, 1))
-
-
-def test_whoever_holds_the_version_gets_nothing() -> None:
+def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet() -> None:
     shard = make_shard([1, 2])
     _, answer = exchange(shard, nothing(), held_version=0)
     assert (len(answer.asked), answer.came) == (1, False)
+    push(shard, [1, 1], worker_id="b")
+    receipt, answer = exchange(shard, nothing(sequence=1), "a", "b", held_version=0)
+    assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
+    np.testing.assert_array_equal(answer.parameters, floats(0, 1))
 
 
 def test_of_a_round_the_last_contributor_gets_its_end_and_the_others_wait_for_it() -> None:
@@ -139,20 +127,17 @@ def test_a_duplicate_brings_what_there_is_by_now() -> None:
     np.testing.assert_array_equal(answer.parameters, floats(5, 5))
 
 
-@pytest.mark.parametrize(
-    ("pushed", "reason"),
-    [
+def test_a_refused_push_changes_nothing_and_brings_what_there_is() -> None:
+    for pushed, reason in (
         (gradient([1, np.nan]), Reason.NOT_FINITE),
         (gradient([1, 1], epoch=7), Reason.EPOCH),
         (gradient([1, 1], sequence=5), Reason.STALE),
-    ],
-)
-def test_a_refused_push_changes_nothing_and_brings_what_there_is(pushed: Gradient, reason: Reason) -> None:
-    shard = make_shard([8, 8], policy="drop:spread=0")
-    push(shard, [1, 1], worker_id="b")
-    receipt, answer = exchange(shard, pushed, "a", "b", held_version=0)
-    assert (receipt.outcome, receipt.reason, shard.version) == (Outcome.REJECTED, reason, 1)
-    np.testing.assert_array_equal(answer.parameters, floats(7, 7))
+    ):
+        shard = make_shard([8, 8], policy="drop:spread=0")
+        push(shard, [1, 1], worker_id="b")
+        receipt, answer = exchange(shard, pushed, "a", "b", held_version=0)
+        assert (receipt.outcome, receipt.reason, shard.version) == (Outcome.REJECTED, reason, 1)
+        np.testing.assert_array_equal(answer.parameters, floats(7, 7))
 
 
 def test_an_answer_that_fails_leaves_the_push_undone() -> None:
@@ -194,9 +179,8 @@ def test_the_parts_of_a_push_with_a_finding_are_refused_by_every_shard() -> None
 
 
 def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -> None:
-    assert scan(gradient([1, np.nan], extents=(Extent(0, 1), Extent(3, 1))), shard_id=2, shard_length=4) == Finding(
-        2, 3
-    )
+    found = scan(gradient([1, np.nan], extents=(Extent(0, 1), Extent(3, 1))), shard_id=2, shard_length=4)
+    assert found == Finding(2, 3)
     assert scan(nothing(), shard_id=2, shard_length=4).finite
     with pytest.raises(BadRequest, match="shard 2"):
         scan(gradient([1]), shard_id=2, shard_length=4)
@@ -216,7 +200,7 @@ def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_paramet
     np.testing.assert_array_equal(answer.parameters, parameters)
     # Who asks again hears the same.
     memory[:] = 1.0
-    assert push_again(shard, pushed) == receipt._replace(duplicate=True)
+    assert shard.push(pushed, roster=roster()) == receipt._replace(duplicate=True)
 
 
 def test_what_changes_between_scan_and_apply_without_being_wrong_is_applied_as_it_is() -> None:
@@ -257,27 +241,3 @@ def test_a_volatile_gradient_that_waits_is_clipped_by_its_copys_norm() -> None:
     pushed, _ = volatile([6, 8])
     receipt = shard.push(pushed, roster=roster("a", "b"))
     assert (receipt.outcome, receipt.weight) == (Outcome.PENDING, 0.5)
-
-
-def test_answers_of_a_whole_push_are_one_state_of_the_model() -> None:
-    shards = {shard_id: make_shard([8, 8], shard_id=shard_id, protocol="asgd") for shard_id in range(2)}
-    whole = WholeModel(shards)
-    answers = {shard_id: Wish(shard) for shard_id, shard in shards.items()}
-    receipts = whole.push([(0, gradient([1, 1])), (1, gradient([2, 2]))], roster=roster(), answers=answers)
-    assert [receipt.version_after for receipt in receipts] == [1, 1]
-    np.testing.assert_array_equal(answers[0].parameters, floats(7, 7))
-    np.testing.assert_array_equal(answers[1].parameters, floats(6, 6))
-
-
-def test_a_whole_push_with_a_finding_is_refused_as_a_whole() -> None:
-    shards = {shard_id: make_shard([8, 8], shard_id=shard_id, protocol="asgd") for shard_id in range(2)}
-    parts = [(0, gradient([1, 1])), (1, gradient([np.nan, 2]))]
-    receipts = WholeModel(shards).push(parts, roster=roster(), finding=Finding(1, 0))
-    assert {receipt.reason for receipt in receipts} == {Reason.NOT_FINITE}
-
-
-def test_a_private_gradient_shares_no_memory_with_the_one_it_was() -> None:
-    pushed, memory = volatile([1, 2])
-    private = pushed.private()
-    memory[:] = 9
-    assert (private.volatile, bytes(private.payload)) == (False, floats(1, 2).tobytes())

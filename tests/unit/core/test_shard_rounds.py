@@ -5,12 +5,10 @@ from __future__ import annotations
 from threading import Event
 
 import numpy as np
-import pytest
 
-from pyps.core.gradient import PayloadKind
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
-from pyps_wire.errors import BadRequest
+from pyps.core.shard import Shard
 from shards import (
     JOIN_SECONDS,
     Log,
@@ -26,15 +24,21 @@ from shards import (
 )
 
 TWO = roster("a", "b")
+THREE = roster("a", "b", "c")
+
+
+def hardsync(**fields: object) -> Shard:
+    return make_shard([0.0], protocol="hardsync", **fields)  # type: ignore[arg-type]
 
 
 def test_hardsync_applies_the_mean_of_all_workers_as_one_update() -> None:
-    shard = make_shard([1.0], protocol="hardsync")
+    shard = hardsync()
     first = push(shard, [1.0], workers=TWO)
-    second = push(shard, [3.0], worker_id="b", workers=TWO)
     assert (first.outcome, first.min_version, first.waiting_for) == (Outcome.PENDING, 1, ("b",))
+    assert (shard.version, pull(shard)[1].tolist()) == (0, [0.0])
+    second = push(shard, [3.0], worker_id="b", workers=TWO)
     assert (second.outcome, second.version_after, second.weight) == (Outcome.APPLIED, 1, 0.5)
-    assert pull(shard)[1].tolist() == [-1.0]
+    assert pull(shard)[1].tolist() == [-2.0]
 
 
 def test_the_order_of_arrival_changes_no_bit_of_a_round() -> None:
@@ -44,106 +48,87 @@ def test_the_order_of_arrival_changes_no_bit_of_a_round() -> None:
     for order in ("abc", "acb", "bac", "bca", "cab", "cba"):
         shard = make_shard([0.1], protocol="ssp:s=0,strict_bsp=true")
         for worker_id in order:
-            push(shard, [numbers[worker_id]], worker_id=worker_id, workers=roster(*"abc"))
+            push(shard, [numbers[worker_id]], worker_id=worker_id, workers=THREE)
         results.add(pull(shard)[1].tobytes())
     assert len(results) == 1
 
 
 def test_a_receipt_names_eight_of_those_waited_for_at_most() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+    shard = hardsync()
     receipt = push(shard, [1.0], worker_id="w00", workers=crew(20))
     assert receipt.waiting_for == tuple(f"w{index:02d}" for index in range(1, 9))
     assert shard.waiting_for(crew(20)) == tuple(f"w{index:02d}" for index in range(1, 20))
 
 
-def test_a_stale_gradient_is_refused_for_good_and_its_worker_told_to_pull() -> None:
-    shard = make_shard([0.0], protocol="hardsync", version=3)
-    receipt = push(shard, [1.0], base_version=2)
-    assert (receipt.reason, receipt.min_version, receipt.staleness) == (Reason.STALE, 3, 1)
-    assert push(shard, [1.0], base_version=2).duplicate
-    assert (shard.version, shard.state().pending) == (3, ())
+def test_a_late_gradient_is_refused_for_good_and_its_worker_told_to_pull() -> None:
+    for protocol, policy, reason, words in (
+        ("hardsync", "none", Reason.STALE, "present version 3"),
+        ("backup:b=1", "none", Reason.DROPPED, ""),
+        ("async", "drop:spread=2", Reason.STALE, "the policy 'drop' takes no gradient that is 3 updates old"),
+        ("softsync:n=1", "drop:spread=2", Reason.STALE, "the policy 'drop'"),
+    ):
+        shard = make_shard([0.0], protocol=protocol, policy=policy, version=3)
+        receipt = push(shard, [1.0], base_version=0, workers=THREE)
+        assert (receipt.outcome, receipt.reason, receipt.staleness) == (Outcome.REJECTED, reason, 3), protocol
+        assert words in receipt.message and receipt.min_version == 3, receipt
+        assert push(shard, [1.0], base_version=0) == receipt._replace(duplicate=True), protocol
+        assert (shard.version, shard.state().pending, pull(shard)[1].tolist()) == (3, (), [0.0]), protocol
 
 
-def test_a_second_gradient_in_a_round_changes_nothing() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    push(shard, [1.0], workers=TWO)
-    receipt = push(shard, [9.0], sequence=1, workers=TWO)
-    assert (receipt.outcome, receipt.reason, receipt.min_version) == (Outcome.REJECTED, Reason.REPEATED, 1)
-    push(shard, [3.0], worker_id="b", workers=TWO)
-    assert pull(shard)[1].tolist() == [-2.0]
-
-
-def test_the_round_takes_a_retried_push_once() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+def test_a_second_gradient_in_a_round_changes_nothing_and_a_retried_one_is_known() -> None:
+    shard = hardsync()
     push(shard, [1.0], workers=TWO)
     again = push(shard, [1.0], workers=TWO)
     assert (again.outcome, again.duplicate, again.min_version) == (Outcome.PENDING, True, 1)
+    receipt = push(shard, [9.0], sequence=1, workers=TWO)
+    assert (receipt.outcome, receipt.reason, receipt.min_version) == (Outcome.REJECTED, Reason.REPEATED, 1)
+    push(shard, [3.0], worker_id="b", workers=TWO)
+    assert (shard.num_pending, pull(shard)[1].tolist()) == (0, [-2.0])
 
 
 # Workers that go and come.
 
 
-def test_a_round_goes_on_with_those_who_live_when_a_worker_dies_before_its_gradient() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    push(shard, [1.0], workers=roster(*"abc"))
-    push(shard, [3.0], worker_id="b", workers=roster(*"abc"))
+def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it() -> None:
+    shard = hardsync()
+    calls: list[int] = []
+    push(shard, [1.0], workers=THREE)
+    receipt = push(shard, [3.0], worker_id="b", workers=THREE)
+    shard.when_version(receipt.min_version, lambda: calls.append(shard.version))
+    assert shard.complete(THREE) == 0
     assert shard.complete(TWO) == 1
-    assert (shard.version, pull(shard)[1].tolist()) == (1, [-2.0])
+    assert (calls, pull(shard)[1].tolist()) == ([1], [-2.0])
 
 
 def test_a_round_keeps_the_gradient_of_a_worker_that_dies_after_it() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+    shard = hardsync()
     push(shard, [1.0], worker_id="dead", workers=roster("a", "dead"))
     assert shard.complete(roster("a")) == 0
     push(shard, [3.0], workers=roster("a"))
     assert pull(shard)[1].tolist() == [-2.0]
-
-
-def test_the_last_gradient_is_applied_when_nobody_is_left() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    push(shard, [1.0], workers=TWO)
+    # The last is applied when nobody is left.
+    push(shard, [1.0], sequence=1, workers=TWO)
     assert shard.complete(Roster()) == 1
 
 
-def test_a_worker_with_less_data_that_finished_is_not_waited_for() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    for step in range(5):
-        workers = TWO if step < 2 else roster("b")
-        if step < 2:
-            push(shard, [1.0], worker_id="a", sequence=step, workers=workers)
-        push(shard, [1.0], worker_id="b", sequence=step, workers=workers)
-    assert shard.version == 5
-
-
-def test_a_late_joiner_counts_from_its_first_push() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+def test_a_late_joiner_counts_from_its_first_push_and_pulls_again_where_a_round_has_ended() -> None:
+    shard, three = hardsync(), roster("a", "b", "late")
     push(shard, [1.0], workers=TWO)
-    push(shard, [1.0], worker_id="late", workers=roster("a", "b", "late"))
-    assert push(shard, [1.0], worker_id="b", workers=roster("a", "b", "late")).outcome == Outcome.APPLIED
+    push(shard, [1.0], worker_id="late", workers=three)
+    assert push(shard, [1.0], worker_id="b", workers=three).outcome == Outcome.APPLIED
     assert pull(shard)[1].tolist() == [-1.0]
+    later = push(shard, [1.0], worker_id="later", base_version=0, workers=roster("a", "later"))
+    assert (later.reason, later.min_version) == (Reason.STALE, 1)
 
 
-def test_a_late_joiner_that_pulled_before_the_round_ended_pulls_again() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    push(shard, [1.0], workers=roster("a"))
-    late = push(shard, [1.0], worker_id="late", base_version=0, workers=roster("a", "late"))
-    assert (late.reason, late.min_version) == (Reason.STALE, 1)
-    push(shard, [1.0], sequence=1, workers=roster("a", "late"))
-    assert push(shard, [1.0], worker_id="late", sequence=1, workers=roster("a", "late")).version_after == 2
-
-
-def test_expected_workers_gate_the_first_update() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+def test_expected_workers_gate_the_first_update_until_they_come_or_are_given_up() -> None:
+    shard = hardsync()
     assert push(shard, [1.0], workers=roster("a", missing=2)).outcome == Outcome.PENDING
     assert push(shard, [1.0], worker_id="b", workers=roster("a", "b", missing=1)).outcome == Outcome.PENDING
-    assert push(shard, [1.0], worker_id="c", workers=roster("a", "b", "c")).outcome == Outcome.APPLIED
-
-
-def test_expected_workers_that_never_come_free_the_round_when_they_are_given_up() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    push(shard, [1.0], workers=roster("a", missing=1))
-    assert shard.complete(roster("a", missing=1)) == 0
-    assert shard.complete(roster("a")) == 1
+    assert shard.complete(roster("a", "b", missing=1)) == 0
+    other = restored(shard, shard.state())
+    assert push(shard, [1.0], worker_id="c", workers=THREE).outcome == Outcome.APPLIED
+    assert other.complete(TWO) == 1
 
 
 def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
@@ -157,91 +142,65 @@ def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
 
 def test_backup_drops_the_late_and_never_applies_them() -> None:
     shard = make_shard([0.0], protocol="backup:b=1")
-    workers = roster(*"abc")
-    push(shard, [1.0], worker_id="c", workers=workers)
-    push(shard, [3.0], worker_id="a", workers=workers)
-    late = push(shard, [100.0], worker_id="b", base_version=0, workers=workers)
+    push(shard, [1.0], worker_id="c", workers=THREE)
+    push(shard, [3.0], worker_id="a", workers=THREE)
+    late = push(shard, [100.0], worker_id="b", base_version=0, workers=THREE)
     assert (late.outcome, late.reason, late.min_version) == (Outcome.REJECTED, Reason.DROPPED, 1)
     assert pull(shard)[1].tolist() == [-2.0]
 
 
-def test_a_finished_shard_completes_no_round() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier() -> None:
+    shard = hardsync()
+    calls: list[int] = []
     push(shard, [1.0], workers=TWO)
+    shard.when_version(1, lambda: calls.append(shard.version))
     shard.finish()
-    assert shard.complete(roster("a")) == 0
-    assert len(shard.state().pending) == 1
+    assert (calls, shard.complete(roster("a")), shard.num_pending) == ([0], 0, 1)
 
 
 # Pushes of nothing.
 
 
 def test_a_worker_with_nothing_for_the_shard_completes_the_round() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+    shard = hardsync()
     push(shard, [2.0], workers=TWO)
     receipt = shard.push(nothing(worker_id="b"), roster=TWO)
     assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
     assert pull(shard)[1].tolist() == [-1.0]
 
 
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
-def test_a_round_of_nothing_is_an_update_that_touches_no_number(rule: str) -> None:
-    shard = make_shard([1.0, 2.0], rule=rule, settings={"learning_rate": 0.1}, protocol="hardsync")
-    push(shard, [1.0, 1.0])
-    before = shard.state()
-    shard.push(nothing(sequence=1, base_version=1), roster=TWO)
-    shard.push(nothing(worker_id="b", base_version=1), roster=TWO)
-    after = shard.state()
-    assert after.version == before.version + 1
-    assert after.parameters.tobytes() == before.parameters.tobytes()
-    assert {name: slot.tobytes() for name, slot in after.slots.items()} == {
-        name: slot.tobytes() for name, slot in before.slots.items()
-    }
+def test_a_round_of_nothing_is_an_update_that_touches_no_number() -> None:
+    for rule in ("sgd", "momentum", "adam"):
+        shard = make_shard([1.0, 2.0], rule=rule, settings={"learning_rate": 0.1}, protocol="hardsync")
+        push(shard, [1.0, 1.0])
+        before = shard.state()
+        for worker_id, sequence in (("a", 1), ("b", 0)):
+            shard.push(nothing(worker_id=worker_id, sequence=sequence, base_version=1), roster=TWO)
+        after = shard.state()
+        assert after.version == before.version + 1, rule
+        assert after.parameters.tobytes() == before.parameters.tobytes(), rule
+        assert all((slot == before.slots[name]).all() for name, slot in after.slots.items()), rule
 
 
-@pytest.mark.parametrize("protocol", ["async", "softsync:n=1", "serial", "ssp:s=1", "asgd"])
-def test_without_a_barrier_nothing_is_answered_and_makes_no_update(protocol: str) -> None:
-    shard = make_shard([1.0], protocol=protocol)
-    receipt = shard.push(nothing(example_count=8), roster=TWO)
-    assert (receipt.outcome, receipt.version_before, receipt.version_after) == (Outcome.APPLIED, 0, 0)
-    assert (shard.version, shard.state().pending, shard.examples) == (0, (), 8)
-    assert shard.push(nothing(example_count=8), roster=TWO).duplicate
+def test_without_a_barrier_nothing_is_answered_and_makes_no_update() -> None:
+    for protocol in ("async", "softsync:n=1", "serial", "ssp:s=1", "asgd"):
+        shard = make_shard([1.0], protocol=protocol)
+        receipt = shard.push(nothing(example_count=8), roster=TWO)
+        assert (receipt.outcome, receipt.version_before, receipt.version_after) == (Outcome.APPLIED, 0, 0), protocol
+        assert (shard.version, shard.state().pending, shard.examples) == (0, (), 8), protocol
+        assert shard.push(nothing(example_count=8), roster=TWO).duplicate, protocol
 
 
-def test_nothing_comes_without_a_payload() -> None:
-    shard = make_shard([1.0])
-    with pytest.raises(BadRequest, match="a push of NOTHING came with a payload"):
-        push(shard, [1.0], kind=PayloadKind.NOTHING)
-
-
-# Checkpoints and waits.
+# Checkpoints and accounts.
 
 
 def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
+    shard = hardsync()
     push(shard, [1.0], workers=TWO)
     later = restored(shard, shard.state(), epoch=1)
     assert push(later, [5.0], epoch=1, sequence=1, workers=TWO).reason == Reason.REPEATED
     push(later, [3.0], worker_id="b", epoch=1, workers=TWO)
     assert pull(later)[1].tolist() == [-2.0]
-
-
-def test_completing_a_round_calls_those_who_wait_for_its_version() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    calls: list[int] = []
-    receipt = push(shard, [1.0], workers=TWO)
-    shard.when_version(receipt.min_version, lambda: calls.append(shard.version))
-    shard.complete(roster("a"))
-    assert calls == [1]
-
-
-def test_finishing_calls_those_who_wait_at_a_barrier() -> None:
-    shard = make_shard([0.0], protocol="hardsync")
-    calls: list[int] = []
-    push(shard, [1.0], workers=TWO)
-    shard.when_version(1, lambda: calls.append(shard.version))
-    shard.finish()
-    assert calls == [0]
 
 
 def test_what_waits_is_counted_in_bytes() -> None:
@@ -252,22 +211,9 @@ def test_what_waits_is_counted_in_bytes() -> None:
     assert (shard.pending_bytes, shard.num_pending) == (0, 0)
 
 
-class FullDisk(Log):
-    def completed(self, shard_id: int, workers: Roster, version: int) -> None:
-        raise OSError("no space left on device")
-
-
-def test_a_round_that_cannot_be_recorded_is_not_completed() -> None:
-    shard = make_shard([0.0], protocol="hardsync", recorder=FullDisk())
-    push(shard, [1.0], workers=TWO)
-    with pytest.raises(OSError, match="no space"):
-        shard.complete(roster("a"))
-    assert (shard.version, shard.num_pending) == (0, 1)
-
-
 def test_the_recorder_hears_of_a_completion_only_where_there_is_one() -> None:
     log = Log()
-    shard = make_shard([0.0], protocol="hardsync", recorder=log)
+    shard = hardsync(recorder=log)
     shard.complete(roster("a"))
     push(shard, [1.0], workers=TWO)
     shard.complete(TWO)

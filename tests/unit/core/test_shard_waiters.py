@@ -7,33 +7,18 @@ import threading
 from shards import JOIN_SECONDS, crew, gradient, make_shard, pull, push, run_together
 
 
-def test_a_waiter_is_called_once_when_the_version_is_reached() -> None:
+def test_a_waiter_is_called_once_when_the_version_is_reached_or_at_once_where_it_is_there() -> None:
     shard = make_shard([0.0])
     calls: list[int] = []
     shard.when_version(2, lambda: calls.append(shard.version))
     for sequence in range(3):
         push(shard, [1.0], sequence=sequence)
     assert calls == [2]
+    cancel = shard.when_version(2, lambda: calls.append(9))
+    assert (calls, cancel()) == ([2, 9], False)
 
 
-def test_a_waiter_for_a_version_that_is_there_is_called_at_once() -> None:
-    shard = make_shard([0.0], version=2)
-    calls: list[int] = []
-    cancel = shard.when_version(2, lambda: calls.append(1))
-    assert calls == [1]
-    assert cancel() is False
-
-
-def test_a_cancelled_waiter_is_never_called() -> None:
-    shard = make_shard([0.0])
-    calls: list[int] = []
-    cancel = shard.when_version(1, lambda: calls.append(1))
-    assert cancel() is True
-    push(shard, [1.0])
-    assert calls == []
-
-
-def test_cancelling_one_waiter_leaves_its_equal_waiting() -> None:
+def test_a_cancelled_waiter_is_never_called_and_its_equal_goes_on_waiting() -> None:
     shard = make_shard([0.0])
     calls: list[int] = []
 
@@ -41,7 +26,7 @@ def test_cancelling_one_waiter_leaves_its_equal_waiting() -> None:
         calls.append(1)
 
     shard.when_version(1, callback)
-    shard.when_version(1, callback)()
+    assert shard.when_version(1, callback)() is True
     push(shard, [1.0])
     assert calls == [1]
 
