@@ -18,16 +18,18 @@ from typing import Any
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect
+from inspection import inspect, shell
 from pyps.cli.rounds import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import PythonProcess, ServerProcess, child_environment, wait_until
+from support import AnyServer, PythonProcess, child_environment, wait_until
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
 
+# One thousand parameters, for so many seconds a line.
+BENCH = ("-m", "pyps", "bench", "--parameters", "1000", "--seconds")
 QUICK = ("--parameters", "70000", "--seconds", "0.1")
 
 
@@ -46,18 +48,26 @@ def json_of(output: str) -> list[dict[str, Any]]:
     return measured
 
 
-def state_of(server: ServerProcess) -> tuple[int, str]:
+def state_of(server: AnyServer) -> tuple[int, str]:
     status = inspect(server.control, "GetStatus")
     return status.state, status.run_id
 
 
 def test_bench_measures_each_way_and_leaves_the_servers_empty(
-    start_server_process: Start, start_python: StartPython, tmp_path: Path
+    start_server: Start, start_python: StartPython, tmp_path: Path
 ) -> None:
-    flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--exit-when-done", "--checkpoint-seconds", "0.2")
-    servers = [start_server_process(*flags[:1], f"{flags[1]}-{index}", *flags[2:]) for index in range(2)]
+    flags = ("--exit-when-done", "--checkpoint-seconds", "0.2", "--checkpoint-dir")
+    servers = [start_server(*flags, str(tmp_path / f"checkpoints-{index}")) for index in range(2)]
 
-    measured = json_of(run_bench(start_python, addresses(servers), "--json"))
+    output = run_bench(start_python, addresses(servers), "--json")
+
+    stages = [line for line in output.splitlines() if line.endswith(" ...")]
+    assert stages == [
+        "1 of 3: 70,000 parameters, auto, float32 ...",
+        "2 of 3: 70,000 parameters, grpc, float32 ...",
+        "3 of 3: 70,000 parameters, grpc, bfloat16 ...",
+    ]
+    measured = json_of(output)
 
     ways = {(line["transport"], line["codec"]) for line in measured}
     assert ways == {("shm", "float32"), ("grpc", "float32"), ("grpc", "bfloat16")}
@@ -69,53 +79,38 @@ def test_bench_measures_each_way_and_leaves_the_servers_empty(
     assert {state_of(server) for server in servers} == {(common.RUN_STATE_EMPTY, "")}
     assert not list(tmp_path.glob("*/checkpoint-*")), "nothing of a measurement is kept"
     # The next job finds servers as they were.
-    table = run_bench(start_python, ",".join(server.control for server in servers))
-    assert "gRPC" in table and "bfloat16" in table
     with make_client(addresses(servers), run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
     for server in servers:
         assert server.wait() == 0
 
 
-def test_bench_refuses_a_server_that_holds_a_run_and_leaves_it_alone(
-    start_server_process: Start, start_python: StartPython
-) -> None:
-    servers = start_servers(start_server_process, 2)
+def test_bench_refuses_servers_that_are_somebodys_and_leaves_them_alone(start_server: Start) -> None:
+    servers = start_servers(start_server, 2)
+    promised = start_server("--run-id", "digits")
+    assert f"{promised.data} waits for run 'digits'" in shell("bench", "--servers", promised.data, *QUICK, status=1)
     with make_client(servers[0].data, run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
         before = inspect(servers[0].control, "ListShards")
-        refused = run_bench(start_python, f"{servers[1].data},{servers[0].data}", status=1)
+        refused = shell("bench", "--servers", f"{servers[1].data},{servers[0].data}", *QUICK, status=1)
         assert inspect(servers[0].control, "ListShards") == before
         assert {worker.worker_id for worker in inspect(servers[0].control, "ListWorkers").workers} == {"worker"}
     assert f"{servers[0].data} holds run 'mine', which must not be disturbed" in refused
     assert state_of(servers[1]) == (common.RUN_STATE_EMPTY, "")
 
 
-def test_bench_refuses_a_server_that_waits_for_a_job(start_server_process: Start, start_python: StartPython) -> None:
-    server = start_server_process("--run-id", "digits")
-    assert f"{server.data} waits for run 'digits'" in run_bench(start_python, server.data, status=1)
-
-
-def test_a_measurement_that_was_killed_is_forgotten(start_server_process: Start, start_python: StartPython) -> None:
-    server = start_server_process("--lease-seconds", "1", "--heartbeat-seconds", "0.3")
-    endless = start_python("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600")
-    wait_until(lambda: inspect(server.control, "GetStatus").updates > 0, what="the first round")
+@pytest.mark.extended
+def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.3")
+    endless = start_python(*BENCH, "600", "--servers", server.data)
+    wait_for_updates(server)
     endless.kill()
     wait_until(lambda: state_of(server) == (common.RUN_STATE_EMPTY, ""), what="an empty server")
 
 
-def test_each_stage_is_a_line_where_nobody_watches(start_server_process: Start, start_python: StartPython) -> None:
-    output = run_bench(start_python, start_server_process().data)
-    stages = [line for line in output.splitlines() if line.endswith(" ...")]
-    assert stages == [
-        "1 of 3: 70,000 parameters, auto, float32 ...",
-        "2 of 3: 70,000 parameters, grpc, float32 ...",
-        "3 of 3: 70,000 parameters, grpc, bfloat16 ...",
-    ]
-
-
-def test_a_terminal_shows_how_far_it_is(start_server_process: Start) -> None:
-    server = start_server_process()
+@pytest.mark.extended
+def test_a_terminal_shows_how_far_it_is(start_server: Start) -> None:
+    server = start_server()
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000"]
     environment = child_environment({"TERM": "xterm", "COLUMNS": "120"})
@@ -139,30 +134,33 @@ def read_of(terminal: int) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_ctrl_c_ends_with_what_was_measured(
-    start_server_process: Start, start_python: StartPython, flags: tuple[str, ...]
-) -> None:
-    server = start_server_process()
-    endless = start_python(
-        *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600", *flags)
-    )
-    wait_until(lambda: inspect(server.control, "GetStatus").updates > 10, what="some rounds")
-    endless.signal(signal.SIGINT)
-    assert endless.wait() == 130
-    output = endless.output()
+@pytest.mark.extended
+def test_ctrl_c_ends_with_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+    for flags in ((), ("--json",)):
+        server = start_server()
+        endless = start_python(*BENCH, "600", "--servers", server.data, *flags)
+        wait_for_updates(server)
+        endless.signal(signal.SIGINT)
+        output = interrupted(endless)
+        if flags:
+            [line] = json_of(output)
+            assert line["rounds"] > 5 and line["transport"] == "shm" and line["p50_seconds"] > 0
+        else:
+            assert "shared memory" in output and "p50 ms" in output
+        assert state_of(server) == (common.RUN_STATE_EMPTY, "")
+
+
+def interrupted(process: PythonProcess) -> str:
+    """What a bench that Ctrl-C ended has printed."""
+    assert process.wait() == 130
+    output = process.output()
     assert "pyps: interrupted; what follows is what was measured so far" in output
     assert "Traceback" not in output and "Aborted" not in output
-    if flags:
-        [line] = json_of(output)
-        assert line["rounds"] > 5 and line["transport"] == "shm" and line["p50_seconds"] > 0
-    else:
-        assert "shared memory" in output and "p50 ms" in output
-    assert state_of(server) == (common.RUN_STATE_EMPTY, "")
+    return output
 
 
 @contextmanager
-def holding(server: ServerProcess) -> Iterator[None]:
+def holding(server: AnyServer) -> Iterator[None]:
     """Keeps the server from forgetting the run of a measurement, by a worker of its own in it."""
     status = inspect(server.control, "GetStatus")
     model = Model((Tensor("bench", (1000,)),))
@@ -171,81 +169,71 @@ def holding(server: ServerProcess) -> Iterator[None]:
         yield
 
 
-def wait_for_updates(server: ServerProcess) -> None:
+def wait_for_updates(server: AnyServer) -> None:
     wait_until(lambda: inspect(server.control, "GetStatus").updates > 10, what="some rounds")
 
 
-def wait_for_the_benchs_end(server: ServerProcess) -> None:
+def wait_for_the_benchs_end(server: AnyServer) -> None:
     """Waits until none but the one who holds the run is left in it."""
     wait_until(lambda: inspect(server.control, "GetStatus").workers_alive == 1, what="the bench's end")
 
 
-def test_ctrl_c_while_servers_forget_leaves_what_was_measured(
-    start_server_process: Start, start_python: StartPython
-) -> None:
-    server = start_server_process("--lease-seconds", "100")
-    process = start_python(
-        *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "1", "--json")
-    )
+@pytest.mark.extended
+def test_ctrl_c_while_servers_forget_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "100")
+    process = start_python(*BENCH, "1", "--servers", server.data, "--json")
     wait_for_updates(server)
     with holding(server):
         process.wait_for_output("3 of 3")
         wait_for_the_benchs_end(server)
         process.signal(signal.SIGINT)
-        assert process.wait() == 130
-    output = process.output()
-    assert "pyps: interrupted; what follows is what was measured so far" in output
-    assert "Traceback" not in output and "Aborted" not in output
+        output = interrupted(process)
     assert [line["codec"] for line in json_of(output)] == ["float32", "float32", "bfloat16"]
 
 
-def test_a_second_ctrl_c_leaves_what_was_measured(start_server_process: Start, start_python: StartPython) -> None:
-    server = start_server_process("--lease-seconds", "100")
-    process = start_python("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "600")
+@pytest.mark.extended
+def test_a_second_ctrl_c_leaves_what_was_measured(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--lease-seconds", "100")
+    process = start_python(*BENCH, "600", "--servers", server.data)
     wait_for_updates(server)
     with holding(server):
         process.signal(signal.SIGINT)
         wait_for_the_benchs_end(server)
         process.signal(signal.SIGINT)
-        assert process.wait() == 130
-    output = process.output()
-    assert "pyps: interrupted; what follows is what was measured so far" in output
-    assert "Traceback" not in output and "Aborted" not in output
+        output = interrupted(process)
     assert "shared memory" in output and "p50 ms" in output
 
 
-@pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_an_error_leaves_what_was_measured(
-    start_server_process: Start, start_python: StartPython, flags: tuple[str, ...]
-) -> None:
-    server = start_server_process()
-    process = start_python(
-        *("-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000", "--seconds", "3", *flags)
-    )
-    process.wait_for_output("3 of 3")
-    server.kill()
-    assert process.wait() == 1
-    output = process.output()
-    assert "Traceback" not in output and "interrupted" not in output
-    if flags:
-        ways = [(line["transport"], line["codec"]) for line in json_of(output)]
-        assert ways[:2] == [("shm", "float32"), ("grpc", "float32")]
-    else:
-        assert "shared memory" in output and "gRPC" in output
-    error = output.splitlines()[-1]
-    assert error.startswith("pyps: Waited 10 s") and server.data in error
+@pytest.mark.extended
+def test_an_error_leaves_what_was_measured(start_server_process: Start, start_python: StartPython) -> None:
+    servers = [start_server_process() for _ in range(2)]
+    processes = [
+        start_python(*BENCH, "3", "--servers", server.data, *flags)
+        for server, flags in zip(servers, ((), ("--json",)), strict=True)
+    ]
+    for server, process in zip(servers, processes, strict=True):
+        process.wait_for_output("3 of 3")
+        server.kill()
+    for server, process in zip(servers, processes, strict=True):
+        assert process.wait() == 1
+        assert "Traceback" not in process.output() and "interrupted" not in process.output()
+        error = process.output().splitlines()[-1]
+        assert error.startswith("pyps: Waited 10 s") and server.data in error
+    table, told = (process.output() for process in processes)
+    assert "shared memory" in table and "gRPC" in table
+    ways = [(line["transport"], line["codec"]) for line in json_of(told)]
+    assert ways[:2] == [("shm", "float32"), ("grpc", "float32")]
 
 
-@pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"])
-def test_bench_goes_by_the_protocol_of_the_servers(
-    start_server_process: Start, start_python: StartPython, protocol: str
-) -> None:
-    server = start_server_process("--protocol", protocol)
-    assert "bfloat16" in run_bench(start_python, server.data)
+@pytest.mark.extended
+def test_bench_goes_by_the_protocol_of_the_servers(start_server: Start, start_python: StartPython) -> None:
+    for protocol in ("hardsync", "serial", "ssp:s=1", "asgd:mutex=whole", "softsync:n=1"):
+        table = run_bench(start_python, start_server("--protocol", protocol).data)
+        assert "gRPC" in table and "bfloat16" in table, protocol
 
 
-def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_a_run_that_people_named_is_never_taken_for_a_measurement(start_server: Start) -> None:
+    server = start_server()
     with make_client(server.data, run_id="pyps-bench-mine") as client:
         client.push(gradients_like(small_model(), seed=1))
     wait_until(lambda: not inspect(server.control, "GetStatus").workers_alive, what="the worker's end")

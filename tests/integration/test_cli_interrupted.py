@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from support import PythonProcess
 
 # Runs `pyps`, and has Ctrl-C come when the module named first is imported.
@@ -23,10 +21,9 @@ runpy.run_module("pyps", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "pyps_wire.errors", "pyps.cli.serve"])
-def test_ctrl_c_amid_imports_ends_with_its_status_alone(
-    start_python: Callable[..., PythonProcess], module: str
-) -> None:
-    process = start_python("-c", INTERRUPTED, module, "serve", "--port", "0", "--control-port", "0")
-    assert process.wait() == 130
-    assert process.output().strip() == ""
+def test_ctrl_c_amid_imports_ends_with_its_status_alone(start_python: Callable[..., PythonProcess]) -> None:
+    command = ("serve", "--port", "0", "--control-port", "0", "--metrics-port", "0")
+    modules = ("typer", "pyps_wire.errors", "pyps.cli.serve")
+    processes = [start_python("-c", INTERRUPTED, module, *command, fresh=True) for module in modules]
+    for module, process in zip(modules, processes, strict=True):
+        assert (process.wait(60), process.output().strip()) == (130, ""), module

@@ -1,8 +1,8 @@
-"""Every pair of protocol, policy, update rule, number of workers and number of servers, over real connections.
+"""Every protocol, policy and update rule with one and several workers and servers, over real connections.
 
-A greedy cover picks the cells, the same ones each time. A cell is a short run on real servers: workers without
-torch pull and push, one sends its last push twice. Then the universal invariants must hold (algorithm notes 1.4).
-test_every_mode.py holds the core alone to them in all combinations.
+A greedy cover picks cells in which all pairs of values meet, the same ones each time. A cell is a short run on real
+servers: workers without torch pull and push, one sends its last push twice. Then the universal invariants must hold
+(algorithm notes 1.4). test_every_mode.py holds the core alone to them in all combinations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from pyps_client import Client, Observer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
 from shards import JOIN_SECONDS, make_shard, push, run_together
-from support import ServerProcess
+from support import ServerThread
 from wire_worker import WireWorker
 
 FACTORS: Mapping[str, tuple[str | int, ...]] = {
@@ -91,71 +91,37 @@ def all_cells() -> list[Cell]:
     return [cell for cell in cells if cell.possible]
 
 
-def cover() -> list[Cell]:
-    """Cells in which all possible pairs meet: each is the one with the most pairs that were not yet there."""
-    candidates = {cell: cell.pairs for cell in all_cells()}
-    missing = set().union(*candidates.values())
-    chosen = []
+def cover(factors: Collection[str]) -> list[Cell]:
+    """Cells in which all possible pairs of values meet, of which one at least is of these factors.
+
+    Each is the one with the most pairs that were not yet there.
+    """
+    cells, numbers = all_cells(), dict[Pair, int]()
+    masks = []
+    for cell in cells:
+        wanted = [pair for pair in cell.pairs if any(factor in factors for factor, _ in pair)]
+        masks.append(sum(1 << numbers.setdefault(pair, len(numbers)) for pair in wanted))
+    missing, chosen = (1 << len(numbers)) - 1, []
     while missing:
-        best = max(candidates, key=lambda cell: len(candidates[cell] & missing))
-        missing -= candidates[best]
-        chosen.append(best)
-    # Those that the same servers can run follow each other.
-    return sorted(chosen, key=lambda cell: cell.workers)
-
-
-CELLS = cover()
-
-
-def test_the_cover_holds_everything_that_there_is_in_all_pairs() -> None:
-    kinds = {name: {str(value).partition(":")[0] for value in FACTORS[name]} for name in ("protocol", "policy")}
-    assert kinds == {"protocol": {*PROTOCOLS} - {"sandblaster"}, "policy": {kind.name for kind in POLICIES.values()}}
-    together = set().union(*(cell.pairs for cell in CELLS))
-    for first, second in itertools.combinations(FACTORS, 2):
-        met = {pair for pair in together if {factor for factor, _ in pair} == {first, second}}
-        impossible = {("protocol", "workers"): 1, ("protocol", "servers"): 2}.get((first, second), 0)
-        assert len(met) == len(FACTORS[first]) * len(FACTORS[second]) - impossible
-    assert 99 <= len(CELLS) <= 130
+        best = max(range(len(cells)), key=lambda index: (masks[index] & missing).bit_count())
+        missing &= ~masks[best]
+        chosen.append(cells[best])
+    return chosen
 
 
 class Cluster:
     """Three servers for jobs of so many workers. A run takes as many of them as it needs; the next replaces it."""
 
-    def __init__(self, workers: int, logs: Path):
+    def __init__(self, start_server: Callable[..., ServerThread], workers: int, logs: Path):
         self.workers, self.logs = workers, logs
         flags = ("--expected-workers", str(workers), "--update-log", str(logs), "--log-gradients")
-        self.servers = [ServerProcess(*flags, wait=False) for _ in range(3)]
-        for server in self.servers:
-            server.wait_ready()
+        self.servers = [start_server(*flags) for _ in range(3)]
 
     def reset(self) -> None:
         """Empties the servers."""
         for server in self.servers:
             if run_id := inspect(server.control, "GetStatus").run_id:
                 inspect(server.control, "Reset", pb.ResetRequest(run_id=run_id))
-
-    def close(self) -> None:
-        for server in self.servers:
-            print(f"--- output of the server on {server.ready.get('data')}:\n{server.output()}")
-            server.close()
-
-
-@pytest.fixture(scope="module")
-def find_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Cluster]]:
-    """Empty servers for jobs of so many workers; started anew only where that number changes."""
-    running: list[Cluster] = []
-
-    def find(workers: int) -> Cluster:
-        if running and running[0].workers != workers:
-            running.pop().close()
-        if not running:
-            running.append(Cluster(workers, tmp_path_factory.mktemp("logs")))
-        running[0].reset()
-        return running[0]
-
-    yield find
-    for cluster in running:
-        cluster.close()
 
 
 @dataclass
@@ -172,7 +138,7 @@ class Training:
     """A run of a cell, from its first parameters until all workers are gone."""
 
     cell: Cell
-    servers: list[ServerProcess]
+    servers: Sequence[ServerThread]
     pushes: dict[str, list[Pushed]] = field(default_factory=dict)
     repeated: list[Receipt] = field(default_factory=list)
     shards: dict[int, pb.ShardInfo] = field(default_factory=dict)
@@ -200,7 +166,7 @@ class Training:
 
     @property
     def run_id(self) -> str:
-        return f"cell-{CELLS.index(self.cell)}"
+        return str(self.cell).translate(str.maketrans(":=,.", "----"))
 
     def client(self, worker_id: str) -> Client:
         optimizer = (self.cell.rule, self.cell.hyperparameters)
@@ -252,18 +218,34 @@ def flat(tensors: Mapping[str, Array]) -> Array:
     return np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_a_mode_keeps_the_universal_invariants(find_cluster: Callable[[int], Cluster], cell: Cell) -> None:
-    cluster = find_cluster(cell.workers)
-    training = Training(cell, cluster.servers[: cell.servers])
-    training.run()
-    check_workers(training)
-    for shard_id in training.shards:
-        check_versions(training, shard_id)
-    check_repeated(training)
-    check_logs(training, cluster.logs)
-    if cell.workers == 1:
-        check_serial(training)
+# How a protocol meets several workers and servers; the core alone meets all policies and rules elsewhere.
+OVER_CONNECTIONS = ("workers", "servers")
+
+
+@pytest.mark.parametrize("workers", FACTORS["workers"])
+@pytest.mark.parametrize(
+    "factors", [OVER_CONNECTIONS, pytest.param(tuple(FACTORS), marks=pytest.mark.extended)], ids=["some", "all"]
+)
+def test_each_mode_keeps_the_universal_invariants(
+    start_server: Callable[..., ServerThread], tmp_path: Path, factors: tuple[str, ...], workers: int
+) -> None:
+    cells = cover(factors)
+    kinds = {name: {str(getattr(cell, name)).partition(":")[0] for cell in cells} for name in ("protocol", "policy")}
+    assert kinds == {"protocol": {*PROTOCOLS} - {"sandblaster"}, "policy": {kind.name for kind in POLICIES.values()}}
+    assert {cell.rule for cell in cells} == {*RULES}
+    cluster = Cluster(start_server, workers, tmp_path)
+    for cell in (cell for cell in cells if cell.workers == workers):
+        print(cell)  # Shown when it fails.
+        cluster.reset()
+        training = Training(cell, cluster.servers[: cell.servers])
+        training.run()
+        check_workers(training)
+        for shard_id in training.shards:
+            check_versions(training, shard_id)
+        check_repeated(training)
+        check_logs(training, cluster.logs)
+        if cell.workers == 1:
+            check_serial(training)
 
 
 def check_workers(training: Training) -> None:
