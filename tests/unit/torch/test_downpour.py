@@ -52,13 +52,6 @@ def test_the_trajectory_is_the_appendixs(push_every, pull_every, paper) -> None:
     assert payloads(session) == pushed
 
 
-def test_the_papers_first_push_carries_one_gradient_and_later_ones_push_every() -> None:
-    worker, session, _ = downpour(push_every=3, compat="paper")
-    for _ in range(7):
-        worker.step(gradient(1.0))
-    assert [pushed.minibatch_count for pushed in session.pushes] == [1, 3, 3]
-
-
 def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
     worker, session, _ = downpour(push_every=3)
     for version_after in (4, 9, 9):
@@ -68,20 +61,6 @@ def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
     (pushed,) = session.pushes
     assert (pushed.base_version, pushed.newest_base_version) == (0, 9)
     assert (pushed.minibatch_count, pushed.example_count) == (3, 24)
-
-
-def test_a_flush_pushes_the_remainder() -> None:
-    worker, session, _ = downpour(push_every=4)
-    for _ in range(6):
-        worker.step(gradient(1.0))
-    worker.flush()
-    assert payloads(session) == [4.0, 2.0]
-
-
-def test_a_step_without_any_gradient_pushes_nothing() -> None:
-    worker, session, _ = downpour()
-    worker.step([None])
-    assert session.pushes == []
 
 
 def test_a_gradient_with_nan_is_skipped_and_the_next_one_goes() -> None:
@@ -132,13 +111,6 @@ def test_a_snapshot_leaves_the_model_and_its_base_version_alone() -> None:
     assert parameter.detach().tolist() == [[0.0] * SIZE]
     worker.step(gradient(1.0))
     assert session.pushes[0].base_version == 0
-
-
-def test_after_a_restore_the_worker_pulls_before_its_next_minibatch() -> None:
-    worker, session, _ = downpour(pull_every=10)
-    session.pull_needed = True
-    worker.step(gradient(1.0))
-    assert session.pulls == 2
 
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
@@ -206,12 +178,6 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
     with pytest.raises(ServerUnavailable, match="did not answer"):
         worker.step(gradient(1.0))
     worker.close()
-
-
-def test_pulled_parameters_lack_what_has_gathered_as_in_the_paper() -> None:
-    worker, _, parameter = downpour(rate=1.0, local=1.0, push_every=3)
-    worker.step(gradient(1.0))
-    assert float(parameter.detach()[0, 0]) == 0.0
 
 
 def test_read_my_writes_takes_gathered_steps_on_what_was_pulled() -> None:

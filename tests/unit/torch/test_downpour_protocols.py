@@ -33,14 +33,6 @@ def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are() ->
     assert session.pulls == 2
 
 
-def test_the_protocols_accumulation_sets_what_the_user_left_open() -> None:
-    worker, session, _ = downpour(local=0.5, session_has={"accumulate": 4})
-    for _ in range(8):
-        worker.step(gradient(1.0))
-    assert payloads(session) == [4.0, 4.0]
-    assert session.pulls == 3
-
-
 def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps() -> None:
     worker, session, _ = downpour()
     for wanted, count in ((0, 3), (4, 6), (0, 2), (3, 5), (2, 3)):
@@ -132,15 +124,6 @@ def test_what_was_answered_is_known_by_the_number_of_minibatches() -> None:
     assert worker.steps_answered == 5
 
 
-def test_where_the_protocol_sums_minibatches_a_portions_end_is_a_pushs_end() -> None:
-    """Zhang et al. 2013: the accumulation begins anew with each portion that a worker is given."""
-    worker, session, _ = downpour(session_has={"accumulate": 3})
-    worker.end_portion_after(3)
-    for _ in range(7):
-        worker.step(gradient(1.0))
-    assert [pushed.minibatch_count for pushed in session.pushes] == [3, 1, 3]
-
-
 def test_a_portions_end_leaves_the_workers_own_beat_alone() -> None:
     worker, session, _ = downpour(push_every=3)
     worker.end_portion_after(3)
@@ -165,12 +148,3 @@ def test_an_idle_step_is_none_where_nobody_waits_for_it() -> None:
     worker, session, _ = downpour()
     worker.idle()
     assert (session.pushes, worker.steps) == ([], 0)
-
-
-def test_a_run_found_to_be_over_leaves_its_parameters_in_the_model() -> None:
-    worker, session, parameter = downpour()
-    session.parameters[0][:] = 7
-    session.version += 1
-    worker.finish()
-    assert worker.finished
-    assert parameter.detach().flatten().tolist() == [7.0] * 4

@@ -26,13 +26,6 @@ def linear() -> torch.nn.Linear:
     return torch.nn.Linear(3, 2)
 
 
-def test_a_gradient_lies_in_the_vector_where_its_tensor_does() -> None:
-    buffer = gradient_buffer(linear())
-    buffer.add([torch.arange(6.0).view(2, 3), torch.tensor([6.0, 7.0])], versions=VERSIONS)
-    assert buffer.seal()
-    assert buffer.vectors[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
 def test_minibatches_add_up_and_are_counted() -> None:
     buffer = gradient_buffer(linear())
     buffer.add([torch.ones(2, 3), torch.ones(2)], versions={0: 3}, example_count=8)
@@ -60,12 +53,6 @@ def test_what_was_half_added_does_not_come_back_with_the_next_minibatch() -> Non
     assert buffer.seal()
     assert buffer.vectors[0].tolist() == [1] * 8
     assert (buffer.minibatch_count, buffer.base_versions) == (1, {0: 4})
-
-
-def test_a_tensor_without_a_gradient_is_absent() -> None:
-    buffer = gradient_buffer(linear())
-    buffer.add([None, torch.ones(2)], versions=VERSIONS)
-    assert buffer.present == [False, True]
 
 
 def test_a_tensor_is_present_when_one_of_the_minibatches_had_its_gradient() -> None:

@@ -84,16 +84,6 @@ def test_after_an_exchange_in_a_round_that_others_complete_the_worker_pulls_and_
     assert worker.weight == worker.served
 
 
-@pytest.mark.parametrize("setting", [{"session_has": {"ask_to_proceed": True}}, {"overlap": "step"}])
-def test_nothing_is_exchanged_where_steps_are_granted_or_overlap(setting) -> None:
-    worker = Worker(**setting)
-    for _ in range(3):
-        worker.step(1.0)
-    worker.downpour.flush()
-    worker.downpour.close()
-    assert "exchange" not in worker.session.events
-
-
 def test_a_grant_that_an_exchange_first_asks_for_is_followed_by_a_pull() -> None:
     worker = Worker()
     exchange = worker.session.exchange
@@ -194,22 +184,6 @@ def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> No
     assert worker.weight == worker.served
 
 
-def test_with_overlap_parameters_never_are_in_the_pulled_vectors() -> None:
-    worker = Worker(overlap="step")
-    assert worker.model.weight.data_ptr() != worker.downpour._parameters.vectors[0].ctypes.data
-    worker.downpour.close()
-
-
-def test_read_my_writes_on_lent_memory_is_as_on_any() -> None:
-    worker = Worker(local=1.0, push_every=3, pull_every=1, read_my_writes=True)
-    first = worker.weight[0]
-    seen = []
-    for _ in range(6):
-        worker.step(1.0)
-        seen.append(worker.weight[0] - first)
-    assert seen == pytest.approx([-1, -2, -3, -4, -5, -6], abs=1e-5)
-
-
 def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> None:
     """As where pulled parameters are copied into the model, though no newer ones came."""
     worker = Worker()
@@ -222,26 +196,6 @@ def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> No
     worker.downpour.step([None])
     assert worker.weight == worker.served
     assert worker.session.events.count("snapshot") == 1
-
-
-def test_a_nan_is_left_to_a_server_that_looks_first_and_counts_as_skipped(caplog) -> None:
-    worker = Worker(session_has={"checks_first": True})
-    worker.step([1.0, float("nan"), 2.0])
-    assert "the gradient of weight[0, 1] is nan: this push is skipped (1 in a row" in caplog.text
-    assert worker.downpour.skipped == 1
-    worker.step(1.0)
-    assert worker.pushed == [[1] * 3]
-    assert worker.weight == worker.served
-
-
-def test_ten_pushes_in_a_row_that_the_server_refuses_for_nan_end_the_worker() -> None:
-    worker = Worker(session_has={"checks_first": True})
-    worker.step(float("inf"))
-    worker.step(1.0)
-    for _ in range(9):
-        worker.step(float("inf"))
-    with pytest.raises(NotFinite, match=r"The gradient of weight\[0, 0\] is inf; 10 gradients in a row"):
-        worker.step(float("inf"))
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
@@ -265,15 +219,6 @@ def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push(se
     worker.downpour.close()
     assert worker.pushed == [[1] * 3]
     assert np.isfinite(worker.weight).all()
-
-
-@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
-def test_parameters_that_travel_in_half_precision_are_rounded_once(codec) -> None:
-    worker = Worker(rate=0.01, session_has={"pull_codec": codec})
-    for _ in range(5):
-        worker.step(1.0)
-    rounded = torch.tensor(worker.served).to(getattr(torch, codec)).float().tolist()
-    assert worker.weight == rounded
 
 
 @pytest.mark.parametrize("private", [True, False])

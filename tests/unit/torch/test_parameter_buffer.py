@@ -108,22 +108,6 @@ def test_parameters_lie_in_the_vectors_so_that_a_pull_moves_nothing() -> None:
     assert model.weight.data_ptr() == before
 
 
-def test_frozen_parameters_lie_there_too_and_stay_frozen() -> None:
-    model = linear()
-    model.bias.requires_grad_(False)
-    buffer = aliased(model)
-    assert lies_in(buffer.vectors[0], model.bias)
-    assert not model.bias.requires_grad
-
-
-def test_a_tied_parameter_is_one_in_both_places() -> None:
-    model = torch.nn.Sequential(torch.nn.Embedding(7, 5), torch.nn.Linear(5, 7, bias=False))
-    model[1].weight = model[0].weight
-    fill(aliased(model), start=3)
-    assert model[1].weight is model[0].weight
-    assert model[1].weight[0, 0].item() == 3
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -242,14 +226,6 @@ def test_a_layer_saves_without_the_others_memory_and_loads_as_ever(tmp_path) -> 
     assert torch.equal(layer.weight, model[1].weight)
 
 
-def test_a_state_dict_shows_what_is_pulled_later_as_torchs_own_does() -> None:
-    model = linear()
-    buffer = aliased(model)
-    state = model.state_dict()
-    fill(buffer, start=3)
-    assert state["bias"].tolist() == [9, 10]
-
-
 def test_parameters_outlive_the_buffer_and_its_vectors() -> None:
     model = linear()
     buffer = aliased(model)
@@ -259,28 +235,6 @@ def test_parameters_outlive_the_buffer_and_its_vectors() -> None:
     assert gone() is None
     assert values(model) == list(range(8))
     model(torch.ones(1, 3)).sum().backward()
-
-
-def test_a_forked_child_keeps_the_parameters_of_the_moment_of_the_fork() -> None:
-    """Where other processes see the vectors, as those of a segment."""
-    model = linear()
-    layout = layout_of(model)
-    memory = torch.zeros(8).share_memory_()
-    buffer = ParameterBuffer(layout, [memory.numpy()], alias=True, private=False)
-    fill(buffer)
-    waits, goes_on = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.read(waits, 1)
-        seen = values(model) == list(range(8))
-        model.weight.data.fill_(-1.0)
-        os._exit(0 if seen else 1)
-    fill(buffer, start=100)
-    os.write(goes_on, b"x")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert values(model) == list(range(100, 108))
-    os.close(waits)
-    os.close(goes_on)
 
 
 def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() -> None:

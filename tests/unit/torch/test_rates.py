@@ -49,12 +49,6 @@ def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(bef
     assert sent == [{0: 0.5, 1: 0.5}, {}, {0: 0.25, 1: 0.25}, {}]
 
 
-def test_a_warm_up_that_began_before_the_run_is_sent_with_the_first_push() -> None:
-    optimizer = sgd()
-    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1)
-    assert rates_of(optimizer).take_changes() == {0: 0.05, 1: 0.05}
-
-
 def test_another_workers_change_is_not_sent_and_said_once(caplog) -> None:
     optimizer = sgd()
     rates = rates_of(optimizer, owns_schedule=False)
@@ -84,12 +78,6 @@ def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it(settin
     local = LocalRates(translation_of(optimizer), rates_of(optimizer), asked=asked)
     optimizer.param_groups[0]["lr"] = 0.125
     assert local() == expected
-
-
-def test_rare_pulls_under_a_rule_with_a_memory_ask_for_a_step_size() -> None:
-    optimizer = sgd(momentum=0.9)
-    with pytest.raises(BadRequest, match=r"pull_every is 4 under the rule 'momentum'.*Pass local_learning_rate=0"):
-        check_local_rate(translation_of(optimizer), asked=None, pace=Pace(pull_every=4))
 
 
 @pytest.mark.parametrize(("settings", "asked"), [({"momentum": 0.9}, None), ({}, 0.0)])
