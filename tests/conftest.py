@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,8 +31,8 @@ def start_server() -> Iterator[Callable[..., ServerThread]]:
     """Starts servers in this process: `start_server("--run-id", "a", env={...})`, ready when it returns."""
     started: list[ServerThread] = []
 
-    def start(*flags: str, env: Mapping[str, str | None] | None = None) -> ServerThread:
-        started.append(ServerThread(*flags, env=env))
+    def start(*flags: str, **options: Any) -> ServerThread:
+        started.append(ServerThread(*flags, **options))
         return started[-1]
 
     yield start

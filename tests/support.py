@@ -308,7 +308,14 @@ class ServerThread:
     It takes the flags and variables of `pyps serve`. All such servers share one event loop on a thread of its own.
     """
 
-    def __init__(self, *flags: str, env: Mapping[str, str | None] | None = None):
+    def __init__(
+        self,
+        *flags: str,
+        env: Mapping[str, str | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`clock` is the server's: one that runs ahead lets a lease end at a word."""
+        self._clock = clock
         environment = {name: value for name, value in (env or {}).items() if value is not None}
         self._log = io.StringIO()
         self._handler = logging.StreamHandler(self._log)
@@ -332,7 +339,7 @@ class ServerThread:
 
     async def _serve(self) -> int:
         token = load_token(self._config)
-        self._server = Server(self._config, token=token, instruction_set=_kernels.isa())
+        self._server = Server(self._config, token=token, instruction_set=_kernels.isa(), clock=self._clock)
         return await self._server.run(signals=False, on_ready=self._ready.set_result)
 
     def _give_up(self, ended: Future[int]) -> None:

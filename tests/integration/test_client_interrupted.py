@@ -180,6 +180,9 @@ def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait(
     release = threading.Event()
     lane, crew = Lane[bool]("lane"), Crew()
     lane.start(lambda: release.wait(100))
+    # Its thread is there already, else the start of one would be waited for first.
+    crew.run([lambda _: True] * 2)
+    wait_until(lambda: crew._idle._value, what="an idle thread")
     waits: dict[str, Callable[[], object]] = {
         "a push on a thread": lane.wait,
         "another server's answer": lambda: crew.run([lambda _: True, lambda _: release.wait(100)], cut=release.set),
