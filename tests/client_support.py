@@ -85,10 +85,11 @@ def make_client(servers: str, **options: Any) -> Client:
 
 
 class Clock:
-    """A server's clock that a test sets forward, so that nobody has to live with a lease too short for a busy machine."""
+    """A server's clock that a test sets forward: no lease has to be too short for a busy machine to end soon."""
 
-    # A look that comes later is taken for a standstill of the server, which is held against nobody.
+    # What is more at once is taken for a standstill of the server, which is held against nobody.
     STRIDE_SECONDS = 0.9
+    LOOK_SECONDS = 0.3
 
     def __init__(self) -> None:
         self._ahead_seconds = 0.0
@@ -96,18 +97,19 @@ class Clock:
     def __call__(self) -> float:
         return time.monotonic() + self._ahead_seconds
 
-    def pass_seconds(self, server: AnyServer, seconds: float, *, living: Sequence[str] = ()) -> None:
-        """Lets the server's time pass, in strides after each of which it hears the living."""
-        ends = self() + seconds
-        while self() < ends:
+    def pass_until(self, condition: Callable[[], object], server: AnyServer, *, living: Sequence[str] = ()) -> None:
+        """Lets the server's time pass until the condition is true; after each stride it hears the living."""
+        began = time.monotonic()
+
+        def heard() -> bool:
+            workers = {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
+            return all(workers[name].silent_seconds < self.STRIDE_SECONDS for name in living)
+
+        while not condition():
+            assert time.monotonic() < began + 100, "the condition did not come true"
             self._ahead_seconds += self.STRIDE_SECONDS
-            uptime = inspect(server.control, "GetStatus").uptime_seconds
-            wait_until(lambda: inspect(server.control, "GetStatus").uptime_seconds > uptime + 0.3, 60, "a look")
-
-            def heard() -> bool:
-                workers = {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
-                return all(workers[name].silent_seconds < self.STRIDE_SECONDS for name in living)
-
+            # Two between the same looks would be one to the server.
+            time.sleep(self.LOOK_SECONDS)
             wait_until(heard, 60, f"signs of life of {living}")
 
 
