@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
+import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -19,8 +18,7 @@ import pytest
 from checkpointed import make_shards, restored_run, waiting, write
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder, newest
 from pyps.checkpoint.disk import Disk
-from shards import make_shard
-from support import child_environment
+from shards import make_shard, push
 
 
 @pytest.fixture
@@ -40,23 +38,21 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
-@pytest.mark.parametrize(
-    "name", ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "pending.bin", "manifest.json"]
-)
-def test_a_damaged_checkpoint_is_passed_over_by_name(
-    folder: CheckpointFolder, caplog: pytest.LogCaptureFixture, name: str, damage: Any
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shards = {0: make_shard(np.zeros(16), rule="adagrad", settings={}, pending=waiting(1.5))}
-    older = write(folder, shards)
-    newer = write(folder, shards)
-    damage(newer / name)
-    with caplog.at_level(logging.INFO):
-        assert folder.resume() is not None
-    assert folder.newest == older
-    (ignored,) = [record for record in caplog.records if record.message == "checkpoint ignored"]
-    assert ignored.fields["path"] == newer  # type: ignore[attr-defined]
-    assert name in str(ignored.fields["reason"])  # type: ignore[attr-defined]
+    names = ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "pending.bin", "manifest.json"]
+    for name, damage in itertools.product(names, [flip, truncate, Path.unlink]):
+        folder = CheckpointFolder(tmp_path / f"{name} {damage.__name__}")
+        older, newer = write(folder, shards), write(folder, shards)
+        damage(newer / name)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert folder.resume() is not None
+        assert folder.newest == older
+        (ignored,) = [record for record in caplog.records if record.message == "checkpoint ignored"]
+        assert ignored.fields["path"] == newer  # type: ignore[attr-defined]
+        assert name in str(ignored.fields["reason"])  # type: ignore[attr-defined]
+        folder.close()
 
 
 def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder) -> None:
@@ -124,114 +120,179 @@ class FullDisk(Disk):
         super().write(file, data)
 
 
-@pytest.mark.parametrize("room", [0, 100, 700, 1500, 3000])
-def test_a_full_disk_leaves_the_older_checkpoint_and_no_rubbish(tmp_path: Path, room: int) -> None:
-    with_room = CheckpointFolder(tmp_path)
-    first = write(with_room)
-    with_room.close()
-    disk = FullDisk(room)
-    folder = CheckpointFolder(tmp_path, disk=disk)
-    with pytest.raises(CheckpointError, match="checkpoint-00000002 could not be written: No space left on device"):
-        write(folder)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [first.name]
-    disk.left = 10**9
-    assert write(folder).name == "checkpoint-00000002"
-    folder.close()
+def test_a_full_disk_leaves_the_older_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
+    for room in (0, 100, 700, 1500, 3000):
+        path = tmp_path / str(room)
+        with_room = CheckpointFolder(path)
+        first = write(with_room)
+        with_room.close()
+        disk = FullDisk(room)
+        folder = CheckpointFolder(path, disk=disk)
+        with pytest.raises(CheckpointError, match="checkpoint-00000002 could not be written: No space left on device"):
+            write(folder)
+        assert [entry.name for entry in path.iterdir() if entry.is_dir()] == [first.name], room
+        disk.left = 10**9
+        assert write(folder).name == "checkpoint-00000002"
+        folder.close()
 
 
-# Runs in a process of its own: forks a child for each number of disk operations after which it is killed.
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from checkpointed import HEADER, make_shards
-from unit.test_checkpoint_damage import KillingDisk
-from pyps.checkpoint import Checkpoint, CheckpointFolder
-
-for operations in range(1000):
-    folder = Path(sys.argv[1]) / str(operations)
-    child = os.fork()
-    if child == 0:
-        disk = KillingDisk(None)
-        opened = CheckpointFolder(folder, keep=1, disk=disk)
-        opened.write(HEADER, make_shards())
-        disk.left = operations
-        opened.write(HEADER, make_shards())
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(operations, "killed" if os.WIFSIGNALED(status) else "done", flush=True)
-    if not os.WIFSIGNALED(status):
-        sys.exit(os.waitstatus_to_exitcode(status))
-"""
+class PowerCut(BaseException):
+    """The machine, or the process, is gone before a file operation."""
 
 
-class KillingDisk(Disk):
-    """A disk that ends the process, as `kill -9` does, before the operation after `left` more of them."""
+class CutDisk(Disk):
+    """A disk that fails with PowerCut before the operation after `left` more; what is not synced then may be lost.
 
-    def __init__(self, left: int | None):
-        self.left = left
+    Files and folders are known by their inodes: they are renamed, and so are the folders that they lie in.
+    """
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self._unwritten: set[int] = set()
+        self._unnamed: list[tuple[int, int, Path | None]] = []  # Folder, entry, its name before.
 
     def _operate(self) -> None:
         if self.left is not None:
             self.left -= 1
             if self.left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+                raise PowerCut
 
     def create(self, path: Path) -> BinaryIO:
         self._operate()
-        return super().create(path)
+        file = super().create(path)
+        self._unwritten.add(path.stat().st_ino)
+        self._unnamed.append((path.parent.stat().st_ino, path.stat().st_ino, None))
+        return file
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         self._operate()
         super().write(file, data)
+        self._unwritten.add(os.fstat(file.fileno()).st_ino)
 
     def sync(self, file: BinaryIO) -> None:
         self._operate()
         super().sync(file)
+        self._unwritten.discard(os.fstat(file.fileno()).st_ino)
 
     def make_folder(self, path: Path) -> None:
         self._operate()
         super().make_folder(path)
+        self._unnamed.append((path.parent.stat().st_ino, path.stat().st_ino, None))
 
     def sync_folder(self, path: Path) -> None:
         self._operate()
         super().sync_folder(path)
+        self._unnamed = [change for change in self._unnamed if change[0] != path.stat().st_ino]
 
     def rename(self, old: Path, new: Path) -> None:
         self._operate()
         super().rename(old, new)
+        self._unnamed.append((new.parent.stat().st_ino, new.stat().st_ino, old))
 
     def remove_folder(self, path: Path) -> None:
         self._operate()
+        for file in sorted(path.glob("*"))[:2]:
+            file.unlink()
+        self._operate()
         super().remove_folder(path)
 
+    def lose_contents(self, root: Path) -> None:
+        """Empties every file that was not synced after it was last written."""
+        for path in root.rglob("*"):
+            if path.stat().st_ino in self._unwritten:
+                os.truncate(path, 0)
 
-def test_kill_9_at_every_disk_operation_leaves_a_usable_checkpoint(tmp_path: Path) -> None:
-    script = KILLED.format(tests=str(Path(__file__).parent.parent))
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    *killed, finished = done.stdout.splitlines()
-    assert len(killed) > 20
-    assert finished.endswith("done")
-    expected = {shard_id: shard.state() for shard_id, shard in make_shards().items()}
-    names = []
-    for operations in range(len(killed) + 1):
-        folder = CheckpointFolder(tmp_path / str(operations))
-        run = folder.resume()
-        assert run is not None
-        assert {i: s.parameters.tobytes() for i, s in run.shards.items()} == {
-            i: s.parameters.tobytes() for i, s in expected.items()
-        }
-        assert folder.newest is not None
-        names.append(folder.newest.name)
-        assert not [path for path in folder.path.iterdir() if path.name.startswith((".writing", ".old"))]
+    def lose_names(self, root: Path) -> None:
+        """Undoes, the last first, what was made or renamed in a folder that was not synced since."""
+        for _, entry, name_before in reversed(self._unnamed):
+            for path in [path for path in root.rglob("*") if path.stat().st_ino == entry]:
+                if name_before is not None:
+                    path.rename(name_before)
+                elif path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+
+def nothing_lost(disk: CutDisk, root: Path) -> None:
+    """As `kill -9` leaves it."""
+
+
+def all_lost(disk: CutDisk, root: Path) -> None:
+    disk.lose_contents(root)
+    disk.lose_names(root)
+
+
+Loss = Callable[[CutDisk, Path], None]
+LOSSES: list[Loss] = [nothing_lost, CutDisk.lose_contents, CutDisk.lose_names, all_lost]
+
+
+def cut_at_every_operation(
+    tmp_path: Path, loss: Loss, work: Callable[[CheckpointFolder], object]
+) -> Iterator[tuple[CheckpointFolder, object]]:
+    """Lets `work` end at each operation in turn, in a folder with one checkpoint; gives folder and result."""
+    for num_operations in itertools.count():
+        disk = CutDisk()
+        folder = CheckpointFolder(tmp_path / f"{loss.__name__} {num_operations}", keep=1, disk=disk)
+        write(folder)
+        disk.left = num_operations
+        try:
+            result = work(folder)
+        except PowerCut:
+            result = None
         folder.close()
+        loss(disk, folder.path)
+        again = CheckpointFolder(folder.path)
+        yield again, result
+        again.close()
+        if result is not None:
+            return
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint_and_what_was_written_stays(
+    tmp_path: Path, loss: Loss
+) -> None:
+    later = make_shards()
+    for shard in later.values():
+        push(shard, np.ones(16), sequence=9, epoch=3)
+    expected = {"checkpoint-00000001": make_shards(), "checkpoint-00000002": later}
+    names = []
+    for folder, _ in cut_at_every_operation(tmp_path, loss, lambda folder: write(folder, later)):
+        run = folder.resume()
+        assert run is not None and folder.newest is not None, f"after {len(names)} operations"
+        names.append(folder.newest.name)
+        for shard_id, shard in expected[names[-1]].items():
+            assert run.shards[shard_id].parameters.tobytes() == shard.state().parameters.tobytes()
+        assert not [path for path in folder.path.iterdir() if path.name.startswith((".writing", ".old"))]
+        if loss is nothing_lost:
+            for path in folder.path.glob("checkpoint-*"):
+                Checkpoint(path).load()
     # The old one up to the renaming, the new one from then on.
+    assert len(names) > 20
     assert names == sorted(names)
     assert (names[0], names[-1]) == ("checkpoint-00000001", "checkpoint-00000002")
+
+
+def test_to_sync_is_to_hand_all_over_and_to_ask_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: asked.append((os.fstat(fd).st_ino, os.fstat(fd).st_size)))
+    disk, path = Disk(), tmp_path / "file"
+    with disk.create(path) as file:
+        disk.write(file, b"number")
+        disk.sync(file)
+        assert asked == [(path.stat().st_ino, 6)]
+    disk.sync_folder(tmp_path)
+    assert asked[1][0] == tmp_path.stat().st_ino
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_epoch_that_a_server_served_under_is_never_claimed_again(tmp_path: Path, loss: Loss) -> None:
+    epochs = []
+    for folder, first in cut_at_every_operation(tmp_path, loss, lambda folder: folder.resume()):
+        run = folder.resume()
+        assert run is not None
+        epochs.append(run.header.epoch - (3 if first is None else first.header.epoch))  # type: ignore[attr-defined]
+    assert len(epochs) > 4
+    assert set(epochs[:-1]) <= {0, 1}
+    assert epochs[-1] == 1
