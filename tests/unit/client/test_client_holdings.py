@@ -1,9 +1,14 @@
-"""For whom a worker waits, and what it pushes, after pushes that came in time, too late, or both."""
+"""What a worker waits for, and what it pushes, after pushes that came in time, too late, or both."""
 
 from __future__ import annotations
 
+import threading
+
 from pyps_client.holdings import Holdings
+from pyps_client.intake import Held
+from pyps_client.parking import PARK_SECONDS, Parking
 from pyps_wire.common_pb2 import OUTCOME_PENDING, OUTCOME_REJECTED, REASON_REPEATED, REASON_STALE, Receipt
+from pyps_wire.errors import WaitTimedOut
 from pyps_wire.partition import Model, Tensor, partition
 
 PLAN = partition(Model((Tensor("a", (4 * 1024,)),), shard_size=1024), num_servers=2)
@@ -67,3 +72,66 @@ def test_a_second_gradient_for_a_round_waits_for_its_end() -> None:
     holdings.note([refusal])
 
     assert holdings.awaited(0) == {ON_FIRST[0]: 6}
+
+
+SHARDS = partition(Model((Tensor("a", (64,)),), shard_size=32), num_servers=1).of_server(0)
+NAMED = WaitTimedOut("after 0 s: a waits for version 1 of shard 0; it waits for b")
+
+
+def held_at(version: int) -> Held:
+    held = Held(SHARDS)
+    held.versions = dict.fromkeys(held.versions, version)
+    return held
+
+
+def test_a_version_is_wanted_until_it_has_arrived() -> None:
+    held = held_at(3)
+
+    held.want(0, 4, epoch=0)
+    held.want(1, 0, epoch=0)
+    assert held.wanted == {0: 4}
+
+    held.versions[0] = 5
+    assert held.wanted == {}
+
+
+def test_the_newest_version_named_is_the_one_to_wait_for() -> None:
+    held = held_at(3)
+
+    for version in (5, 4):
+        held.want(0, version, epoch=0)
+
+    assert held.wanted == {0: 5}
+
+
+def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
+    held = held_at(3)
+    held.want(0, 4, epoch=0)
+
+    held.enter(1)
+    assert held.wanted == {}
+    # A receipt of the epoch before, read late.
+    held.want(0, 4, epoch=0)
+    assert held.wanted == {}
+
+    held.want(0, 4, epoch=1)
+    assert held.wanted == {0: 4}
+
+
+def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never_came() -> None:
+    held = held_at(3)
+    held.want(0, 4, epoch=0)
+    waited_for = held.wanted
+
+    # Noted by another thread while the pull was under way.
+    held.want(1, 4, epoch=0)
+    held.answered(waited_for)
+
+    assert held.wanted == {1: 4}
+
+
+def test_a_long_wait_is_asked_for_in_parts_and_goes_on() -> None:
+    parking = Parking(10 * PARK_SECONDS)
+
+    assert parking.call_seconds == PARK_SECONDS
+    parking.go_on(NAMED, stop=threading.Event())

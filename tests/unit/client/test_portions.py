@@ -24,31 +24,24 @@ def train(worker: Worker, batches) -> list[int]:
 
 
 @pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_hands_out_and_delivers_every_example_once(pace, shuffle) -> None:
-    work = queue()
-    worker = Worker(work, **pace)
-    portions = Portions(range(50), worker, batch_size=4, portion_batches=3, shuffle=shuffle)
-    epochs = [train(worker, portions) for _ in range(2)]
-    for number, seen in enumerate(epochs):
-        assert sorted(seen) == list(range(50))
-        assert delivered(work, number) == list(range(50))
-    if shuffle:
-        assert epochs[0] != epochs[1]
-    else:
-        assert epochs[0] == list(range(50))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("pace", PACES)
-def test_a_whole_epoch_is_drawn_by_any_loader(pace, num_workers) -> None:
-    work = queue()
-    worker = Worker(work, **pace)
-    portions = Portions(range(50), worker, batch_size=4, portion_batches=3)
-    loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=num_workers)
-    for epoch in range(2):
-        assert sorted(train(worker, portions.epoch(loader))) == list(range(50))
-        assert delivered(work, epoch) == list(range(50))
+def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) -> None:
+    for shuffle, num_workers in ((True, None), (False, None), (True, 0), (True, 2)):
+        work = queue()
+        worker = Worker(work, **pace)
+        portions = Portions(range(50), worker, batch_size=4, portion_batches=3, shuffle=shuffle)
+        epochs = []
+        for number in range(2):
+            if num_workers is None:
+                batches = portions
+            else:
+                loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=num_workers)
+                batches = portions.epoch(loader)
+            epochs.append(train(worker, batches))
+            assert sorted(epochs[-1]) == list(range(50))
+            # Bare, the last portion is delivered when the loop has ended.
+            assert delivered(work, number) == list(range(50))
+        assert (epochs[0] == list(range(50))) == (not shuffle)
+        assert (epochs[0] != epochs[1]) == shuffle
 
 
 def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_ended_early() -> None:
@@ -118,25 +111,6 @@ def test_batches_grow_with_the_epochs_where_the_servers_say_so(overlap) -> None:
     assert [pushed.minibatch_count for pushed in worker.session.pushes] == [2] * 5 + [2, 2, 1]
 
 
-def test_workers_share_an_epoch_and_both_end_with_it() -> None:
-    work = queue()
-    workers = [Worker(work, name) for name in "ab"]
-    seen: dict[int, list[int]] = {}
-
-    def run(index: int) -> None:
-        portions = Portions(range(200), workers[index], batch_size=4, portion_batches=2)
-        seen[index] = [example for _ in range(3) for example in train(workers[index], portions.epoch())]
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(seen[0] + seen[1]) == sorted(list(range(200)) * 3)
-    for epoch in range(3):
-        assert delivered(work, epoch) == list(range(200))
-
-
 def test_a_worker_that_comes_late_has_the_past_epochs_behind_it() -> None:
     work = queue()
     first = Worker(work, "a")
@@ -156,23 +130,6 @@ def test_a_resumed_worker_may_begin_with_any_epoch() -> None:
     again = Portions(range(20), worker, batch_size=4)
     again.set_epoch(1)
     assert len(train(worker, again)) == 20
-
-
-def test_the_portions_of_a_worker_that_died_go_to_another() -> None:
-    work = queue()
-    dead, other = Worker(work, "a"), Worker(work, "b")
-    batches = iter(Portions(range(40), dead, batch_size=4, portion_batches=2))
-    for _ in range(3):
-        next(batches)
-        dead.step()
-    theirs = Portions(range(40), other, batch_size=4, portion_batches=2)
-    thread = threading.Thread(target=lambda: train(other, theirs))
-    thread.start()
-    # All but the one that the dead one had begun.
-    wait_until(lambda: len(delivered(work, 0)) == 32)
-    work.release("a", now=0.0, lost=True)
-    thread.join(60)
-    assert delivered(work, 0) == list(range(40))
 
 
 def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
@@ -305,39 +262,34 @@ class Lengthless(torch.utils.data.IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"dataset": Lengthless()}, "The data set, a Lengthless, has no length; expected one with __len__"),
-        ({"dataset": []}, "The data set, a list, is empty; expected at least one example"),
-        ({"batch_size": 0}, "batch_size is 0; expected a whole number, 1 to"),
-        ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
-        ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 to"),
-        ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD; expected a pyps_client.Remote"),
-        ({"optimizer": None}, "optimizer is a NoneType; expected a pyps_client.RemoteOptimizer or a pyps_client.Cli"),
-    ],
-)
-def test_wrong_uses_are_refused_in_one_sentence(arguments, message) -> None:
-    given = {"dataset": range(10), "optimizer": Worker(queue())} | arguments
-    with pytest.raises(BadRequest, match=message):
-        Portions(given.pop("dataset"), given.pop("optimizer"), **given)
+WRONG = [
+    ({"dataset": Lengthless()}, "The data set, a Lengthless, has no length; expected one with __len__"),
+    ({"dataset": []}, "The data set, a list, is empty; expected at least one example"),
+    ({"batch_size": 0}, "batch_size is 0; expected a whole number, 1 to"),
+    ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
+    ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 to"),
+    ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD; expected a pyps_client.Remote"),
+    ({"optimizer": None}, "optimizer is a NoneType; expected a pyps_client.RemoteOptimizer or a pyps_client.Cli"),
+]
+DIFFERENT = [
+    ({"batch_size": 8}, "portion_examples 64"),
+    ({"batch_size": 8, "portion_batches": 4}, "batch_size 8 of the data set, but the run's has 4"),
+    ({"batch_size": 4, "seed": 1}, "seed 1 of the data set, but the run's has 0"),
+    ({"batch_size": 4, "shuffle": False}, "shuffle False of the data set, but the run's has True"),
+]
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"batch_size": 8}, "portion_examples 64"),
-        ({"batch_size": 8, "portion_batches": 4}, "batch_size 8 of the data set, but the run's has 4"),
-        ({"batch_size": 4, "seed": 1}, "seed 1 of the data set, but the run's has 0"),
-        ({"batch_size": 4, "shuffle": False}, "shuffle False of the data set, but the run's has True"),
-    ],
-)
-def test_workers_that_differ_are_refused(other, message) -> None:
-    work = queue()
-    Portions(range(10), Worker(work, "a"), batch_size=4)
-    with pytest.raises(BadRequest, match=message):
-        Portions(range(10), Worker(work, "b"), **other)
+def test_wrong_uses_and_workers_that_differ_are_refused_in_one_sentence() -> None:
+    for arguments, message in WRONG:
+        given = {"dataset": range(10), "optimizer": Worker(queue())} | arguments
+        with pytest.raises(BadRequest, match=message):
+            Portions(given.pop("dataset"), given.pop("optimizer"), **given)
+    for other, message in DIFFERENT:
+        work = queue()
+        Portions(range(10), Worker(work, "a"), batch_size=4)
+        with pytest.raises(BadRequest, match=message):
+            Portions(range(10), Worker(work, "b"), **other)
 
 
 def test_a_loader_of_something_else_is_refused() -> None:
