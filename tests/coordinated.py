@@ -11,12 +11,12 @@ from typing import Any
 from client_support import addresses, start_servers
 from inspection import inspect
 from pyps_wire.work_pb2 import GetWorkRequest
-from support import ROOT, PythonProcess, ServerProcess, wait_until
+from support import ROOT, AnyServer, PythonProcess, ServerProcess, wait_until
 
 SCRIPT = ROOT / "tests" / "sandblaster_script.py"
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 # Enough for many iterations of a small model on a machine that is busy with others.
-END_SECONDS = 300.0
+END_SECONDS = 120.0
 
 
 class Coordinated:
@@ -24,31 +24,33 @@ class Coordinated:
 
     def __init__(
         self,
-        start_server_process: Callable[..., ServerProcess],
+        start_server: Callable[..., AnyServer],
         start_python: Callable[..., PythonProcess],
         *,
         servers: int = 2,
         server_flags: Sequence[str] = (),
         checkpoints: Path | None = None,
     ) -> None:
-        """`checkpoints`: a folder for those of all servers, which `revive` needs."""
-        self._start_server = start_server_process
+        """`checkpoints`: a folder for those of all servers, which `revive` needs, as it needs servers that can die."""
+        self._start_server = start_server
         self._start_python = start_python
         self._checkpoints = checkpoints
         if checkpoints is None:
-            self.servers = start_servers(start_server_process, servers, *FLAGS, *server_flags)
+            self.servers = start_servers(start_server, servers, *FLAGS, *server_flags)
         else:
             self.servers = [
-                start_server_process(*FLAGS, *server_flags, "--checkpoint-dir", self._folder(server))
+                start_server(*FLAGS, *server_flags, "--checkpoint-dir", self._folder(server))
                 for server in range(servers)
             ]
         self.addresses = addresses(self.servers)
         self.workers: list[PythonProcess] = []
 
-    def hire(self, count: int = 1, *arguments: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
+    def hire(self, count: int = 1, *arguments: str) -> PythonProcess:
         """Starts workers and returns the last of them."""
         for _ in range(count):
-            self.workers.append(self._start_python(str(SCRIPT), *arguments, env=self._worker_environment(env)))
+            worker_id = f"worker-{len(self.workers)}"
+            own = {"PYPS_SERVERS": self.addresses, "PYPS_RUN_ID": "blast", "PYPS_WORKER_ID": worker_id}
+            self.workers.append(self._start_python(str(SCRIPT), *arguments, env=own))
         return self.workers[-1]
 
     def coordinate(self, *flags: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
@@ -57,8 +59,11 @@ class Coordinated:
         return self._start_python(*command, *flags, env={"PYPS_START_WAIT_SECONDS": "60", **(env or {})})
 
     def revive(self, server: int) -> None:
-        """Starts a server that was killed again, from its newest checkpoint and at its old address."""
-        port = self.servers[server].data.rpartition(":")[2]
+        """Kills a server and starts it again, from its newest checkpoint and at its old address."""
+        killed = self.servers[server]
+        assert isinstance(killed, ServerProcess)
+        killed.kill()
+        port = killed.data.rpartition(":")[2]
         self.servers[server] = self._start_server(
             *("--protocol", "sandblaster", "--port", port, "--checkpoint-dir", self._folder(server), "--resume")
         )
@@ -87,15 +92,6 @@ class Coordinated:
     def _folder(self, server: int) -> str:
         assert self._checkpoints is not None, "a job whose servers come back keeps checkpoints"
         return str(self._checkpoints / f"server-{server}")
-
-    def _worker_environment(self, env: Mapping[str, str | None] | None) -> dict[str, str | None]:
-        own = {
-            "PYPS_SERVERS": self.addresses,
-            "PYPS_RUN_ID": "blast",
-            "PYPS_WORKER_ID": f"worker-{len(self.workers)}",
-            "OMP_NUM_THREADS": "1",
-        }
-        return {**own, **(env or {})}
 
 
 def figures(coordinator: PythonProcess) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_wire.blocks import place
+from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
 from support import AnyServer
 from wire_worker import WireWorker
@@ -26,6 +27,8 @@ CUT = Model(
     ),
     shard_size=80,
 )
+
+SGD = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})] * CUT.num_groups)
 
 
 def whole_tensors(seed: int = 1) -> dict[str, Floats]:

@@ -1,11 +1,13 @@
-"""One process of a replica, as tests start it: `python replica_process.py SCENARIO RANK COUNT STORE`.
+"""One process of a group, as tests start it: `python replica_process.py SCENARIO RANK COUNT STORE [ARGUMENT ...]`.
 
 It prints what it saw as JSON, in its last line.
 """
 
 import json
+import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pyps_client import uncaught
+from cut_model import CUT, SGD, vectors_of, whole_tensors
+from pyps_client import Launch, Session, lost_replica, termination, uncaught
 from pyps_client.arrangement import arrange
 from pyps_client.torch.claims import claims_of
 from pyps_client.torch.replica import Block, Replica, translated
@@ -225,15 +228,86 @@ def lost(replica):
     dist.all_reduce(torch.zeros(2))
 
 
-SCENARIOS = {"two": (words, cut, plain, refusals, errors, ended), "four": (meshes,), "lost": (lost,)}
+def founding(replica, servers, stops_where):
+    """Joins a run with one of two parts; the second process stops itself there, and the first waits for it."""
+    lost_replica.GRACE_SECONDS = termination.GRACE_SECONDS = 0.5
+
+    def stop(where):
+        if replica.index == 1 and stops_where == where:
+            print("stops", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def initial():
+        print("elected", flush=True)
+        stop("founding")
+        return [vectors_of(whole_tensors())[replica.index]]
+
+    launch = Launch(servers=tuple(servers.split(",")), worker_id=replica.name)
+    Session(CUT, SGD, launch=launch, initial=initial, parts=[replica.index], peers=replica).connect()
+    print("joined", flush=True)
+    stop("joined")
+    replica.gather("here")
+
+
+def transformer(replica, how):
+    """The losses of the example's transformer, cut so or not, under torch's own optimizer."""
+    import model_parallel
+
+    model, backpropagate = model_parallel.cut(model_parallel.Transformer(), how)
+    texts = model_parallel.minibatches(model_parallel.standard_library()[0], seed=1)
+    return train(model, lambda: backpropagate(next(texts)).item())
+
+
+def patches(replica):
+    """The losses of the example's locally connected network, over as many bands as there are processes."""
+    import halo
+    import patches
+
+    band = halo.Band(patches.SIDE, index=replica.index if replica else 0, count=replica.count if replica else 1)
+    model = patches.Network(band)
+    images, labels = patches.digits()[0].tensors
+
+    def backpropagate():
+        band.log.clear()
+        loss = torch.nn.functional.cross_entropy(model(images[:64]), labels[:64])
+        loss.backward()
+        assert not band.log.times or max(band.log.times.values()) == 1, "a node's state crossed twice"
+        return loss.item()
+
+    return train(model, backpropagate)
+
+
+def train(model, backpropagate, steps=6):
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(backpropagate())
+        optimizer.step()
+    return losses
+
+
+SCENARIOS = {
+    "two": (words, cut, plain, refusals, errors, ended),
+    "four": (meshes,),
+    "lost": (lost,),
+    "founding": (founding,),
+    "transformer": (transformer,),
+    "patches": (patches,),
+}
 
 
 def main():
-    scenario, rank, count, store = sys.argv[1:]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count))
-    replica = Replica()
-    replica.bind("replica-0")
-    print(json.dumps({run.__name__: run(replica) for run in SCENARIOS[scenario]}))
+    scenario, rank, count, store, *arguments = sys.argv[1:]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    replica = None
+    if int(count) > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count))
+        replica = Replica()
+        replica.bind("replica-0")
+    # However a model is cut, it begins with the same parameters.
+    torch.manual_seed(1)
+    print(json.dumps({run.__name__: run(replica, *arguments) for run in SCENARIOS[scenario]}))
     if dist.is_initialized():
         dist.destroy_process_group()
 

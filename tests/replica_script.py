@@ -1,10 +1,11 @@
 """A worker script for tests: a digits network with a LayerNorm, cut over several processes.
 
     python tests/replica_script.py [--steps N] [--seed N] [--save FILE] [--cut HOW] [--hold FILE] [--nan-at STEP]
-        [--pause-at STEP --pause FILE] [--rule NAME] [--push-every N] [--schedule]
+        [--pause-at STEP --pause FILE] [--rule NAME] [--schedule] [--mistake CASE]
 
 parallelize_module cuts it, or --cut pipeline, into two stages. With --hold it goes on with one batch until that file
-exists; with --pause the last process of replica 0 waits for that file before it calls step() for the STEPth time.
+exists; with --pause the last process of replica 0 waits for that file before it calls step() for the STEPth time; with
+--mistake the last process does something else than the others, or all what no replica may.
 """
 
 import argparse
@@ -44,6 +45,10 @@ class Network(nn.Module):
         if self.up is not None:
             x = torch.relu(self.up(self.norm(x)))
         return x if self.down is None else self.down(x)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
 
 
 def network(seed: int = 0) -> Network:
@@ -91,6 +96,19 @@ def cut(model: nn.Module, how: str) -> Backpropagation:
     return lambda x, y: nn.functional.cross_entropy(model(x), y).backward()
 
 
+def mistaken(case: str, groups: list[dict]) -> torch.optim.Optimizer | None:
+    """The optimizer of a process that has another one than the rest."""
+    if case == "optimizer":
+        return torch.optim.Adagrad(groups, lr=0.1)
+    if case == "rate":
+        return torch.optim.SGD(groups, lr=0.2)
+    if case == "unsupported":
+        return torch.optim.Adadelta(groups)
+    if case == "foreign parameter":
+        return torch.optim.SGD([*groups, {"params": [nn.Parameter(torch.ones(3))]}], lr=0.1)
+    return None
+
+
 def pipeline(model: nn.Module) -> Backpropagation:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -123,29 +141,33 @@ def main() -> None:
     parser.add_argument("--pause", type=Path)
     parser.add_argument("--pause-at", type=int, default=-1)
     parser.add_argument("--nan-at", type=int, default=-1)
-    parser.add_argument("--push-every", type=int)
     parser.add_argument("--schedule", action="store_true")
+    parser.add_argument("--mistake", default="")
     args = parser.parse_args()
     num_parts, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     index, count = int(os.environ["PYPS_WORKER_INDEX"]), int(os.environ["PYPS_WORKER_COUNT"])
     model = network(args.seed)
     if num_parts > 1:
         dist.init_process_group("gloo")
+    if args.mistake == "float64":
+        model = model.double()
     backpropagate = cut(model, args.cut if num_parts > 1 else "none")
-    inner = RULES[args.rule](groups_of(model))
-    replica = Replica() if num_parts > 1 else None
-    optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=args.push_every, pull_every=args.push_every)
+    mistake = args.mistake if rank == num_parts - 1 else ""
+    inner = mistaken(mistake, groups_of(model)) or RULES[args.rule](groups_of(model))
+    replica = Replica() if num_parts > 1 and args.mistake != "no replica" else None
+    optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=-3 if mistake == "pace" else None)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) if args.schedule else None
     print(f"joined {index}/{rank}", flush=True)
     feed = list(batches(args.steps, index=index, count=count))
     step = 0
     while step < args.steps or (args.hold and not released(args.hold)):
         x, y = feed[step % args.steps]
+        x = x.to(model.dtype)
         optimizer.zero_grad()
         backpropagate(x, y)
         if step == args.nan_at and rank == num_parts - 1:
-            # In this process alone, as a broken card would.
-            model.up.weight.grad.to_local().fill_(float("nan"))
+            # In this process alone, as a broken card would; 1e100 is finite, but not in the servers' float32.
+            model.up.weight.grad.to_local().fill_(1e100 if args.mistake == "float64" else float("nan"))
         if args.pause and index == 0 and step == args.pause_at:
             print(f"about to step {index}/{rank} after {step} steps", flush=True)
             while rank == num_parts - 1 and not args.pause.exists():
@@ -157,10 +179,9 @@ def main() -> None:
         if args.hold and step >= args.steps:
             time.sleep(0.01)
     print(f"done {index}/{rank} after {step} steps, {optimizer.skipped} left out", flush=True)
-    if args.save:
-        state = optimizer.snapshot()
-        if rank == 0:
-            torch.save(state, args.save)
+    if args.save and rank == 0:
+        # By one process alone, as one evaluates.
+        torch.save(optimizer.snapshot(), args.save)
     optimizer.close()
 
 

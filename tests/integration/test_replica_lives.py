@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import founding_process
 from client_support import addresses, start_servers
-from cut_model import CUT, vectors_of, whole_tensors
-from founding_process import NAME, SGD
+from cut_model import CUT, SGD, vectors_of, whole_tensors
 from inspection import inspect
 from peer_threads import Meeting, ThreadPeers, on_all
 from pyps.launcher.ports import free_port
@@ -27,9 +25,11 @@ from pyps_client.handshake import Handshake
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.inspector_pb2 import WorkerInfo
 from pyps_wire.partition import partition
-from support import PythonProcess, ServerProcess, wait_until
+from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
+StartProcess = Callable[..., ServerProcess]
+NAME = "replica-0"
 StartPython = Callable[..., PythonProcess]
 Values = list[npt.NDArray[np.float32]]
 
@@ -61,17 +61,17 @@ def push(session: Session) -> int:
     return sum(receipt.version_after > 0 for receipt in session.push([np.ones_like(each) for each in parameters]))
 
 
-def workers_of(server: ServerProcess) -> dict[str, WorkerInfo]:
+def workers_of(server: AnyServer) -> dict[str, WorkerInfo]:
     return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
 
 
-def left_with(server: ServerProcess, worker_id: str) -> str:
+def left_with(server: AnyServer, worker_id: str) -> str:
     """What a worker said as it left in failure; empty while it has not."""
     worker = workers_of(server).get(worker_id)
     return worker.message if worker is not None and worker.state == "failed" else ""
 
 
-def outlast_a_lease(server: ServerProcess, name: str, *, servers: str, run_id: str) -> None:
+def outlast_a_lease(server: AnyServer, name: str, *, servers: str, run_id: str) -> None:
     """Returns once a worker that greets now, and then is silent, has been forgotten for it."""
     launch = Launch(servers=tuple(servers.split(",")), worker_id=name, run_id=run_id)
     handshake = Handshake(launch, partition=partition(CUT, num_servers=2), optimizer=SGD)
@@ -88,12 +88,12 @@ def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_pair(start_python: StartPython, tmp_path: Path) -> Iterator[Callable[[str, str], list[PythonProcess]]]:
-    """Starts the two processes of founding_process.py; ends those that have stopped themselves."""
+    """Starts the two processes of replica_process.py's scenario "founding"; ends those that have stopped themselves."""
     started: list[PythonProcess] = []
 
     def start(servers: str, scenario: str) -> list[PythonProcess]:
-        script, store = founding_process.__file__, str(tmp_path / "store")
-        started.extend(start_python(script, servers, scenario, str(rank), store) for rank in (0, 1))
+        script, store = str(ROOT / "tests" / "replica_process.py"), str(tmp_path / "store")
+        started.extend(start_python(script, "founding", str(rank), "2", store, servers, scenario) for rank in (0, 1))
         return started
 
     yield start
@@ -103,9 +103,9 @@ def start_pair(start_python: StartPython, tmp_path: Path) -> Iterator[Callable[[
 
 
 def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and_another_founds_it(
-    start_server_process: Start, start_pair: Callable[[str, str], list[PythonProcess]]
+    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
 ) -> None:
-    servers = start_servers(start_server_process, 2, *SHORT)
+    servers = start_servers(start_server, 2, *SHORT)
     told = addresses(servers)
     leader, stopped = start_pair(told, "founding")
     stopped.wait_for_output("stops")
@@ -119,9 +119,9 @@ def test_a_process_that_stops_while_its_replica_founds_a_run_costs_its_lease_and
 
 
 def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
-    start_server_process: Start, start_pair: Callable[[str, str], list[PythonProcess]]
+    start_server: Start, start_pair: Callable[[str, str], list[PythonProcess]]
 ) -> None:
-    servers = start_servers(start_server_process, 2)
+    servers = start_servers(start_server, 2)
     hangs, stopped = start_pair(addresses(servers), "joined")
     stopped.wait_for_output("joined")
     hangs.wait_for_output("joined")
@@ -136,9 +136,9 @@ def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server_process: Start) -> None:
+def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server: Start) -> None:
     port = free_port()
-    first = start_server_process(*SHORT)
+    first = start_server(*SHORT)
     told = f"{first.data},127.0.0.1:{port}"
 
     def work(peers: ThreadPeers) -> str:
@@ -150,11 +150,11 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
         wait_until(lambda: workers_of(first).keys() >= {"r/0", "r/1"}, what="both at server 0")
         outlast_a_lease(first, "silent", servers=told, run_id="late")
         assert {workers_of(first)[name].state for name in ("r/0", "r/1")} == {"alive"}
-        start_server_process("--port", str(port), *SHORT)
+        start_server("--port", str(port), *SHORT)
         assert joining.result() == ["late", "late"]
 
 
-def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: Start) -> None:
+def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: StartProcess) -> None:
     servers = start_servers(start_server_process, 2, *SHORT)
     told = addresses(servers)
     with session_of(told) as session:
@@ -169,8 +169,8 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_pro
             servers[1].signal(signal.SIGCONT)
 
 
-def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server: Start) -> None:
+    server = start_server()
     told = f"{server.data},127.0.0.1:{free_port()}"
     with pytest.raises(ServerUnavailable):
         session_of(told, start_wait_seconds=0.5).connect()
@@ -180,9 +180,9 @@ def test_a_worker_that_fails_to_join_leaves_where_it_was_greeted(start_server_pr
 @pytest.mark.usefixtures("nobody_hangs")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_whose_first_parameters_fail_ends_all_and_leaves_the_turn_to_others(
-    start_server_process: Start, failing: int
+    start_server: Start, failing: int
 ) -> None:
-    told = addresses(start_servers(start_server_process, 2))
+    told = addresses(start_servers(start_server, 2))
 
     def fail() -> Values:
         raise OSError("no such file: weights")
@@ -202,9 +202,9 @@ def test_a_process_whose_first_parameters_fail_ends_all_and_leaves_the_turn_to_o
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server_process: Start) -> None:
+def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_server: Start) -> None:
     """Its main thread is away all the while, as amid a collective call."""
-    servers = start_servers(start_server_process, 2, *QUICK)
+    servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
     sessions = on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__())
     try:
@@ -218,8 +218,8 @@ def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_se
 
 
 @pytest.mark.usefixtures("nobody_hangs")
-def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2, "--stop-after", "updates=1", *QUICK)
+def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, "--stop-after", "updates=1", *QUICK)
     told = addresses(servers)
 
     def work(peers: ThreadPeers) -> int:

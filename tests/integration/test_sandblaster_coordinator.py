@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from coordinated import END_SECONDS, Coordinated, figures, planned_bytes, summary
-from support import PythonProcess, ServerProcess, wait_until
+from pyps_client import Client
+from support import AnyServer, PythonProcess, ServerThread, wait_until
 
-StartServer = Callable[..., ServerProcess]
+StartServer = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
 
 ITERATIONS = 6
@@ -34,27 +37,22 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     """What one worker over two servers comes to, with nobody killed."""
-    started: list[PythonProcess] = []
+    with ExitStack() as stack:
 
-    def start(*arguments: str, env: dict[str, str | None] | None = None) -> PythonProcess:
-        started.append(PythonProcess(*arguments, env=env))
-        return started[-1]
+        def start_server(*flags: str) -> ServerThread:
+            server = ServerThread(*flags)
+            stack.callback(server.stop)
+            return server
 
-    def start_server_process(*flags: str, wait: bool = True) -> ServerProcess:
-        server = ServerProcess(*flags, wait=wait)
-        started.append(server)
-        return server
+        def start(*arguments: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
+            return stack.enter_context(PythonProcess(*arguments, env=env))
 
-    try:
-        job = Coordinated(start_server_process, start, servers=2)
+        job = Coordinated(start_server, start, servers=2)
         job.hire()
         coordinator = job.coordinate(*FLAGS)
         ended = summary(coordinator)
         assert ended["iterations"] == ITERATIONS
         return Outcome(job.bits(), ended["loss"], planned_bytes(coordinator))
-    finally:
-        for process in started:
-            process.close()
 
 
 @pytest.fixture
@@ -64,9 +62,9 @@ def undisturbed(outcome: Outcome) -> str:
 
 
 def test_one_worker_and_four_come_to_the_same_bits(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str
+    start_server: StartServer, start_python: StartPython, undisturbed: str
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     job.hire(4)
 
     coordinator = job.coordinate(*FLAGS)
@@ -78,9 +76,9 @@ def test_one_worker_and_four_come_to_the_same_bits(
 
 
 def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     first = job.coordinate(*FLAGS)
@@ -98,10 +96,11 @@ def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
     assert job.bits() == undisturbed
 
 
+@pytest.mark.extended
 def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str
+    start_server: StartServer, start_python: StartPython, undisturbed: str
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     job.hire(2)
     for _ in range(3):
         coordinator = job.coordinate(*FLAGS)
@@ -114,10 +113,10 @@ def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
 
 
 def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "3")
-    job = Coordinated(start_server_process, start_python, server_flags=leases)
+    job = Coordinated(start_server, start_python, server_flags=leases)
     # Both are amid their first portions.
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "go"))
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "never"))
@@ -135,9 +134,9 @@ def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
 
 
 def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     for name in ("go", "much-later"):
         job.hire(1, "--hold-at", "0", "--release", str(tmp_path / name))
     coordinator = job.coordinate(*FLAGS)
@@ -160,15 +159,16 @@ def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
             {1_000_000: 1_047_552, 100_000_000: 1_047_552},
             ("--history", "2", "--portions", "2"),
             id="up to 100 million",
+            marks=pytest.mark.extended,
         ),
     ],
 )
 def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
-    start_server_process: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
+    start_server: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
 ) -> None:
     said = {}
     for num_parameters, shard_size in sizes.items():
-        job = Coordinated(start_server_process, start_python)
+        job = Coordinated(start_server, start_python)
         job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
         coordinator = job.coordinate("--iterations", "4", *flags, "--copies", "1")
         summary(coordinator)
@@ -191,9 +191,9 @@ def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
 
 
 def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
-    start_server_process: StartServer, start_python: StartPython, outcome: Outcome
+    start_server: StartServer, start_python: StartPython, outcome: Outcome
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     job.hire(2)
 
     coordinator = job.coordinate(*FLAGS, "--fold", "group:k=3")
@@ -207,10 +207,10 @@ def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
 
 
 def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
-    start_server_process: StartServer, start_python: StartPython
+    start_server: StartServer, start_python: StartPython
 ) -> None:
     # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
-    job = Coordinated(start_server_process, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
+    job = Coordinated(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
     job.hire()
     job.wait_for_data()
     flags = {"--iterations": "1000", "--portions": "40"}
@@ -232,9 +232,9 @@ def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
 
 
 def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -249,14 +249,14 @@ def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
 
 
 def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
-    start_server_process: StartServer, start_python: StartPython, tmp_path: Path
+    start_server: StartServer, start_python: StartPython, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
     worker.wait_for_output("held", END_SECONDS)
 
-    job.servers[1].kill()
+    job.servers[1].stop()
 
     assert coordinator.wait() == 2
     told = coordinator.output().splitlines()[-1]
@@ -264,7 +264,14 @@ def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
     assert "Traceback" not in coordinator.output()
 
 
-@pytest.mark.parametrize("order", [(0,), (1,), (1, 0)], ids=["the first", "the second", "one after the other"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param((0,), id="the first", marks=pytest.mark.extended),
+        pytest.param((1,), id="the second", marks=pytest.mark.extended),
+        pytest.param((1, 0), id="one after the other"),
+    ],
+)
 def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     start_server_process: StartServer,
     start_python: StartPython,
@@ -279,7 +286,6 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
 
     for server in order:
         # The next one goes while the run is taken up again.
-        job.servers[server].kill()
         job.revive(server)
         told = f"server {server} ({job.servers[server].data}) was restored from a checkpoint: taking the run up again"
         coordinator.wait_for_output(told, END_SECONDS)
@@ -290,9 +296,9 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
 
 
 def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
-    start_server_process: StartServer, start_python: StartPython, undisturbed: str
+    start_server: StartServer, start_python: StartPython, undisturbed: str
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     job.hire()
     fewer = ("--iterations", "2", *FLAGS[2:])
     assert summary(job.coordinate(*fewer))["iterations"] == 2
@@ -312,14 +318,14 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
 
 
 def test_a_coordinator_to_which_no_worker_comes_does_not_end_well(
-    start_server_process: StartServer, start_python: StartPython
+    start_server: StartServer, start_python: StartPython
 ) -> None:
-    job = Coordinated(start_server_process, start_python)
+    job = Coordinated(start_server, start_python)
     job.hire()
     summary(job.coordinate("--iterations", "1"))
     job.bits()
 
-    coordinator = job.coordinate("--iterations", "2", env={"PYPS_START_WAIT_SECONDS": "5"})
+    coordinator = job.coordinate("--iterations", "2", env={"PYPS_START_WAIT_SECONDS": "1"})
 
     assert coordinator.wait() == 2
     told = coordinator.output().splitlines()[-1]
@@ -327,9 +333,9 @@ def test_a_coordinator_to_which_no_worker_comes_does_not_end_well(
 
 
 def test_an_interrupted_coordinator_says_how_to_go_on(
-    start_server_process: StartServer, start_python: StartPython, tmp_path: Path
+    start_server: StartServer, start_python: StartPython, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server_process, start_python, servers=1)
+    job = Coordinated(start_server, start_python, servers=1)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -341,11 +347,11 @@ def test_an_interrupted_coordinator_says_how_to_go_on(
 
 
 def test_a_coordinator_of_servers_under_another_protocol_is_refused(
-    start_server_process: StartServer, start_python: StartPython
+    start_server: StartServer, start_python: StartPython
 ) -> None:
-    server = start_server_process("--run-id", "other")
-    code = "import numpy, pyps_client\nwith pyps_client.Client({'w': numpy.ones(4, 'f4')}) as c: c.pull()"
-    assert start_python("-c", code, env={"PYPS_SERVERS": server.data, "PYPS_RUN_ID": "other"}).wait() == 0
+    server = start_server("--run-id", "other")
+    with Client({"w": np.ones(4, np.float32)}, servers=server.data, run_id="other") as client:
+        client.pull()
 
     coordinator = start_python("-m", "pyps", "coordinate", "--servers", server.data)
 
@@ -354,9 +360,9 @@ def test_a_coordinator_of_servers_under_another_protocol_is_refused(
 
 
 def test_a_coordinator_without_workers_says_what_it_waited_for(
-    start_server_process: StartServer, start_python: StartPython
+    start_server: StartServer, start_python: StartPython
 ) -> None:
-    job = Coordinated(start_server_process, start_python, servers=1)
+    job = Coordinated(start_server, start_python, servers=1)
 
     coordinator = job.coordinate(env={"PYPS_START_WAIT_SECONDS": "0.5"})
 

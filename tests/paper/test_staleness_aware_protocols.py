@@ -1,7 +1,8 @@
 """Hardsync and n-softsync: Zhang, Gupta, Lian, Liu (IJCAI 2016, arXiv 1511.05950), sections on protocols and staleness.
 
 The invariants S1 to S4 and S6 of the algorithm notes, section 2.7, in virtual time; S5 is in
-test_staleness_policies.py. L is the number of workers, mu the minibatch, c = floor(L / n) the gradients of an update, tau the staleness.
+test_staleness_policies.py. L is the number of workers, mu the
+minibatch, c = floor(L / n) the gradients of an update, tau the staleness.
 """
 
 from __future__ import annotations
