@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from pyps.checkpoint import Checkpoint
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.errors import PypsError
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess, wait_until
+from support import ServerThread, wait_until
 from wire_worker import WireWorker, values_of
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 MODEL = Model((Tensor("first", (40, 60)), Tensor("last", (500,))), shard_size=512)
 ADAGRAD = common.OptimizerSettings(
@@ -30,7 +32,7 @@ NUM_SERVERS = 2
 class Crew:
     """One worker of two servers, as the wire sees it: a WireWorker for each, one name, one count of pushes."""
 
-    def __init__(self, servers: list[ServerProcess], *, first_sequence: int = 1):
+    def __init__(self, servers: list[ServerThread], *, first_sequence: int = 1):
         self.workers = [
             WireWorker(server.data, model=MODEL, optimizer=ADAGRAD, server_index=i, num_servers=len(servers))
             for i, server in enumerate(servers)
@@ -79,7 +81,7 @@ class Crew:
 def crew_of() -> Iterator[Callable[..., Crew]]:
     crews: list[Crew] = []
 
-    def make(servers: list[ServerProcess], **options: int) -> Crew:
+    def make(servers: list[ServerThread], **options: int) -> Crew:
         crews.append(Crew(servers, **options))
         return crews[-1]
 
@@ -88,36 +90,30 @@ def crew_of() -> Iterator[Callable[..., Crew]]:
         worker.channel.close()
 
 
-def start_all(start_server_process: Start, folder: Path, *flags: str) -> list[ServerProcess]:
-    servers = [
-        start_server_process("--checkpoint-dir", str(folder / f"server-{index}"), *flags, wait=False)
-        for index in range(NUM_SERVERS)
-    ]
-    for server in servers:
-        server.wait_ready()
-    return servers
+def start_all(start_server: Start, folder: Path, *flags: str) -> list[ServerThread]:
+    return [start_server("--checkpoint-dir", str(folder / f"server-{i}"), *flags) for i in range(NUM_SERVERS)]
 
 
-def held_by(servers: list[ServerProcess]) -> list[dict[int, tuple[int, str]]]:
+def held_by(servers: list[ServerThread]) -> list[dict[int, tuple[int, str]]]:
     return [checksums(server.control) for server in servers]
 
 
-def slots_of(server: ServerProcess) -> dict[int, bytes]:
+def slots_of(server: ServerThread) -> dict[int, bytes]:
     """The accumulators of each shard, from a checkpoint written now."""
     run = Checkpoint(Path(inspect(server.control, "SaveCheckpoint").path)).load()
     return {shard_id: state.slots["accumulator"].tobytes() for shard_id, state in run.shards.items()}
 
 
-def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
-    start_server_process: Start, crew_of: Callable[..., Crew], tmp_path: Path
+def test_a_run_goes_on_bit_for_bit_after_its_end_and_resume(
+    start_server: Start, crew_of: Callable[..., Crew], tmp_path: Path
 ) -> None:
-    unbroken_servers = start_all(start_server_process, tmp_path / "unbroken")
+    unbroken_servers = start_all(start_server, tmp_path / "unbroken")
     unbroken = crew_of(unbroken_servers)
     unbroken.initialize()
     for number in range(6):
         unbroken.step(number)
 
-    servers = start_all(start_server_process, tmp_path / "broken")
+    servers = start_all(start_server, tmp_path / "broken")
     before_end = crew_of(servers)
     before_end.initialize()
     for number in range(3):
@@ -125,9 +121,9 @@ def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
     last = before_end.requests(3)
     receipts = before_end.send(last)
     held = held_by(servers)
-    assert [server.terminate() for server in servers] == [0, 0]
+    assert [server.stop() for server in servers] == [0, 0]
 
-    servers = start_all(start_server_process, tmp_path / "broken", "--resume")
+    servers = start_all(start_server, tmp_path / "broken", "--resume")
     assert held_by(servers) == held
     # The same life of the same worker: it lost its connection, not its memory.
     after_end = crew_of(servers, first_sequence=100)
@@ -152,28 +148,35 @@ def test_a_run_goes_on_bit_for_bit_after_sigterm_and_resume(
 
 
 @pytest.fixture
-def trained(start_server_process: Start, tmp_path: Path) -> Iterator[tuple[ServerProcess, WireWorker, Path]]:
+def trained(start_server: Start, tmp_path: Path) -> Iterator[tuple[ServerThread, WireWorker, Path]]:
     """A server with a folder, a worker that has pushed once, the folder."""
     folder = tmp_path / "checkpoints"
-    server = start_server_process("--checkpoint-dir", str(folder))
+    server = start_server("--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
         worker.join(value=5.0)
         worker.push(worker.push_request(1.0))
         yield server, worker, folder
 
 
-Trained = tuple[ServerProcess, WireWorker, Path]
+Trained = tuple[ServerThread, WireWorker, Path]
 
 
-def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process: Start, trained: Trained) -> None:
-    server, worker, folder = trained
-    saved = inspect(server.control, "SaveCheckpoint")
-    assert Path(saved.path) == folder / "checkpoint-00000001"
-    sizes = {file.name: file.stat().st_size for file in Path(saved.path).iterdir()}
-    assert saved.bytes == sum(sizes.values()) - sizes["manifest.json"]
-    assert inspect(server.control, "GetStatus").checkpoint == saved.path
-    held = checksums(server.control)
-    worker.push(worker.push_request(1.0))
+def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    server = start_server_process("--checkpoint-dir", str(folder))
+    with WireWorker(server.data) as worker:
+        worker.join(value=5.0)
+        worker.push(worker.push_request(1.0))
+        saved = inspect(server.control, "SaveCheckpoint")
+        assert Path(saved.path) == folder / "checkpoint-00000001"
+        sizes = {file.name: file.stat().st_size for file in Path(saved.path).iterdir()}
+        assert saved.bytes == sum(sizes.values()) - sizes["manifest.json"]
+        assert inspect(server.control, "GetStatus").checkpoint == saved.path
+        held = checksums(server.control)
+        worker.push(worker.push_request(1.0))
+    refused = start_server_process("--checkpoint-dir", str(folder), "--resume", wait=False)
+    assert refused.wait() == 2
+    assert f"is in use by process {server.pid} on" in refused.output() and "Traceback" not in refused.output()
     server.kill()
 
     again = start_server_process("--checkpoint-dir", str(folder), "--resume")
@@ -186,30 +189,28 @@ def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process
     assert inspect(third.control, "GetStatus").epoch == 2
 
 
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server_process: Start, trained: Trained) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server: Start, trained: Trained) -> None:
     server, worker, folder = trained
     inspect(server.control, "SaveCheckpoint")
     held = checksums(server.control)
     worker.push(worker.push_request(1.0))
-    assert server.terminate() == 0
+    assert server.stop() == 0
     damaged = folder / "checkpoint-00000002" / "parameters.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
 
-    again = start_server_process("--checkpoint-dir", str(folder), "--resume")
+    again = start_server("--checkpoint-dir", str(folder), "--resume")
     assert checksums(again.control) == held
     assert "checkpoint ignored" in again.output()
     assert f"{damaged} holds shard-000000 with checksum" in again.output()
 
 
-def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server_process: Start, tmp_path: Path) -> None:
-    server = start_server_process(
-        *("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2")
-    )
+def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(*("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2"))
     with WireWorker(server.data) as worker:
         worker.join()
         wait_until(lambda: "checkpoint-00000004" in server.output(), what="the fourth checkpoint")
         worker.push(worker.push_request(1.0))
-    assert server.terminate() == 0
+    assert server.stop() == 0
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
@@ -218,10 +219,8 @@ def checkpoints_in(folder: Path) -> list[int]:
     return [Checkpoint(path).version_max for path in sorted(folder.glob("checkpoint-*"))]
 
 
-def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server_process: Start, tmp_path: Path) -> None:
-    server = start_server_process(
-        "--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "99"
-    )
+def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server: Start, tmp_path: Path) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "99")
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
         second.hello()
@@ -242,12 +241,10 @@ def test_a_server_that_stays_up_saves_the_end_of_its_job_once(start_server_proce
             third.push(third.push_request(1.0, base_version=2))
             third.leave()
             wait_until(lambda: 3 in checkpoints_in(tmp_path), what="the checkpoint of the second end")
-    server.kill()
-    assert checkpoints_in(tmp_path)[-1] == 3
 
 
-def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server_process: Start, tmp_path: Path) -> None:
-    server = start_server_process("--checkpoint-dir", str(tmp_path))
+def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server: Start, tmp_path: Path) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path))
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -259,34 +256,26 @@ def test_a_stopped_run_is_saved_once_while_its_worker_stays(start_server_process
         assert checkpoints_in(tmp_path) == [1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ((), "--resume, or name another folder"),
-        (("--run-id", "other", "--resume"), "is of run 'run-1', but this server"),
-    ],
-)
-def test_a_folder_of_another_run_is_refused_with_the_choice(
-    start_server_process: Start, trained: Trained, flags: tuple[str, ...], message: str
-) -> None:
+def test_a_folder_of_another_run_is_refused_with_the_choice(start_server: Start, trained: Trained) -> None:
     server, _, folder = trained
-    assert server.terminate() == 0
-    refused = start_server_process("--checkpoint-dir", str(folder), *flags, wait=False)
-    assert refused.wait() == 2
-    assert message in refused.output()
-    assert "Traceback" not in refused.output()
-
-
-def test_two_servers_never_share_a_folder(start_server_process: Start, trained: Trained) -> None:
-    server, _, folder = trained
-    refused = start_server_process("--checkpoint-dir", str(folder), "--resume", wait=False)
-    assert refused.wait() == 2
-    assert f"is in use by process {server.pid} on" in refused.output()
-    assert "Traceback" not in refused.output()
+    assert server.stop() == 0
+    for flags, words in (
+        ((), ("--resume, or name another folder",)),
+        (("--run-id", "other", "--resume"), ("is of run 'run-1', but this server",)),
+        (
+            ("--resume", "--optimizer", "sgd:learning_rate=5"),
+            ("the checkpoint's optimizer differs from --optimizer", "learning_rate of group 0: 5 here, 1 there"),
+        ),
+    ):
+        # What was refused may hold its folder until it is collected.
+        copy = shutil.copytree(folder, folder.with_name(f"of {words[0]}"))
+        with pytest.raises(PypsError) as refused:
+            start_server("--checkpoint-dir", str(copy), *flags)
+        assert all(word in str(refused.value) for word in words), (flags, refused.value)
 
 
 def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_is_lost(
-    start_server_process: Start, trained: Trained
+    start_server: Start, trained: Trained
 ) -> None:
     server, _, folder = trained
     for _ in range(2):
@@ -298,9 +287,9 @@ def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_
         "forgotten-00000002",
     ]
     assert Checkpoint(folder / "forgotten-00000002").header.run_id == "run-1"
-    assert server.terminate() == 0
+    assert server.stop() == 0
 
-    again = start_server_process("--checkpoint-dir", str(folder), "--resume")
+    again = start_server("--checkpoint-dir", str(folder), "--resume")
     assert inspect(again.control, "GetStatus").state == common.RUN_STATE_EMPTY
     with WireWorker(again.data, run_id="run-2") as founder:
         founder.join()
@@ -308,59 +297,34 @@ def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_
         assert inspect(again.control, "SaveCheckpoint").path == str(folder / "checkpoint-00000003")
 
 
-def test_resume_in_an_empty_folder_starts_empty(start_server_process: Start, tmp_path: Path) -> None:
-    server = start_server_process("--checkpoint-dir", str(tmp_path / "new"), "--resume")
+def test_resume_in_an_empty_folder_starts_empty(start_server: Start, tmp_path: Path) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path / "new"), "--resume")
     assert inspect(server.control, "GetStatus").state == common.RUN_STATE_EMPTY
     assert "nothing to resume" in server.output()
 
 
-def in_force(server: ServerProcess) -> tuple[str, str, float]:
+def in_force(server: ServerThread) -> tuple[str, str, float]:
     status = inspect(server.control, "GetStatus")
     return status.protocol, status.staleness, status.learning_rates[0].base
 
 
-def test_what_was_changed_while_the_run_went_on_outlives_the_server(
-    start_server_process: Start, tmp_path: Path
-) -> None:
+def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server: Start, tmp_path: Path) -> None:
     flags = ("--checkpoint-dir", str(tmp_path), "--staleness", "divide")
-    first = start_server_process(*flags)
+    first = start_server(*flags)
     with WireWorker(first.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
         changes = pb.ConfigureRequest(protocol="softsync:n=1", staleness="none", learning_rate=0.25)
         inspect(first.control, "Configure", changes)
-        assert first.terminate() == 0
+        assert first.stop() == 0
 
     # As a supervisor starts it again: the same flags, and nothing is lost.
-    second = start_server_process(*flags, "--resume")
+    second = start_server(*flags, "--resume")
     assert in_force(second) == ("softsync:n=1", "none", 0.25)
     assert "is still in force, not what the server was told" in second.output()
-    assert second.terminate() == 0
+    assert second.stop() == 0
 
     # As a person starts it who wants something else.
-    third = start_server_process(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
+    third = start_server(*flags[:-1], "hinge:a=2,b=1", "--protocol", "hardsync", "--resume")
     assert in_force(third) == ("hardsync", "hinge:a=2,b=1", 0.25)
     assert "the server was told other settings than the checkpoint holds" in third.output()
-
-
-def test_a_round_under_way_goes_on_after_a_restart(start_server_process: Start, tmp_path: Path) -> None:
-    flags = ("--checkpoint-dir", str(tmp_path), "--protocol", "hardsync", "--expected-workers", "2")
-    first = start_server_process(*flags)
-    with WireWorker(first.data) as a, WireWorker(first.data, "b") as b:
-        for worker in (a, b):
-            worker.join()
-            worker.push(worker.push_request(1.0))
-        assert a.push(a.push_request(2.0, base_version=1))[0].outcome == common.OUTCOME_PENDING
-        assert first.terminate() == 0
-        second = start_server_process(*flags, "--resume")
-        assert inspect(second.control, "GetStatus").pending_gradients == 1
-        with WireWorker(second.data) as again, WireWorker(second.data, "b") as late:
-            for worker, old in ((again, a), (late, b)):
-                worker.sender.CopyFrom(old.sender)
-                worker.join()
-            # Both are expected back; the first has given its gradient already, and only says that it lives.
-            late.push(late.push_request(4.0, base_version=1, sequence=9))
-            repeated = again.push(again.push_request(7.0, base_version=1, sequence=9))[0]
-            assert repeated.reason == common.REASON_REPEATED
-            wait_until(lambda: inspect(second.control, "GetStatus").version_max == 2, what="the round's update")
-            assert values_of(again.pull()[0])[0] == -1.0 - (2.0 + 4.0) / 2
