@@ -1,76 +1,69 @@
-"""What fits a shard and what does not, in words that name the numbers."""
+"""What fits a shard and what does not, in words that name the numbers; and the arrays that it is kept in."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from pyps.core.arrays import aligned, aligned_copy, aligned_zeros, read_only
 from pyps.core.gradient import EXTENTS_MAX, Extent, require_fitting
-from pyps_wire.errors import BadRequest, WrongSize
-from shards import gradient
+from pyps_wire.errors import PypsError
+from shards import gradient, refusal
 
 
-def check(values: list[float], **fields: object) -> None:
-    require_fitting(gradient(values, **fields), shard_id=3, shard_length=8)
+def check(num_values: int, **fields: object) -> None:
+    require_fitting(gradient([0.0] * num_values, **fields), shard_id=3, shard_length=8)
 
 
-def test_a_whole_shard_fits() -> None:
-    check([0.0] * 8)
+def test_a_whole_shard_and_ascending_disjoint_extents_fit() -> None:
+    check(8)
+    check(4, extents=(Extent(0, 1), Extent(1, 2), Extent(7, 1)))
+    check(8, kind=0)  # read as a gradient
 
 
-def test_ascending_disjoint_extents_fit() -> None:
-    check([0.0] * 4, extents=(Extent(0, 1), Extent(1, 2), Extent(7, 1)))
+def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
+    for num_values, fields, words in (
+        (2, {"extents": (Extent(2, 1), Extent(0, 1))}, "begins before 3"),
+        (2, {"extents": (Extent(0, 3), Extent(2, 1))}, "extent at 2 begins before 3"),
+        (2, {"extents": (Extent(4, 0),)}, "0 parameters long"),
+        (2, {"extents": (Extent(-1, 2),)}, "extent at -1 begins before 0"),
+        (2, {"extents": (Extent(7, 2),)}, "ends at 9; the shard has 8"),
+        # So many would hold the lock for long.
+        (0, {"extents": (Extent(0, 1),) * (EXTENTS_MAX + 1)}, f"at most {EXTENTS_MAX}"),
+        (8, {"codec": 0}, "codec is 0"),
+        (8, {"codec": 4}, "codec is 4"),
+        (8, {"codec": -1}, "codec is -1"),
+        (8, {"kind": 4}, "payload kind is 4"),
+        (8, {"codec": 2}, "32 bytes long; 8 of the shard's 8 parameters as float16 are 16 bytes"),
+        (1, {"worker_id": "rack-1", "sequence": 12}, "shard 3, push 12 of worker 'rack-1'"),
+    ):
+        assert words in refusal(check, num_values, **fields, error=PypsError)
 
 
-def test_kind_zero_is_read_as_a_gradient() -> None:
-    check([0.0] * 8, kind=0)
-
-
-@pytest.mark.parametrize(
-    ("extents", "words"),
-    [
-        ((Extent(2, 1), Extent(0, 1)), "begins before 3"),
-        ((Extent(0, 3), Extent(2, 1)), "extent at 2 begins before 3"),
-        ((Extent(4, 0),), "0 parameters long"),
-        ((Extent(-1, 2),), "extent at -1 begins before 0"),
-    ],
-)
-def test_disordered_extents_are_refused(extents: tuple[Extent, ...], words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        check([0.0] * 2, extents=extents)
-
-
-def test_an_extent_beyond_the_shard_is_refused_with_both_numbers() -> None:
-    with pytest.raises(WrongSize, match="ends at 9; the shard has 8"):
-        check([0.0] * 2, extents=(Extent(7, 2),))
-
-
-def test_a_number_of_extents_that_would_hold_the_lock_for_long_is_refused() -> None:
-    with pytest.raises(BadRequest, match=f"at most {EXTENTS_MAX}"):
-        check([], extents=(Extent(0, 1),) * (EXTENTS_MAX + 1))
-
-
-@pytest.mark.parametrize("codec", [0, 4, -1])
-def test_an_unknown_codec_is_refused(codec: int) -> None:
-    with pytest.raises(BadRequest, match=f"codec is {codec}"):
-        check([0.0] * 8, codec=codec)
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(BadRequest, match="payload kind is 4"):
-        check([0.0] * 8, kind=4)
-
-
-def test_a_payload_of_another_codec_is_refused_by_its_size() -> None:
-    with pytest.raises(WrongSize, match="32 bytes long; 8 of the shard's 8 parameters as float16 are 16 bytes"):
-        check([0.0] * 8, codec=2)
-
-
-def test_a_refusal_names_shard_worker_and_push() -> None:
-    with pytest.raises(WrongSize, match="shard 3, push 12 of worker 'rack-1'"):
-        check([0.0], worker_id="rack-1", sequence=12)
-
-
-@pytest.mark.parametrize(("payload_index", "parameter"), [(0, 1), (1, 2), (2, 6)])
-def test_a_payload_index_leads_to_its_parameter(payload_index: int, parameter: int) -> None:
+def test_a_payload_index_leads_to_its_parameter() -> None:
     partial = gradient([0.0] * 3, extents=(Extent(1, 2), Extent(6, 1)))
-    assert partial.parameter_index(payload_index) == parameter
+    assert [partial.parameter_index(index) for index in range(3)] == [1, 2, 6]
+
+
+def test_arrays_begin_on_a_cache_line_and_share_nothing_with_their_originals() -> None:
+    for length in (1, 7, 16, 4097):
+        zeros = aligned_zeros(length)
+        assert (zeros.ctypes.data % 64, zeros.tolist()) == (0, [0.0] * length)
+    original = np.ones(3, np.float32)
+    copy = aligned_copy(original)
+    original[:] = 2.0
+    assert (copy.tolist(), copy.ctypes.data % 64) == ([1.0, 1.0, 1.0], 0)
+    with pytest.raises(AssertionError, match="float64"):
+        aligned_copy(np.ones(3))  # type: ignore[arg-type]
+    view = read_only(copy)
+    copy[0] = 5.0
+    assert (view[0], view.flags.writeable, copy.flags.writeable) == (5.0, False, True)
+
+
+def test_an_array_that_fits_is_taken_as_it_is_and_another_copied() -> None:
+    fitting = aligned_zeros(40)
+    assert aligned(fitting) is fitting
+    for other in (fitting[1:], fitting[:32:2], read_only(fitting)):
+        copy = aligned(other)
+        assert not np.shares_memory(copy, fitting)
+        assert copy.ctypes.data % 64 == 0 and copy.flags.writeable

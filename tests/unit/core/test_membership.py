@@ -17,95 +17,66 @@ def ids(members: Membership) -> list[str]:
     return [member.worker_id for member in members.alive()]
 
 
+def roster(members: Membership) -> tuple[list[str], int]:
+    return list(members.roster.workers), members.roster.missing
+
+
 def test_a_worker_that_joins_is_alive(members: Membership) -> None:
     member = members.join("a", 1, now=5.0, info=WorkerInfo(host="box"))
     assert (member.alive, member.info.host, member.joined_at) == (True, "box", 5.0)
     assert (ids(members), members.num_alive) == (["a"], 1)
 
 
-def test_a_silent_workers_lease_runs_out(members: Membership) -> None:
+def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     members.join("b", 1, now=10.0)
+    assert members.expire(29.9) == []
     assert [member.worker_id for member in members.expire(30.5)] == ["a"]
-    assert (ids(members), members.num_alive) == (["b"], 1)
+    assert (members.expire(31.0), ids(members), members.num_alive) == ([], ["b"], 1)
+    assert members.renew("a", 1, now=35.0).alive
+    assert members.num_alive == 2
 
 
-def test_a_lease_runs_out_once(members: Membership) -> None:
-    members.join("a", 1, now=0.0)
-    members.expire(31.0)
-    assert members.expire(32.0) == []
-
-
-def test_a_sign_of_life_renews_the_lease(members: Membership) -> None:
-    members.join("a", 1, now=0.0)
-    members.renew("a", 1, now=20.0)
-    assert members.expire(45.0) == []
-
-
-def test_a_sign_of_life_that_was_overtaken_does_not_shorten_the_lease(members: Membership) -> None:
+def test_a_sign_of_life_renews_the_lease_and_one_that_was_overtaken_does_not_shorten_it(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     members.renew("a", 1, now=20.0)
     members.renew("a", 1, now=1.0)
-    assert members.expire(45.0) == []
+    assert members.expire(49.9) == []
+    assert [member.worker_id for member in members.expire(50.1)] == ["a"]
 
 
-def test_an_expired_worker_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
-    members.join("a", 1, now=0.0)
-    members.expire(31.0)
-    assert members.renew("a", 1, now=40.0).alive
-    assert members.num_alive == 1
-
-
-def test_an_unknown_worker_is_told_to_say_hello(members: Membership) -> None:
+def test_an_unknown_worker_or_process_is_told_to_say_hello(members: Membership) -> None:
     with pytest.raises(UnknownWorker, match="say Hello"):
         members.renew("a", 1, now=0.0)
-
-
-def test_a_new_process_is_told_to_say_hello_first(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     with pytest.raises(UnknownWorker, match="say Hello"):
         members.renew("a", 2, now=1.0)
 
 
-def test_a_later_process_takes_the_name_over(members: Membership) -> None:
+def test_a_later_process_takes_the_name_over_and_the_earlier_ones_farewell_does_not_end_it(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     members.join("a", 2, now=1.0)
     with pytest.raises(Superseded, match="later process"):
         members.renew("a", 1, now=2.0)
+    assert members.leave("a", 1, now=2.0, state=WorkerState.FINISHED) == []
     assert members.num_alive == 1
 
 
-def test_an_earlier_process_cannot_take_the_name_from_a_live_one(members: Membership) -> None:
+def test_an_earlier_process_gets_the_name_of_a_dead_one_and_not_of_a_live_one(members: Membership) -> None:
     members.join("a", 2, now=0.0)
     with pytest.raises(Superseded, match="incarnation 2, this one is 1"):
         members.join("a", 1, now=1.0)
-
-
-def test_a_process_with_a_slow_clock_gets_the_name_of_a_dead_one(members: Membership) -> None:
-    members.join("a", 2, now=0.0)
     members.expire(31.0)
-    assert members.join("a", 1, now=32.0).incarnation == 1
+    assert members.join("a", 1, now=32.0).incarnation == 1, "its clock may be slow"
 
 
-def test_a_worker_that_leaves_no_longer_counts(members: Membership) -> None:
+def test_a_worker_that_leaves_no_longer_counts_and_has_to_say_hello_to_come_back(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     [left] = members.leave("a", 1, now=1.0, state=WorkerState.FAILED, message="out of memory")
     assert (left.state, left.message, members.num_alive) == (WorkerState.FAILED, "out of memory", 0)
-
-
-def test_a_worker_that_left_has_to_say_hello_to_come_back(members: Membership) -> None:
-    members.join("a", 1, now=0.0)
-    members.leave("a", 1, now=1.0, state=WorkerState.FINISHED)
     with pytest.raises(UnknownWorker):
         members.renew("a", 1, now=2.0)
     assert members.join("a", 1, now=3.0).alive
-
-
-def test_the_farewell_of_an_earlier_process_does_not_end_the_later(members: Membership) -> None:
-    members.join("a", 1, now=0.0)
-    members.join("a", 2, now=1.0)
-    assert members.leave("a", 1, now=2.0, state=WorkerState.FINISHED) == []
-    assert members.num_alive == 1
 
 
 def test_too_many_workers_are_refused_with_the_setting_to_change(members: Membership) -> None:
@@ -113,12 +84,7 @@ def test_too_many_workers_are_refused_with_the_setting_to_change(members: Member
         members.join(worker_id, 1, now=0.0)
     with pytest.raises(LimitExceeded, match=r"3 workers are alive and the limit is 3; raise --max-workers"):
         members.join("d", 1, now=1.0)
-
-
-def test_a_full_house_lets_its_own_workers_say_hello_again(members: Membership) -> None:
-    for worker_id in "abc":
-        members.join(worker_id, 1, now=0.0)
-    assert members.join("b", 2, now=1.0).incarnation == 2
+    assert members.join("b", 2, now=1.0).incarnation == 2, "its own may say Hello again"
 
 
 def test_a_repeated_hello_keeps_the_workers_figures(members: Membership) -> None:
@@ -136,10 +102,6 @@ def test_gone_workers_are_forgotten_in_the_end(members: Membership) -> None:
     assert members.get("worker-99") is not None
 
 
-def roster(members: Membership) -> tuple[list[str], int]:
-    return list(members.roster.workers), members.roster.missing
-
-
 def test_a_worker_counts_from_its_first_push(members: Membership) -> None:
     members.join("b", 1, now=0.0)
     members.join("a", 1, now=0.0)
@@ -148,6 +110,10 @@ def test_a_worker_counts_from_its_first_push(members: Membership) -> None:
     assert list(members.pushed("a", 1, now=1.0).workers) == ["a", "b"]
     before = members.roster
     assert members.pushed("a", 1, now=2.0) is before, "nothing has changed"
+    members.join("a", 2, now=2.0)
+    assert roster(members) == (["b"], 0), "a later process counts from its own first push"
+    with pytest.raises(Superseded):
+        members.pushed("a", 1, now=3.0)
 
 
 def test_a_worker_that_goes_or_stalls_counts_no_more(members: Membership) -> None:
@@ -165,15 +131,6 @@ def test_a_worker_that_goes_or_stalls_counts_no_more(members: Membership) -> Non
     assert roster(members) == ([], 0), "back, it counts again from its next push"
     members.pushed("b", 1, now=37.0)
     assert roster(members) == (["b"], 0)
-
-
-def test_a_later_process_counts_from_its_own_first_push(members: Membership) -> None:
-    members.join("a", 1, now=0.0)
-    members.pushed("a", 1, now=1.0)
-    members.join("a", 2, now=2.0)
-    assert roster(members) == ([], 0)
-    with pytest.raises(Superseded):
-        members.pushed("a", 1, now=3.0)
 
 
 def test_expected_workers_are_missing_until_they_have_pushed_or_gone() -> None:

@@ -44,6 +44,7 @@ def test_a_process_that_fails_takes_its_replica_along(members: Membership) -> No
     assert [(m.worker_id, m.state) for m in gone] == [("r/1", WorkerState.FAILED), ("r/0", WorkerState.EXPIRED)]
     assert alive(members) == ["s/0", "s/1"]
     assert [members.roster.of_part(part).workers for part in (0, 1)] == [("s/0",), ("s/1",)]
+    require_lost(members, "r", r"'r/1' failed \(out of memory\)")
 
 
 def test_a_process_that_falls_silent_takes_its_replica_along(members: Membership) -> None:
@@ -52,24 +53,17 @@ def test_a_process_that_falls_silent_takes_its_replica_along(members: Membership
 
     assert [member.worker_id for member in members.expire(31.0)] == ["r/1", "r/0"]
     assert members.num_alive == 0
+    require_lost(members, "r", "'r/1' was silent for longer than its lease")
 
 
-@pytest.mark.parametrize("state", [WorkerState.FAILED, WorkerState.EXPIRED])
-def test_the_survivors_are_told_which_process_was_lost(members: Membership, state: WorkerState) -> None:
-    join(members, "r", 0, 1)
-    if state is WorkerState.FAILED:
-        members.leave("r/1", 1, now=1.0, state=state, message="out of memory")
-        how = r"'r/1' failed \(out of memory\)"
-    else:
-        members.renew("r/0", 1, now=29.0)
-        members.expire(31.0)
-        how = "'r/1' was silent for longer than its lease"
+def require_lost(members: Membership, replica: str, how: str) -> None:
+    """Each process of the replica is told, whatever it calls, which of them was lost and how."""
     for call in (members.renew, members.pushed, members.join):
-        extra = {"replica": "r", "parts": (0,)} if call == members.join else {}
-        with pytest.raises(ReplicaLost, match=f"replica 'r' is out of the run: its process {how}.*start it anew"):
-            call("r/0", 1, now=32.0, **extra)
-    with pytest.raises(ReplicaLost, match="'r/1'"):
-        members.renew("r/1", 1, now=32.0)
+        extra = {"replica": replica, "parts": (0,)} if call == members.join else {}
+        for process in (f"{replica}/0", f"{replica}/1"):
+            words = f"replica '{replica}' is out of the run: its process {how}.*start it anew"
+            with pytest.raises(ReplicaLost, match=words):
+                call(process, 1, now=32.0, **extra)
 
 
 def test_a_process_that_finishes_leaves_the_others_alone(members: Membership) -> None:
@@ -131,15 +125,6 @@ def test_no_life_comes_back_after_a_later_one_was_lost(members: Membership) -> N
     join(members, "r", 0, incarnation=3)
 
 
-def test_a_new_life_begins_where_the_last_was_lost(members: Membership) -> None:
-    join(members, "r", 0, 1)
-    members.leave("r/1", 1, now=1.0, state=WorkerState.FAILED)
-
-    join(members, "r", 0, 1, incarnation=2, now=2.0)
-
-    assert (alive(members), members.renew("r/0", 2, now=3.0).alive) == (["r/0", "r/1"], True)
-
-
 def test_a_takeover_needs_no_more_room_than_the_life_before(members: Membership) -> None:
     full = Membership(lease_seconds=30.0, workers_max=2)
     join(full, "r", 0, 1)
@@ -162,20 +147,13 @@ def test_a_part_is_held_by_one_process_of_a_replica(members: Membership) -> None
     join(members, "s", 0)
 
 
-def test_a_worker_and_a_replica_cannot_have_one_name(members: Membership) -> None:
-    join(members, "r", 0)
-    with pytest.raises(BadRequest, match="give one of them another name"):
-        members.join("r", 5, now=0.0)
-
-
-def test_a_replica_cannot_have_the_name_of_a_worker_that_came_before(members: Membership) -> None:
-    members.join("r", 5, now=0.0)
-    with pytest.raises(BadRequest, match="give one of them another name"):
-        join(members, "r", 0)
-
-
-def test_no_worker_of_one_process_takes_over_a_process_of_a_replica(members: Membership) -> None:
+def test_workers_replicas_and_processes_of_replicas_cannot_share_a_name(members: Membership) -> None:
     join(members, "r", 0, 1)
+    members.join("w", 5, now=0.0)
+    for name in ("r", "w"):
+        with pytest.raises(BadRequest, match="give one of them another name"):
+            members.join("r", 5, now=0.0) if name == "r" else join(members, "w", 0)
+    members.leave("w", 5, now=0.0, state=WorkerState.FINISHED)
     with pytest.raises(BadRequest, match="'r/0' is the name of a worker of one process and of a replica, or of a pro"):
         members.join("r/0", 5, now=0.0)
     members.join("a/0", 5, now=0.0)
@@ -184,22 +162,16 @@ def test_no_worker_of_one_process_takes_over_a_process_of_a_replica(members: Mem
     assert alive(members) == ["r/0", "r/1", "a/0"]
 
 
-@pytest.mark.parametrize(
-    ("message", "how"),
-    [
-        ("ReplicaLost: another process is gone", "says that it lost another of them;"),
-        ("KeyboardInterrupt: ", r"was interrupted \(KeyboardInterrupt\);"),
-        ("Terminated: SIGTERM", r"was interrupted \(Terminated: SIGTERM\);"),
-    ],
-)
-def test_a_process_that_went_for_anothers_sake_or_peoples_is_not_called_lost(
-    members: Membership, message: str, how: str
-) -> None:
-    join(members, "r", 0, 1)
-    gone = members.leave("r/0", 1, now=1.0, state=WorkerState.FAILED, message=message)
-    assert [member.worker_id for member in gone] == ["r/0", "r/1"]
-    with pytest.raises(ReplicaLost, match=f"its process 'r/0' {how}"):
-        members.renew("r/1", 1, now=2.0)
+def test_a_process_that_went_for_anothers_sake_or_peoples_is_not_called_lost(members: Membership) -> None:
+    for replica, (message, how) in {
+        "r": ("ReplicaLost: another process is gone", "says that it lost another of them;"),
+        "s": ("KeyboardInterrupt: ", r"was interrupted \(KeyboardInterrupt\);"),
+        "t": ("Terminated: SIGTERM", r"was interrupted \(Terminated: SIGTERM\);"),
+    }.items():
+        join(members, replica, 0, 1)
+        gone = members.leave(f"{replica}/0", 1, now=1.0, state=WorkerState.FAILED, message=message)
+        assert [member.worker_id for member in gone] == [f"{replica}/0", f"{replica}/1"]
+        require_lost(members, replica, f"'{replica}/0' {how}")
 
 
 def test_who_could_not_be_heard_is_not_silent(members: Membership) -> None:

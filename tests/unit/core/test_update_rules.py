@@ -1,65 +1,169 @@
-"""The rules' settings and slots; their arithmetic is in tests/paper and tests/unit/test_kernels.py."""
+"""The rules' settings and slots, and each against torch's optimizer: 100 steps of one worker, on its own parameters.
+
+Their arithmetic by hand is in tests/paper and tests/unit/test_kernels.py.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from pyps.core.arrays import Floats
 from pyps.core.update_rules import RULES, find, validate
 from pyps_wire.errors import UnsupportedOptimizer
-from shards import make_shard, push
+from shards import make_shard, pull, push, refusal
+
+LENGTH = 1000
+STEPS = 100
+
+Make = Callable[..., torch.optim.Optimizer]
+SGD: Make = torch.optim.SGD
+
+# (the rule, its settings, torch's optimizer)
+CASES: dict[str, tuple[str, dict[str, float], Make]] = {
+    "sgd": ("sgd", {}, SGD),
+    "sgd, decay": ("sgd", {"weight_decay": 0.01}, partial(SGD, weight_decay=0.01)),
+    "momentum": ("momentum", {"momentum": 0.9}, partial(SGD, momentum=0.9)),
+    "momentum, dampening, decay": (
+        "momentum",
+        {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.01},
+        partial(SGD, momentum=0.8, dampening=0.3, weight_decay=0.01),
+    ),
+    # With a constant rate the two forms of the heavy ball are one.
+    "heavy ball": (
+        "heavy_ball",
+        {"momentum": 0.9, "weight_decay": 0.01},
+        partial(SGD, momentum=0.9, weight_decay=0.01),
+    ),
+    "nesterov": ("nesterov", {"momentum": 0.9}, partial(SGD, momentum=0.9, nesterov=True)),
+    "nesterov, decay": (
+        "nesterov",
+        {"momentum": 0.9, "weight_decay": 0.01},
+        partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ),
+    "adagrad": ("adagrad", {}, torch.optim.Adagrad),
+    "adagrad, everything": (
+        "adagrad",
+        {"eps": 1e-6, "initial_accumulator_value": 0.1, "lr_decay": 0.02, "weight_decay": 0.01},
+        partial(torch.optim.Adagrad, eps=1e-6, initial_accumulator_value=0.1, lr_decay=0.02, weight_decay=0.01),
+    ),
+    "rmsprop": ("rmsprop", {}, torch.optim.RMSprop),
+    "rmsprop, everything": (
+        "rmsprop",
+        {"decay": 0.9, "eps": 1e-6, "weight_decay": 0.01},
+        partial(torch.optim.RMSprop, alpha=0.9, eps=1e-6, weight_decay=0.01),
+    ),
+    "adam": ("adam", {}, torch.optim.Adam),
+    "adam, everything": (
+        "adam",
+        {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.01},
+        partial(torch.optim.Adam, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.01),
+    ),
+    "adamw": ("adamw", {}, torch.optim.AdamW),
+    "adamw, everything": (
+        "adamw",
+        {"beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1},
+        partial(torch.optim.AdamW, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
+    ),
+}
 
 
-def test_missing_settings_get_their_defaults() -> None:
-    settled = validate("adagrad", {"learning_rate": 0.05})
-    assert settled == {
-        "learning_rate": 0.05,
-        "eps": 1e-10,
-        "initial_accumulator_value": 0.0,
-        "lr_decay": 0.0,
-        "weight_decay": 0.0,
-    }
+class Bowl:
+    """A noisy quadratic bowl of unequal steepness; the noise of a step is the same for whoever takes it."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(0)
+        self.start = random.standard_normal(LENGTH).astype(np.float32)
+        self._steepness = np.exp(random.uniform(-3, 0, LENGTH)).astype(np.float32)
+        self._noise = random.standard_normal((STEPS, LENGTH)).astype(np.float32) / 10
+
+    def gradient(self, parameters: Floats, step: int) -> Floats:
+        gradient: Floats = self._steepness * parameters + self._noise[step]
+        return gradient
 
 
-def test_a_rule_may_be_named_or_given() -> None:
-    assert validate(RULES["sgd"], {}) == validate("sgd", {})
+def trained_by_torch(make: Make, bowl: Bowl, rate: float) -> Floats:
+    parameters = torch.from_numpy(bowl.start.copy()).requires_grad_()
+    optimizer = make([parameters], lr=rate)
+    for step in range(STEPS):
+        parameters.grad = torch.from_numpy(bowl.gradient(parameters.detach().numpy(), step))
+        optimizer.step()
+    found: Floats = parameters.detach().numpy()
+    return found
 
 
-def test_an_unknown_rule_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedOptimizer, match=r"'lamb' is unknown; this server has adagrad, adam, .*, sgd"):
-        find("lamb")
+def trained_here(rule: str, settings: dict[str, float], bowl: Bowl) -> Floats:
+    shard = make_shard(bowl.start, rule=rule, settings=settings)
+    for step in range(STEPS):
+        push(shard, bowl.gradient(pull(shard)[1], step), sequence=step)
+    return pull(shard)[1]
 
 
-def test_an_unknown_setting_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnsupportedOptimizer, match="sgd has no setting 'momentum'; it has learning_rate, weight_decay"):
-        validate("sgd", {"learning_rate": 0.1, "momentum": 0.9})
+def test_every_rule_follows_torch() -> None:
+    assert {rule for rule, _, _ in CASES.values()} == set(RULES)
+    bowl = Bowl()
+    for (name, (rule, settings, make)), rate in itertools.product(CASES.items(), (0.1, 0.003)):
+        expected = trained_by_torch(make, bowl, rate)
+        found = trained_here(rule, settings | {"learning_rate": rate}, bowl)
+        assert np.linalg.norm(expected - bowl.start) > 0.01 * np.linalg.norm(bowl.start), (name, rate)
+        assert np.linalg.norm(found - expected) <= 1e-6 * np.linalg.norm(expected), (name, rate)
 
 
-@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, 1e39])
-def test_a_learning_rate_that_cannot_be_is_refused(value: float) -> None:
-    with pytest.raises(UnsupportedOptimizer, match=r"learning_rate is .*; expected a finite float32"):
-        validate("sgd", {"learning_rate": value})
+def test_settings_default_to_those_of_torch() -> None:
+    """Of the rules that torch has under their own names."""
+    names = {"learning_rate": "lr", "decay": "alpha"}
+    for rule, _, make in CASES.values():
+        if isinstance(make, partial):
+            continue
+        defaults: dict[str, Any] = make([torch.zeros(1)]).defaults
+        defaults["beta1"], defaults["beta2"] = defaults.get("betas", (None, None))
+        assert validate(rule, {}) == {name: defaults[names.get(name, name)] for name in RULES[rule].settings}
 
 
-def test_a_shard_refuses_settings_that_its_rule_does_not_have() -> None:
+def test_nesterov_serves_the_look_ahead_point() -> None:
+    """Sutskever et al. 2013: v' = m v - a grad(theta + m v), theta' = theta + v'; served is theta + m v."""
+    bowl, rate, momentum = Bowl(), 0.05, 0.9
+    theta, velocity = bowl.start.astype(np.float64), np.zeros(LENGTH)
+    shard = make_shard(bowl.start, rule="nesterov", settings={"learning_rate": rate, "momentum": momentum})
+    for step in range(STEPS):
+        ahead = (theta + momentum * velocity).astype(np.float32)
+        velocity = momentum * velocity - rate * bowl.gradient(ahead, step)
+        theta = theta + velocity
+        push(shard, bowl.gradient(pull(shard)[1], step), sequence=step)
+
+    served = pull(shard)[1]
+
+    assert np.linalg.norm(served - (theta + momentum * velocity)) <= 1e-5 * np.linalg.norm(theta)
+
+
+def test_settings_that_a_rule_does_not_have_or_that_cannot_be_are_refused_with_those_there_are() -> None:
+    def refused(*arguments: Any) -> str:
+        return refusal(validate, *arguments, error=UnsupportedOptimizer)
+
+    known = refusal(find, "lamb", error=UnsupportedOptimizer)
+    assert "'lamb' is unknown; this server has adagrad, adam, " in known and "sgd" in known
+    words = "sgd has no setting 'momentum'; it has learning_rate, weight_decay"
+    assert words in refused("sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    for rate in (-0.1, math.nan, math.inf, 1e39):
+        assert f"learning_rate is {rate}; expected a finite float32" in refused("sgd", {"learning_rate": rate})
     with pytest.raises(UnsupportedOptimizer, match="'eps'"):
         make_shard([0.0], settings={"eps": 1.0})
 
 
-def test_the_accumulator_starts_at_its_initial_value() -> None:
+def test_each_rule_makes_exactly_the_slots_that_it_names_and_starts_them_where_it_is_told() -> None:
+    for rule in RULES.values():
+        slots = rule.make_slots(3, validate(rule, {}))
+        assert tuple(slots) == rule.slot_names
+        assert [slot.ctypes.data % 64 for slot in slots.values()] == [0] * len(slots)
     settings = {"learning_rate": 1.0, "eps": 0.0, "initial_accumulator_value": 9.0}
     shard = make_shard([0.0], rule="adagrad", settings=settings)
     push(shard, [4.0])
     state = shard.state()
     assert (state.slots["accumulator"][0], state.parameters[0]) == (25.0, pytest.approx(-0.8))
-
-
-def test_slots_lie_on_cache_lines() -> None:
-    slots = RULES["adagrad"].make_slots(5, validate("adagrad", {}))
-    assert slots["accumulator"].ctypes.data % 64 == 0
-
-
-def test_each_rule_makes_exactly_the_slots_that_it_names() -> None:
-    for rule in RULES.values():
-        assert tuple(rule.make_slots(3, validate(rule, {}))) == rule.slot_names
