@@ -188,10 +188,12 @@ class GradientBuffer:
             if gradient is None:
                 continue
             address = self._addresses.get(index)
-            if address is None or gradient.data_ptr() != address or not gradient.is_contiguous():
+            lies_there = address is not None and gradient.data_ptr() == address
+            if not (lies_there and gradient.is_contiguous()):
                 targets, values = again if self.present[index] else first
                 targets.append(places[index])
-                values.append(gradient)
+                # A view that turns what lies there would be overwritten while it is read.
+                values.append(gradient.clone() if lies_there else gradient)
             self.present[index] = True
         if first[0]:
             with torch.no_grad():
