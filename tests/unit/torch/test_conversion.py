@@ -1,9 +1,9 @@
 """Torch's conversion of shards: the bits of pyps_wire.codecs, at any alignment."""
 
 import warnings
+from itertools import product
 
 import numpy as np
-import pytest
 
 from pyps_client.torch.conversion import TorchConverter
 from pyps_wire.codecs import decode, encode
@@ -30,33 +30,23 @@ def awkward_values() -> np.ndarray:
     return values[~np.isnan(values)]
 
 
-@pytest.mark.parametrize("codec", HALVES)
-def test_it_rounds_as_numpy_does(codec) -> None:
-    values = awkward_values()
-    assert bytes(CONVERTER.encode(values, codec)) == bytes(encode(values, codec))
+def test_it_rounds_as_numpy_does_and_nan_stays_nan() -> None:
+    values, nothing = awkward_values(), np.zeros(0, np.float32)
+    nans = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF], np.uint32).view(np.float32)
+    for codec in HALVES:
+        assert bytes(CONVERTER.encode(values, codec)) == bytes(encode(values, codec))
+        assert np.isnan(decode(CONVERTER.encode(nans, codec), codec)).all()
+        assert bytes(CONVERTER.encode(nothing, codec)) == b""
+        CONVERTER.decode(memoryview(b""), codec, nothing)
 
 
-@pytest.mark.parametrize("codec", HALVES)
-def test_nan_stays_nan(codec) -> None:
-    bits = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF], np.uint32)
-    assert np.isnan(decode(CONVERTER.encode(bits.view(np.float32), codec), codec)).all()
-
-
-@pytest.mark.parametrize("codec", [CODEC_FLOAT32, *HALVES])
-@pytest.mark.parametrize("offset", range(5))
-def test_what_came_is_read_at_any_alignment(codec, offset) -> None:
+def test_what_came_is_read_at_any_alignment() -> None:
     values = np.random.default_rng(1).standard_normal(1003).astype(np.float32)
-    message = bytes(offset) + bytes(encode(values, codec))
-    vector = np.full(1010, 5.0, np.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        CONVERTER.decode(memoryview(message)[offset:], codec, vector[4:1007])
-    np.testing.assert_array_equal(vector[4:1007], decode(encode(values, codec), codec))
-    assert set(vector[:4]) | set(vector[1007:]) == {5.0}
-
-
-@pytest.mark.parametrize("codec", HALVES)
-def test_nothing_becomes_nothing(codec) -> None:
-    nothing = np.zeros(0, np.float32)
-    assert bytes(CONVERTER.encode(nothing, codec)) == b""
-    CONVERTER.decode(memoryview(b""), codec, nothing)
+    for codec, offset in product([CODEC_FLOAT32, *HALVES], range(5)):
+        message = bytes(offset) + bytes(encode(values, codec))
+        vector = np.full(1010, 5.0, np.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            CONVERTER.decode(memoryview(message)[offset:], codec, vector[4:1007])
+        np.testing.assert_array_equal(vector[4:1007], decode(encode(values, codec), codec))
+        assert set(vector[:4]) | set(vector[1007:]) == {5.0}

@@ -1,6 +1,7 @@
 """What of gradients may be sent: finite, and still so in the wire's type."""
 
-import pytest
+from itertools import product
+
 import torch
 
 from pyps_client.torch.looks import all_finite, all_fit, surely_fit
@@ -9,33 +10,28 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 HALVES = [torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
-@pytest.mark.parametrize("place", [0, 500, 999])
-def test_one_bad_element_is_found_wherever_it_is(bad, dtype, place) -> None:
-    values = torch.zeros(1000, dtype=dtype)
-    values[place] = bad
-    assert not all_finite([torch.zeros(3), values])
-    assert not all_finite([values, torch.zeros(3)])
-    assert not surely_fit([torch.zeros(3), values], torch.float32)
-    assert not all_fit([torch.zeros(3), values], torch.float32)
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_a_bad_element_is_found_in_any_memory_format(bad) -> None:
-    values = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    values[1, 2, 3, 4] = bad
-    assert not all_finite([values])
-    assert not all_finite([values.transpose(0, 1)])
+def test_one_bad_element_is_found_wherever_it_is_in_any_memory_format() -> None:
+    for bad, dtype in product(BAD, [torch.float32, torch.float64, *HALVES]):
+        for place in (0, 500, 999):
+            values = torch.zeros(1000, dtype=dtype)
+            values[place] = bad
+            assert not all_finite([torch.zeros(3), values]), (bad, dtype, place)
+            assert not all_finite([values, torch.zeros(3)])
+            assert not surely_fit([torch.zeros(3), values], torch.float32)
+            assert not all_fit([torch.zeros(3), values], torch.float32)
+        values = torch.zeros(2, 3, 4, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        values[1, 2, 3, 4] = bad
+        assert not all_finite([values])
+        assert not all_finite([values.transpose(0, 1)])
 
 
 def test_infinities_that_cancel_in_a_sum_are_found() -> None:
     assert not all_finite([torch.tensor([float("inf"), -float("inf"), 1.0])])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_finite_values_whose_sum_and_squares_overflow_are_finite(dtype) -> None:
-    assert all_finite([torch.full((10,), torch.finfo(dtype).max, dtype=dtype)])
+def test_finite_values_whose_sum_and_squares_overflow_are_finite() -> None:
+    for dtype in (torch.float32, *HALVES):
+        assert all_finite([torch.full((10,), torch.finfo(dtype).max, dtype=dtype)])
 
 
 def test_nothing_is_finite_and_fits() -> None:
@@ -43,24 +39,20 @@ def test_nothing_is_finite_and_fits() -> None:
     assert surely_fit([torch.zeros(0)], torch.float16) and all_fit([torch.zeros(0)], torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("count", [1, 33, 4096])
-def test_a_quick_look_passes_what_is_small_and_nothing_that_the_type_cannot_hold(dtype, count) -> None:
-    assert surely_fit([torch.full((count,), 0.5)], dtype)
+def test_a_quick_look_passes_what_is_small_and_nothing_that_the_type_cannot_hold() -> None:
     # The least float32 that is rounded to infinity, among values that would hide it in a careless sum.
-    beyond = {torch.float16: 65520.0, torch.bfloat16: 3.3961776e38, torch.float32: float("inf")}[dtype]
-    values = torch.full((count,), 0.5)
-    values[count // 2] = beyond
-    assert not values.to(dtype).isfinite().all()
-    assert not surely_fit([values], dtype)
-    assert not all_fit([values], dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_the_largest_that_the_type_holds_fits_though_a_quick_look_leaves_it_open(dtype) -> None:
-    values = torch.tensor([-torch.finfo(dtype).max, 1.0])
-    assert not surely_fit([values], dtype)
-    assert all_fit([values], dtype)
+    least = {torch.float16: 65520.0, torch.bfloat16: 3.3961776e38, torch.float32: float("inf")}
+    for (dtype, beyond), count in product(least.items(), [1, 33, 4096]):
+        values = torch.full((count,), 0.5)
+        assert surely_fit([values], dtype)
+        values[count // 2] = beyond
+        assert not values.to(dtype).isfinite().all()
+        assert not surely_fit([values], dtype), (dtype, count)
+        assert not all_fit([values], dtype), (dtype, count)
+        # The largest that it holds fits, though a quick look leaves it open.
+        values[count // 2] = -torch.finfo(dtype).max
+        assert not surely_fit([values], dtype)
+        assert all_fit([values], dtype)
 
 
 def test_a_quick_look_is_for_contiguous_float32_only() -> None:

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 
-from pyps_client.torch.pace import Pace
-from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
+from pyps_client.torch.rates import GroupRates, LocalRates, check_read_my_writes
 from pyps_client.torch.translate import translate, translation_of
 from pyps_wire.errors import BadRequest
 

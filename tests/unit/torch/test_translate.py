@@ -70,13 +70,9 @@ def test_groups_that_need_two_rules_are_refused() -> None:
         translate(torch.optim.SGD(groups, lr=0.05, momentum=0.5))
 
 
-def test_a_tensor_learning_rate_is_a_number() -> None:
-    settings = translate(torch.optim.SGD(parameters(), lr=torch.tensor(0.25)))
-    assert settings.groups[0].hyperparameters["learning_rate"] == 0.25
-
-
-def test_how_the_arithmetic_is_done_does_not_matter() -> None:
-    assert translate(torch.optim.SGD(parameters(), lr=0.1, foreach=True, dampening=0.5)).rule == "sgd"
+def test_how_the_arithmetic_is_done_does_not_matter_and_a_tensor_learning_rate_is_a_number() -> None:
+    settings = translate(torch.optim.SGD(parameters(), lr=torch.tensor(0.25), foreach=True, dampening=0.5))
+    assert (settings.rule, settings.groups[0].hyperparameters["learning_rate"]) == ("sgd", 0.25)
 
 
 @pytest.mark.parametrize(
