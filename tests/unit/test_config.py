@@ -101,69 +101,66 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
     assert in_one_line.count("[default: ") == len(dataclasses.fields(ServerConfig))
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "words"),
-    [
-        ({"port": "x"}, {}, ["the flag --port", "'x'", "whole number"]),
-        ({"port": "65536"}, {}, ["the flag --port", "65536", "from 0 to 65535"]),
-        ({}, {"PYPS_PORT": "1.5"}, ["PYPS_PORT in the environment", "'1.5'", "whole number"]),
-        ({}, {"PYPS_INSECURE": "perhaps"}, ["PYPS_INSECURE", "'perhaps'", "true or false"]),
-        ({"lease_seconds": "nan"}, {}, ["--lease-seconds", "nan", "at least"]),
-        ({"max_workers": "0"}, {}, ["--max-workers", "0", "from 1 to 100000"]),
-        ({"checkpoint_keep": "0"}, {}, ["--checkpoint-keep", "0", "at least 1"]),
-        ({"max_message_bytes": "9999999999"}, {}, ["--max-message-bytes", "9999999999", "from 65536 to"]),
-        ({"log_format": "xml"}, {}, ["--log-format", "'xml'", "text, json"]),
-        ({"stop_after": "updates=-1"}, {}, ["--stop-after", "'updates=-1'", "updates=N"]),
-        ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
-        ({"stop_after": "updates=5", "protocol": "sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
-        ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
-        ({"log_gradients": True}, {}, ["--log-gradients", "--update-log"]),
-        ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
-        ({"port": "7611"}, {}, ["7611", "differ"]),
-        ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
-        ({}, {"PYPS_STALENESS": "nonsense"}, ["PYPS_STALENESS", "'nonsense'", "divide", "polynomial"]),
-        ({"staleness": "drop:spred=1"}, {}, ["--staleness", "'spred=1'", "spread="]),
-        ({"protocol": "nonsense"}, {}, ["--protocol", "'nonsense'", "async", "hardsync", "softsync"]),
-        ({"protocol": "softsync:n=0"}, {}, ["--protocol", "softsync", "n is 0"]),
-        ({"protocol": "ssp"}, {}, ["--protocol", "ssp", "s=3"]),
-        ({"protocol": "backup:b=4", "expected_workers": "4"}, {}, ["--protocol", "backup:b=4", "nobody", "4 workers"]),
-        ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
-        ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
-        ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
-        ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "--epoch-examples"]),
-        ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "--epoch-examples"]),
-        (
-            {"protocol": "hardsync", "warmup": "updates=5,release_every=3"},
-            {},
-            ["--warmup", "release_every", "hardsync"],
-        ),
-        ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
-    ],
-)
-def test_a_bad_value_is_refused_in_one_sentence_that_names_its_origin(flags, environment, words):
-    with pytest.raises(ConfigError) as caught:
-        made(flags, environment)
-    for word in words:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
+BAD_VALUES = [
+    ({"port": "x"}, {}, ["the flag --port", "'x'", "whole number"]),
+    ({"port": "65536"}, {}, ["the flag --port", "65536", "from 0 to 65535"]),
+    ({}, {"PYPS_PORT": "1.5"}, ["PYPS_PORT in the environment", "'1.5'", "whole number"]),
+    ({}, {"PYPS_INSECURE": "perhaps"}, ["PYPS_INSECURE", "'perhaps'", "true or false"]),
+    ({"lease_seconds": "nan"}, {}, ["--lease-seconds", "nan", "at least"]),
+    ({"max_workers": "0"}, {}, ["--max-workers", "0", "from 1 to 100000"]),
+    ({"checkpoint_keep": "0"}, {}, ["--checkpoint-keep", "0", "at least 1"]),
+    ({"max_message_bytes": "9999999999"}, {}, ["--max-message-bytes", "9999999999", "from 65536 to"]),
+    ({"log_format": "xml"}, {}, ["--log-format", "'xml'", "text, json"]),
+    ({"stop_after": "updates=-1"}, {}, ["--stop-after", "'updates=-1'", "updates=N"]),
+    ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
+    ({"stop_after": "updates=5", "protocol": "sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
+    ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
+    ({"log_gradients": True}, {}, ["--log-gradients", "--update-log"]),
+    ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
+    ({"port": "7611"}, {}, ["7611", "differ"]),
+    ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
+    ({}, {"PYPS_STALENESS": "nonsense"}, ["PYPS_STALENESS", "'nonsense'", "divide", "polynomial"]),
+    ({"staleness": "drop:spred=1"}, {}, ["--staleness", "'spred=1'", "spread="]),
+    ({"protocol": "nonsense"}, {}, ["--protocol", "'nonsense'", "async", "hardsync", "softsync"]),
+    ({"protocol": "softsync:n=0"}, {}, ["--protocol", "softsync", "n is 0"]),
+    ({"protocol": "ssp"}, {}, ["--protocol", "ssp", "s=3"]),
+    ({"protocol": "backup:b=4", "expected_workers": "4"}, {}, ["--protocol", "backup:b=4", "nobody", "4 workers"]),
+    ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
+    ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
+    ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
+    ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "--epoch-examples"]),
+    ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "--epoch-examples"]),
+    (
+        {"protocol": "hardsync", "warmup": "updates=5,release_every=3"},
+        {},
+        ["--warmup", "release_every", "hardsync"],
+    ),
+    ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_a_bad_value_is_refused_in_one_sentence_that_names_its_origin():
+    for flags, environment, words in BAD_VALUES:
+        with pytest.raises(ConfigError) as caught:
+            pytest.fail(f"{made(flags, environment)} of {flags} and {environment}")
+        assert "\n" not in str(caught.value)
+        for word in words:
+            assert word in str(caught.value), (flags, environment)
+
+
+def test_a_bad_file_is_refused_with_its_name(toml):
+    for text, words in [
         ("prot = 1", ["prot", "did you mean port?"]),
         ("zzz = 1", ["zzz", "the settings are host, port"]),
         ("port = true", ["port in ", "True", "whole number"]),
         ("port = 'a", ["no valid TOML"]),
         ("run_id = 5", ["run_id in ", "5", "a text"]),
-    ],
-)
-def test_a_bad_file_is_refused_with_its_name(toml, text, words):
-    path = toml(text)
-    with pytest.raises(ConfigError) as caught:
-        made({}, {}, path)
-    for word in [str(path), *words]:
-        assert word in str(caught.value)
+    ]:
+        path = toml(text)
+        with pytest.raises(ConfigError) as caught:
+            pytest.fail(f"{made({}, {}, path)} of {text}")
+        for word in [str(path), *words]:
+            assert word in str(caught.value), text
 
 
 def test_kubernetes_values_are_ignored_with_a_warning():
@@ -200,18 +197,15 @@ def test_every_variable_of_a_worker_is_known():
     assert of_pyps - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
+def test_an_unknown_variable_is_told_with_the_nearest_known_one():
+    for name, hint in [
         ("PYPS_STALENES", "did you mean PYPS_STALENESS?"),
         ("PYPS_WORKER_IDX", "did you mean PYPS_WORKER_ID?"),
         ("PYPS_XYZZY", "`pyps serve --help` lists the variables"),
-    ],
-)
-def test_an_unknown_variable_is_told_with_the_nearest_known_one(name, hint):
-    warnings: list[str] = []
-    assert made({}, {name: "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
-    assert warnings == [f"{name} in the environment is no setting and is ignored; {hint}"]
+    ]:
+        warnings: list[str] = []
+        assert made({}, {name: "none", "STALENES": "none"}, warnings=warnings) == ServerConfig()
+        assert warnings == [f"{name} in the environment is no setting and is ignored; {hint}"]
 
 
 def test_behaviour_is_made_of_all_its_settings():

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from pyps.cli.demo.picture import draw, least_shown, shown_values
 
@@ -24,6 +23,9 @@ def test_the_axis_of_the_accuracy_begins_below_the_data() -> None:
 
 
 def test_the_legend_lies_over_no_curve_and_nothing_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dear to import, and every process that collects tests reads this file.
+    from matplotlib.figure import Figure
+
     drawn: list[Figure] = []
     save = Figure.savefig
 
