@@ -52,12 +52,12 @@ def test_bands_of_unequal_height_train_as_the_whole_network_and_send_no_node_twi
 def test_two_replicas_of_two_processes_train_a_transformer(
     start_server: StartServer, start_python: Start, cut: str
 ) -> None:
-    job = start_job(start_server, start_python, "model_parallel.py", "--cut", cut, "--steps", "30")
+    job = start_job(start_server, start_python, "model_parallel.py", "--cut", cut, "--steps", "12")
     outputs = job.ended_well()
 
     told = [re.findall(r"update.* (\d\.\d+) bits/char", output) for output in outputs]
     # Knowing nothing takes 7 bits. A replica that comes late begins with what the other has learnt.
-    assert all(float(said[-1]) < 4.5 for said in told[::2]), outputs
+    assert all(float(said[-1]) < 5.5 for said in told[::2]), outputs
     assert_processes_keep_to_their_parts(job.addresses)
 
 
