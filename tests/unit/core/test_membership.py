@@ -52,7 +52,7 @@ def test_a_sign_of_life_that_was_overtaken_does_not_shorten_the_lease(members: M
 def test_an_expired_worker_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
     members.join("a", 1, now=0.0)
     members.expire(31.0)
-    assert members.renew("a", 1, now=40.0).alive
+    assert members.renew("a", 1, now=40.0)
     assert members.num_alive == 1
 
 
