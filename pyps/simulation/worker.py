@@ -108,23 +108,30 @@ class VirtualWorker:
     def _proceed(self) -> None:
         self._asked_at = self._scheduler.now
         if self._server.asks:
-            self._server.arrive(self.worker_id, self.steps_done, lambda: self._at(0.0, self._pull))
+            self._ask()
         else:
+            self._pull()
+
+    def _ask(self, *, again: bool = False) -> None:
+        def wake() -> None:
+            self._at(0.0, lambda: self._ask(again=True))
+
+        if self._server.may_proceed(self.worker_id, self.steps_done, wake=wake, again=again):
             self._pull()
 
     def _pull(self) -> None:
         self._outstanding = set(self._shards)
-        for shard_id in self._shards:
-            self._server.when_readable(self.worker_id, shard_id, self._min_versions[shard_id], self._reader(shard_id))
+        self._server.pull(
+            self.worker_id,
+            self._min_versions,
+            then=lambda shard_id, time: self._at(time, lambda: self._read(shard_id)),
+        )
 
-    def _reader(self, shard_id: int) -> Callable[[float], None]:
-        def read() -> None:
-            self._held[shard_id] = self._server.read(self.worker_id, shard_id)
-            self._outstanding.remove(shard_id)
-            if not self._outstanding:
-                self._begin_step()
-
-        return lambda time: self._at(time, read)
+    def _read(self, shard_id: int) -> None:
+        self._held[shard_id] = self._server.read(self.worker_id, shard_id)
+        self._outstanding.remove(shard_id)
+        if not self._outstanding:
+            self._begin_step()
 
     def _begin_step(self) -> None:
         self.blocked_seconds += self._scheduler.now - self._asked_at
@@ -172,7 +179,7 @@ class VirtualWorker:
 
     def _leave(self) -> None:
         self._gone = True
-        self._server.leave(self.worker_id, self.plan.incarnation)
+        self._server.leave(self.worker_id)
 
     def _die(self) -> None:
         if self.at_work:

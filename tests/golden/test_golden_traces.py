@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pyps.core.behaviour import Behaviour
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import fixed, scripted
 from pyps.simulation.worker import WorkerPlan
@@ -105,8 +104,8 @@ def switches() -> Cluster:
     """hardsync, softsync and async in one run: what waits when a protocol goes becomes one last update of it."""
     run = cluster("hardsync", workers=[*crew(2, steps=9), WorkerPlan("slow", fixed(2.5), steps=4)])
     simulation = run.simulation
-    simulation.at(3.6, lambda: simulation.server.configure(Behaviour.parse(protocol="softsync:n=1")))
-    simulation.at(6.2, lambda: simulation.server.configure(Behaviour.parse(protocol="async", staleness="divide")))
+    simulation.at(3.6, lambda: simulation.server.configure(protocol="softsync:n=1"))
+    simulation.at(6.2, lambda: simulation.server.configure(protocol="async", staleness="divide"))
     return run.run()
 
 
