@@ -225,8 +225,10 @@ class VirtualServer:
     def _queue(self, shard_ids: Sequence[int], handle: Callable[[], None], *, at: At) -> None:
         """Handles a message when its shards have done with those before it."""
         now = self._scheduler.now
-        ends = max(now, *(self._free_at[shard_id] for shard_id in shard_ids)) + self.plan.service_seconds
-        self._free_at.update(dict.fromkeys(shard_ids, ends))
+        begins = max(now, *(self._free_at[shard_id] for shard_id in shard_ids))
+        ends = begins + self.plan.service_seconds
+        for shard_id in shard_ids:
+            self._free_at[shard_id] = ends
         self._after(ends - now, handle, at=at)
 
     def _handle(self, shard_id: int, gradient: Gradient, then: Answer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from pyps.simulation.server import VirtualServer
 from pyps.simulation.timing import Timing, fixed
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What a worker computes on."""
 
     worker_id: str
@@ -29,8 +29,7 @@ class Step:
     random: np.random.Generator
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """What came of a step."""
 
     # By shard; a shard that is left out had no gradient.
@@ -157,7 +156,7 @@ class VirtualWorker:
             base_version=self._held[shard_id][0],
             epoch=self._server.epoch,
             codec=Codec.FLOAT32,
-            payload=b"" if values is None else values.astype(np.float32).tobytes(),
+            payload=b"" if values is None else np.asarray(values, np.float32).tobytes(),
             kind=PayloadKind.NOTHING if values is None else PayloadKind.GRADIENT,
             example_count=computed.examples,
             minibatch_count=computed.minibatches,
