@@ -82,6 +82,12 @@ def ssp_with_a_death() -> Cluster:
     return cluster("ssp:s=1", workers=ONE_DIES_ONE_IS_LATE, server=SHORT_LEASE).run()
 
 
+def ssp_with_a_stalled_worker() -> Cluster:
+    """One lives and does not finish its step: after stall_seconds of waiting the others go on without its clock."""
+    plans = [*crew(2, steps=5), WorkerPlan("stalls", scripted([1.0, 9.0, 1.0]), steps=4)]
+    return cluster("ssp:s=1", workers=plans, server=ServerPlan(expected_workers=3, stall_seconds=4.0)).run()
+
+
 def serial() -> Cluster:
     """One computes at a time, in turn; the turn of one that has left goes to the next."""
     return cluster(
@@ -122,7 +128,7 @@ def torn_push() -> Cluster:
 STORIES: tuple[Callable[[], Cluster], ...] = (
     *(asynchronous, softsync, hardsync, hardsync_with_a_stalled_worker, backup, ssp, ssp_with_a_death, serial, asgd),
     *(hardsync_without_one_that_never_comes, serial_without_one_that_never_comes),
-    *(warm_up, switches, torn_push),
+    *(ssp_with_a_stalled_worker, warm_up, switches, torn_push),
 )
 
 
