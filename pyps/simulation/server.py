@@ -248,18 +248,19 @@ class VirtualServer:
     def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
         """Notes that a worker waits; from now on somebody may hold others up."""
         self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom]))
-        if self.plan.stall_seconds < float("inf"):
+        if self.plan.stall_seconds == float("inf"):
+            return
+        if self._ticking:
             self._tick()
-            if not self._ticking:
-                self._ticking = True
-                self._keep_time()
+        else:
+            self._keep_time()
 
     def _keep_time(self) -> None:
         self._tick()
-        if self._living:
+        # Whoever lives may come to wait.
+        self._ticking = bool(self._living)
+        if self._ticking:
             self._scheduler.at(self._scheduler.now + self.plan.tick_seconds, self._keep_time)
-        else:
-            self._ticking = False
 
     def _tick(self) -> None:
         for worker_id, incarnation in self._living.items():
