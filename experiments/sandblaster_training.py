@@ -19,8 +19,7 @@ from experiments.sandblaster_servers import LocalServers, coordinate
 from pyps.cli.coordination.traffic import Traffic
 from pyps.core import aggregation, staleness
 from pyps.core.behaviour import Behaviour
-from pyps.core.shard import Shard
-from pyps.core.update_rules import RULES
+from pyps.run.settings import RuleSettings
 from pyps.simulation import worker
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Simulation
@@ -135,8 +134,8 @@ def _downpour(trial: Trial, digits: Digits, first: Floats) -> Iterator[Point]:
     """Pushes and pulls with every minibatch; with one worker and plain steps that is serial SGD."""
     # The paper's Downpour knows no division by staleness.
     behaviour = Behaviour(aggregation.parse("async"), staleness.parse("none"))
-    rule = RULES["adagrad" if trial.method == DOWNPOUR else "sgd"]
-    shard = Shard(0, first, rule=rule, hyperparameters={"learning_rate": trial.rate}, behaviour=behaviour)
+    rule = "adagrad" if trial.method == DOWNPOUR else "sgd"
+    settings = RuleSettings.make(rule, ({"learning_rate": trial.rate},))
 
     def compute(step: worker.Step) -> worker.Computed:
         batch = step.random.integers(digits.num_examples, size=BATCH_SIZE)
@@ -146,7 +145,8 @@ def _downpour(trial: Trial, digits: Digits, first: Floats) -> Iterator[Point]:
     seconds = normal(BATCH_SIZE * EXAMPLE_SECONDS, variation=TIME_VARIATION)
     plans = [worker.WorkerPlan(f"w{index:03}", seconds) for index in range(trial.workers)]
     server = ServerPlan(expected_workers=trial.workers)
-    simulation = Simulation([shard], behaviour, plans, compute, server=server, seed=trial.seed)
+    simulation = Simulation([first], settings, behaviour, plans, compute, server=server, seed=trial.seed)
+    (shard,) = simulation.shards
     for pushes in range(0, PASSES * digits.num_examples // BATCH_SIZE + 1, LOOK_PUSHES):
         simulation.run(pushes=pushes)
         passes = pushes * BATCH_SIZE / digits.num_examples

@@ -40,8 +40,7 @@ from experiments import digits_network  # noqa: E402
 from pyps.core import aggregation, schedule, staleness  # noqa: E402
 from pyps.core.behaviour import Behaviour  # noqa: E402
 from pyps.core.receipt import Outcome  # noqa: E402
-from pyps.core.shard import Shard  # noqa: E402
-from pyps.core.update_rules import RULES  # noqa: E402
+from pyps.run.settings import RuleSettings  # noqa: E402
 from pyps.simulation.server import ServerPlan  # noqa: E402
 from pyps.simulation.simulation import Simulation  # noqa: E402
 from pyps.simulation.timing import normal  # noqa: E402
@@ -161,9 +160,8 @@ def measure_law(n: int) -> Law:
     """Measures the staleness under n-softsync: its mean is (L - 1) / c, whoever is quick."""
     protocol = aggregation.parse(f"softsync:n={n}")
     behaviour = Behaviour(protocol, staleness.parse("none"))
-    shard = make_shard(np.zeros(1, np.float32), behaviour, rate=1.0)
-    zero = {0: np.zeros(1, np.float32)}
-    simulation = simulate(shard, behaviour, WORKERS, seed=n, compute=lambda step: Computed(zero))
+    zero = np.zeros(1, np.float32)
+    simulation = simulate(zero, behaviour, WORKERS, rate=1.0, seed=n, compute=lambda step: Computed({0: zero}))
     simulation.run(pushes=LAW_GRADIENTS)
     # The first tenth is left out: at the start everybody is fresh.
     ages = np.array([receipt.staleness for receipt in simulation.receipts()])[LAW_GRADIENTS // 10 :]
@@ -202,15 +200,15 @@ def train(trial: Trial) -> Result:
     drop = schedule.parse(f"piecewise:{DROP_EPOCH}=0.1,unit=epochs", epoch_examples=digits.num_examples)
     behaviour = Behaviour(aggregation.parse(trial.protocol), staleness.parse(trial.policy), schedule=drop)
     first = digits_network.first_parameters(np.random.default_rng(trial.seed))
-    shard = make_shard(first, behaviour, rate=trial.rate)
 
     def compute(step: Step) -> Computed:
         batch = step.random.integers(digits.num_examples, size=BATCH_SIZE)
         gradient = digits_network.loss_gradient(step.parameters[0], digits.images[batch], digits.labels[batch])
         return Computed({0: gradient}, examples=BATCH_SIZE)
 
-    simulation = simulate(shard, behaviour, trial.workers, seed=trial.seed, compute=compute)
+    simulation = simulate(first, behaviour, trial.workers, rate=trial.rate, seed=trial.seed, compute=compute)
     simulation.run(pushes=EPOCHS * digits.num_examples // BATCH_SIZE)
+    (shard,) = simulation.shards
     parameters = shard.state().parameters
     ages = [receipt.staleness for receipt in simulation.receipts() if receipt.outcome != Outcome.REJECTED]
     return Result(
@@ -223,20 +221,21 @@ def train(trial: Trial) -> Result:
     )
 
 
-def make_shard(parameters: digits_network.Floats, behaviour: Behaviour, *, rate: float) -> Shard:
-    """Returns a shard with momentum as in the paper: the rate is inside the velocity (softsync's form)."""
-    settings = {"learning_rate": rate, "momentum": MOMENTUM}
-    return Shard(0, parameters, rule=RULES["heavy_ball"], hyperparameters=settings, behaviour=behaviour)
+def simulate(
+    first: digits_network.Floats, behaviour: Behaviour, workers: int, *, rate: float, seed: int, compute: Compute
+) -> Simulation:
+    """Returns a cluster of like machines that begin at random moments of a first second.
 
-
-def simulate(shard: Shard, behaviour: Behaviour, workers: int, *, seed: int, compute: Compute) -> Simulation:
-    """Returns a cluster of like machines that begin at random moments of a first second."""
+    Momentum is as in the paper: the rate is inside the velocity (softsync's form).
+    """
+    settings = RuleSettings.make("heavy_ball", ({"learning_rate": rate, "momentum": MOMENTUM},))
     starts = np.random.default_rng([seed, workers]).random(workers)
     plans = [
         WorkerPlan(f"w{index:02}", normal(variation=TIME_VARIATION), joins_at=float(start))
         for index, start in enumerate(starts)
     ]
-    return Simulation([shard], behaviour, plans, compute, server=ServerPlan(expected_workers=workers), seed=seed)
+    server = ServerPlan(expected_workers=workers)
+    return Simulation([first], settings, behaviour, plans, compute, server=server, seed=seed)
 
 
 def judge(results: list[Result]) -> list[Claim]:

@@ -1,4 +1,4 @@
-"""Clusters in virtual time for tests: real shards, and workers whose speed a test chooses."""
+"""Clusters in virtual time for tests: a real run, and workers whose speed a test chooses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
+from pyps.run.settings import RuleSettings
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Simulation
 from pyps.simulation.timing import Timing, fixed
 from pyps.simulation.worker import Compute, Computed, Step, WorkerPlan
 from shards import Log
+
+
+class RunLog(Log):
+    """The log of a run's shards."""
+
+    def begin(self, header: object, shards: Mapping[int, Shard]) -> None:
+        """Nothing is to be kept of the beginning: a test knows it."""
 
 
 @dataclass
@@ -86,21 +94,19 @@ def cluster(
     behaviour = Behaviour.parse(protocol=protocol, **texts)
     settings = {"learning_rate": 1.0} if settings is None else settings
     first = [np.array(values, np.float32) for values in parameters]
-    log = Log()
-    shards = [
-        build_shard(shard_id, values, behaviour=behaviour, rule=rule, settings=settings, recorder=log)
-        for shard_id, values in enumerate(first)
-    ]
+    log = RunLog()
     plans = crew(workers) if isinstance(workers, int) else workers
     simulation = Simulation(
-        shards,
+        first,
+        RuleSettings.make(rule, (settings,)),
         behaviour,
         plans,
         compute or ones,
         server=server or ServerPlan(expected_workers=len(plans)),
         seed=seed,
+        recorder=log,
     )
-    return Cluster(behaviour, rule, settings, first, log, shards, simulation)
+    return Cluster(behaviour, rule, settings, first, log, simulation.shards, simulation)
 
 
 def build_shard(

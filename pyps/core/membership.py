@@ -123,18 +123,19 @@ class Membership:
         now: float,
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
-    ) -> Member:
-        """Notes a sign of life and returns the worker; one whose lease had run out is alive again.
+    ) -> bool:
+        """Notes a sign of life; True where the worker's lease had run out, and it is alive again.
 
         Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name,
         ReplicaLost when another process of its replica is lost.
         """
         with self._lock:
             member = self._require(worker_id, incarnation)
+            was_gone = not member.alive
             self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, counts=member.counts)
             if scalars is not None:
                 member.scalars = dict(scalars)
-            return replace(member)
+            return was_gone
 
     def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None) -> Roster:
         """Notes a push, which makes the worker count, and returns the workers that count now; raises as `renew`."""
@@ -269,7 +270,8 @@ class Membership:
 
     def names(self, *, alive: bool = False) -> list[str]:
         """The workers known, or alive, each replica once; in the order in which they joined."""
-        return list(dict.fromkeys(member.name for member in self.all() if member.alive or not alive))
+        with self._lock:
+            return list(dict.fromkeys(m.name for m in self._members.values() if m.alive or not alive))
 
     def arrived(self) -> list[str]:
         """The workers, each replica once, that need not come any more: they have pushed, or are gone."""

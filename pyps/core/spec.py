@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from pyps_wire.errors import BadRequest
@@ -26,8 +27,7 @@ def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
 
 def build(kind: type[T], text: str, *, what: str) -> T:
     """Returns a `kind` with the settings of "name=value,name=value"."""
-    types = typing.get_type_hints(kind)
-    fields = {field.name: types[field.name] for field in _settings(kind)}
+    fields = _types_of(kind)  # type: ignore[arg-type]  # mypy takes a class of a variable type for unhashable
     settings: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         name, separator, value = (part.strip() for part in item.partition("="))
@@ -38,6 +38,13 @@ def build(kind: type[T], text: str, *, what: str) -> T:
             raise BadRequest(f"{what}: {name} is given twice")
         settings[name] = _parse(value, fields[name], what=f"{what}: {name}")
     return kind(**settings)
+
+
+@cache
+def _types_of(kind: type) -> Mapping[str, Any]:
+    """Returns the types of a class's settings; evaluating annotations takes longer than all the rest of a text."""
+    types = typing.get_type_hints(kind)
+    return {field.name: types[field.name] for field in _settings(kind)}
 
 
 def spell(name: str, thing: object) -> str:

@@ -59,9 +59,7 @@ class Attendance:
         scalars: Mapping[str, float] | None = None,
     ) -> None:
         """Notes a sign of life; UnknownWorker or Superseded where it is none of a member."""
-        before = self.membership.get(worker_id)
-        self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
-        if before is not None and not before.alive:
+        if self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars):
             self._events.add("back", "worker is back", worker=worker_id)
 
     def require_alive(self, worker_id: str, incarnation: int) -> None:

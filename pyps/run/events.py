@@ -26,6 +26,8 @@ class Event:
     # "replica".
     kind: str
     message: str
+    # Whom it is about; empty where that is no worker.
+    worker: str
 
 
 class Events:
@@ -45,7 +47,7 @@ class Events:
         message = f"{what}: {', '.join(words)}" if words else what
         with self._lock:
             self._number += 1
-            self._events.append(Event(self._number, self._clock(), kind, message))
+            self._events.append(Event(self._number, self._clock(), kind, message, str(facts.get("worker", ""))))
         (log.warning if warning else log.info)(what, **facts)
 
     def since(self, number: int) -> list[Event]:

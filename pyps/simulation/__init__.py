@@ -1,5 +1,5 @@
-"""A virtual clock around the real core: what a cluster would do, event by event, in one thread.
+"""A virtual clock around a real run: what a cluster would do, event by event, in one thread.
 
-Only time is modelled. Shards, protocols, pacers, membership and kernels are those of a server, called in the
-order of virtual time; workers do what the client does: ask to proceed where told to, pull, compute, push.
+Only time is modelled. The run is that of a server, with its shards, membership, rounds, stalls and pace, called in
+the order of virtual time; workers do what the client does: ask to proceed where told to, pull, compute, push.
 """

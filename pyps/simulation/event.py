@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from pyps.core.receipt import Outcome, Receipt
 
@@ -23,8 +23,7 @@ class Kind(StrEnum):
     STALL = "stall"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One event of a simulation. Time is in virtual seconds."""
 
     time: float

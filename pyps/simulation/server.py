@@ -1,22 +1,26 @@
-"""A server in virtual time: the real shards, pacer and membership, told of everything in the order of its time."""
+"""A server in virtual time: a real run, whose methods are called in the order of virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient
-from pyps.core.membership import Membership, WorkerState
-from pyps.core.pacing import Pacer
+from pyps.core.gradient import Codec, Gradient
 from pyps.core.receipt import Receipt
-from pyps.core.roster import Roster, not_joined
-from pyps.core.shard import Shard
-from pyps.core.whole_model import WholeModel
+from pyps.run.content import RunRecorder
+from pyps.run.handshake import Greeting
+from pyps.run.initialization import Opening
+from pyps.run.run import Run
+from pyps.run.settings import RuleSettings
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.scheduler import Scheduler
+from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.partition import Model, Tensor
 
 # Schedules an action of the caller's at a time.
 At = Callable[[float, Callable[[], None]], None]
@@ -24,7 +28,7 @@ At = Callable[[float, Callable[[], None]], None]
 Gradients = Sequence[tuple[int, Gradient]]
 Answer = Callable[[Receipt], None]
 
-WORKERS_MAX = 10_000
+RUN_ID = "simulation"
 
 
 @dataclass(frozen=True)
@@ -41,36 +45,50 @@ class ServerPlan:
     service_seconds: float = 0.0
     # How long one shard's message is under way; a worker sends those of a push one after the other.
     transfer_seconds: float = 0.0
+    # How often the server looks for workers that hold others up, from the moment at which somebody waits.
+    tick_seconds: float = 0.25
 
 
 class VirtualServer:
-    """What stands between workers and shards in a server, without threads and network."""
+    """Stands between workers and a run in place of network, threads and the wall clock.
+
+    What is of virtual time is here: how long messages and shards take, when the run's clock ticks, and the telling
+    of events. All else is the run's.
+    """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        parameters: Sequence[Floats],
+        settings: RuleSettings,
         behaviour: Behaviour,
         plan: ServerPlan,
         *,
         scheduler: Scheduler,
         tell: Callable[[Event], None],
+        recorder: RunRecorder | None = None,
     ) -> None:
-        self.shards = {shard.shard_id: shard for shard in shards}
+        """Each of the parameters becomes a shard."""
         self.plan = plan
         self._scheduler, self._tell = scheduler, tell
-        self._membership = Membership(
-            lease_seconds=plan.lease_seconds, workers_max=WORKERS_MAX, expected_workers=plan.expected_workers
+        config = ServerConfig(
+            run_id=RUN_ID,
+            expected_workers=plan.expected_workers,
+            lease_seconds=plan.lease_seconds,
+            stall_seconds=plan.stall_seconds,
+            **behaviour.texts,
         )
+        self.run = Run(config, clock=lambda: scheduler.now, recorder=recorder)
+        # A parameter group each: no shard holds numbers of two.
+        self._model = Model(tuple(Tensor(f"{i}", each.shape, group=i) for i, each in enumerate(parameters)))
+        self._initialize(parameters, settings)
+        self.shards = self.run.shards
         # When each shard will have done with the pushes it has, and when it goes on after a pause.
         self._free_at = dict.fromkeys(self.shards, 0.0)
         self._resumes_at = dict.fromkeys(self.shards, 0.0)
-        # Workers that the pacer has still to grant their next step.
-        self._waiting: dict[str, Callable[[], None]] = {}
-        # When those that died were heard of for the last time.
-        self._died_at: dict[str, float] = {}
-        self._pacer: Pacer | None = None
-        self._whole: WholeModel | None = None
-        self._take_over(behaviour)
+        # The workers that give signs of life, and their incarnations.
+        self._living: dict[str, int] = {}
+        self._ticking = False
+        self._last_event = 0
 
     @property
     def shard_ids(self) -> tuple[int, ...]:
@@ -80,49 +98,55 @@ class VirtualServer:
     @property
     def epoch(self) -> int:
         """The epoch of all shards."""
-        return next(iter(self.shards.values())).epoch
-
-    @property
-    def version(self) -> int:
-        """The version that all shards have reached."""
-        return min(shard.version for shard in self.shards.values())
-
-    @property
-    def roster(self) -> Roster:
-        """The workers that protocols reckon with."""
-        return self._membership.roster
+        return self.run.epoch
 
     @property
     def asks(self) -> bool:
         """Whether workers have to ask before a step."""
-        return self._pacer is not None and self._pacer.asks(self.version)
+        return self.run.conduct.pacing.asks
 
     # What workers ask for.
 
     def join(self, worker_id: str, incarnation: int) -> None:
         """Takes the worker among the living."""
-        self._died_at.pop(worker_id, None)
-        self._membership.join(worker_id, incarnation, now=self._scheduler.now)
+        self._living[worker_id] = incarnation
+        greeting = Greeting(
+            run_id=RUN_ID,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            protocol_version=PROTOCOL_VERSION,
+            software="simulation",
+            observer=False,
+            server_index=0,
+            num_servers=1,
+            model=self._model,
+            optimizer=None,
+            fingerprint="",
+            host="",
+            process_id=0,
+            device="",
+        )
+        self.run.hello(greeting)
         self._say(Kind.JOIN, worker_id)
 
-    def arrive(self, worker_id: str, clock: int, then: Callable[[], None]) -> None:
-        """Calls back as soon as the worker may begin its next step."""
-        assert self._pacer is not None
-        self._waiting[worker_id] = then
-        self._grant(self._pacer.arrive(worker_id, clock))
-        if worker_id in self._waiting:
-            whom = self._gate_of(self._pacer) or self._pacer.waiting_for(worker_id)
-            self._say(Kind.WAIT, worker_id, note=" ".join(["for", *whom]))
-            self._watch(whom)
+    def may_proceed(self, worker_id: str, clock: int, *, wake: Callable[[], None], again: bool) -> bool:
+        """Whether the worker may begin its next step; where not, `wake` says when to ask again."""
+        incarnation = self._living[worker_id]
+        granted = self.run.may_proceed(RUN_ID, worker_id, incarnation, clock=clock, wake=wake, again=again)
+        if not granted and not again:
+            self._waits(worker_id, self.run.conduct.waited_for_by(worker_id))
+        return granted
 
-    def when_readable(self, worker_id: str, shard_id: int, min_version: int, then: Callable[[float], None]) -> None:
-        """Calls back with the time at which the shard can be read, once it has the version."""
-        shard = self.shards[shard_id]
-        if shard.version < min_version and not shard.finished:
-            whom = shard.waiting_for(self.roster)
-            self._say(Kind.WAIT, worker_id, shard_id, min_version, note=" ".join(["for", *whom]))
-            self._watch(whom)
-        shard.when_version(min_version, lambda: then(self._resumes_at[shard_id]))
+    def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
+        """Calls back for each shard once it has the version, with its number and the time from which it can be read."""
+        incarnation = self._living[worker_id]
+        for shard in self.run.shards_to_pull(
+            RUN_ID, worker_id, incarnation, observer=False, shard_ids=min_versions.keys()
+        ):
+            shard_id, min_version = shard.shard_id, min_versions[shard.shard_id]
+            if shard.version < min_version and not shard.finished:
+                self._waits(worker_id, shard.waiting_for(self.run.roster_of(shard_id)), shard_id, min_version)
+            shard.when_version(min_version, partial(self._readable, shard_id, then))
 
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
         """Returns the shard's version and a copy of its parameters."""
@@ -134,7 +158,7 @@ class VirtualServer:
     def receive(self, gradients: Gradients, *, at: At, then: Answer) -> None:
         """Takes a push; its messages come one after the other, and each is answered when it has been handled."""
         seconds = self.plan.transfer_seconds
-        if self._whole is not None:
+        if self.run.whole is not None:
             # The push is staged before the model is locked.
             handle = partial(self._handle_whole, gradients, then)
             self._after(len(gradients) * seconds, partial(self._queue, self.shard_ids, handle, at=at), at=at)
@@ -145,18 +169,20 @@ class VirtualServer:
 
     # How workers go.
 
-    def leave(self, worker_id: str, incarnation: int) -> None:
+    def leave(self, worker_id: str) -> None:
         """Takes the worker at its word that it has finished."""
-        self._membership.leave(worker_id, incarnation, now=self._scheduler.now, state=WorkerState.FINISHED)
+        self.run.leave(RUN_ID, worker_id, self._living.pop(worker_id), failed=False, message="")
         self._say(Kind.LEAVE, worker_id)
-        self._departed(worker_id)
+        with self._telling_rounds():
+            self.run.conduct.complete_rounds()
 
     def lose(self, worker_id: str) -> None:
         """Notes that the worker died; what the server itself sees is that the lease runs out."""
         self._say(Kind.DIE, worker_id)
-        self._died_at[worker_id] = self._scheduler.now
+        # Until now it has sent heartbeats.
+        self.run.heard(RUN_ID, worker_id, self._living.pop(worker_id))
         # A moment later: a lease has run out when more than its time is over.
-        self._scheduler.at(self._scheduler.now + self.plan.lease_seconds + MOMENT, self._expire)
+        self._scheduler.at(self._scheduler.now + self.plan.lease_seconds + MOMENT, self._tick)
 
     # What the operator does.
 
@@ -165,27 +191,29 @@ class VirtualServer:
         self._resumes_at[shard_id] = self._scheduler.now + seconds
         self._free_at[shard_id] = max(self._free_at[shard_id], self._resumes_at[shard_id])
 
-    def configure(self, behaviour: Behaviour) -> None:
-        """Replaces the behaviour; what the old one parked is settled first."""
-        self._say(Kind.CONFIGURE, note=behaviour.aggregation.text)
-        for shard in self.shards.values():
-            if shard.configure(behaviour=behaviour, roster=self.roster):
-                self._say(Kind.COMPLETE, shard_id=shard.shard_id, version=shard.version)
-        old_pacer = self._take_over(behaviour)
-        if self._pacer is not None and old_pacer is not None:
-            self._grant(self._pacer.take_over(old_pacer))
-        if not self.asks:
-            self._grant(tuple(self._waiting))
+    def configure(self, *, protocol: str = "", staleness: str = "") -> None:
+        """Replaces what is named; what the old protocol parked is settled first."""
+        self._say(Kind.CONFIGURE, note=protocol or staleness)
+        with self._telling_rounds():
+            self.run.configure(protocol=protocol, staleness=staleness)
 
     # Helpers.
 
-    def _take_over(self, behaviour: Behaviour) -> Pacer | None:
-        """Returns the pacer that goes."""
-        old_pacer, self._pacer = self._pacer, behaviour.aggregation.pacer()
-        if self._pacer is not None and self.roster.missing:
-            self._pacer.quorum = self.plan.expected_workers
-        self._whole = WholeModel(self.shards) if behaviour.aggregation.whole_model else None
-        return old_pacer
+    def _initialize(self, parameters: Sequence[Floats], settings: RuleSettings) -> None:
+        """Brings the first parameters in, from nobody who counts as a worker."""
+        run, founder, incarnation = self.run, "founder", 1
+        term = run.gate.elect(founder, incarnation, now=run.clock(), is_over=run.membership.is_over)
+        assert term is not None
+        initialization = run.begin_initialize(
+            Opening(RUN_ID, founder, incarnation, term.number, self._model, settings, server_index=0, num_servers=1)
+        )
+        assert initialization is not None
+        for shard_id, values in enumerate(parameters):
+            initialization.add(shard_id, Codec.FLOAT32, memoryview(values.tobytes()))
+        run.commit(initialization)
+
+    def _readable(self, shard_id: int, then: Callable[[int, float], None]) -> None:
+        then(shard_id, self._resumes_at[shard_id])
 
     def _after(self, seconds: float, action: Callable[[], None], *, at: At) -> None:
         """Acts after a time; at once where that is no time at all."""
@@ -197,106 +225,62 @@ class VirtualServer:
     def _queue(self, shard_ids: Sequence[int], handle: Callable[[], None], *, at: At) -> None:
         """Handles a message when its shards have done with those before it."""
         now = self._scheduler.now
-        ends = max(now, *(self._free_at[shard_id] for shard_id in shard_ids)) + self.plan.service_seconds
-        self._free_at.update(dict.fromkeys(shard_ids, ends))
+        begins = max(now, *(self._free_at[shard_id] for shard_id in shard_ids))
+        ends = begins + self.plan.service_seconds
+        for shard_id in shard_ids:
+            self._free_at[shard_id] = ends
         self._after(ends - now, handle, at=at)
 
     def _handle(self, shard_id: int, gradient: Gradient, then: Answer) -> None:
-        receipt = self.shards[shard_id].push(gradient, roster=self._pushed(gradient))
-        self._answer(gradient, receipt, then)
+        self._answer(gradient, self.run.push(gradient, shard_id), then)
 
     def _handle_whole(self, gradients: Gradients, then: Answer) -> None:
-        assert self._whole is not None
-        receipts = self._whole.push(gradients, roster=self._pushed(gradients[0][1]))
+        receipts = self.run.push_whole(gradients)
         for (_, gradient), receipt in zip(gradients, receipts, strict=True):
             self._answer(gradient, receipt, then)
-
-    def _pushed(self, gradient: Gradient) -> Roster:
-        return self._membership.pushed(
-            gradient.worker_id, gradient.incarnation, now=self._scheduler.now, clock=gradient.clock
-        )
 
     def _answer(self, gradient: Gradient, receipt: Receipt, then: Answer) -> None:
         self._tell(
             Event(self._scheduler.now, Kind.PUSH, gradient.worker_id, receipt.shard_id, gradient.base_version, receipt)
         )
-        self._advanced()
         then(receipt)
 
-    def _advanced(self) -> None:
-        if self._pacer is not None:
-            self._grant(self._pacer.advanced(self.version))
+    def _waits(self, worker_id: str, whom: Sequence[str], shard_id: int = -1, version: int = 0) -> None:
+        """Notes that a worker waits; from now on somebody may hold others up."""
+        self._say(Kind.WAIT, worker_id, shard_id, version, note=" ".join(["for", *whom]))
+        if self.plan.stall_seconds == float("inf"):
+            return
+        if self._ticking:
+            self._tick()
+        else:
+            self._keep_time()
 
-    def _grant(self, worker_ids: Sequence[str]) -> None:
-        for worker_id in worker_ids:
-            if worker_id in self._waiting:
-                self._waiting.pop(worker_id)()
+    def _keep_time(self) -> None:
+        self._tick()
+        # Whoever lives may come to wait.
+        self._ticking = bool(self._living)
+        if self._ticking:
+            self._scheduler.at(self._scheduler.now + self.plan.tick_seconds, self._keep_time)
 
-    def _expire(self) -> None:
-        now = self._scheduler.now
-        for member in self._membership.alive():
-            if member.worker_id not in self._died_at:
-                # The living send heartbeats.
-                self._membership.renew(member.worker_id, member.incarnation, now=now)
-        for member in self._membership.expire(now):
-            self._say(Kind.EXPIRE, member.worker_id)
-            self._departed(member.worker_id)
+    def _tick(self) -> None:
+        for worker_id, incarnation in self._living.items():
+            # The living send heartbeats.
+            self.run.heard(RUN_ID, worker_id, incarnation)
+        with self._telling_rounds():
+            self.run.tick()
+            for event in self.run.events.since(self._last_event):
+                self._last_event = event.number
+                if kind := _TOLD.get(event.kind):
+                    self._say(kind, event.worker, note="" if event.worker else NEVER_CAME)
 
-    def _watch(self, worker_ids: Sequence[str]) -> None:
-        """Looks later whether those that are waited for now have moved."""
-        if self.plan.stall_seconds < float("inf"):
-            last_pushes = {worker_id: self._last_push(worker_id) for worker_id in worker_ids}
-            self._scheduler.at(self._scheduler.now + self.plan.stall_seconds, partial(self._stall, last_pushes))
-
-    def _last_push(self, worker_id: str) -> float | None:
-        member = self._membership.get(worker_id)
-        return None if member is None else member.pushed_at
-
-    def _stall(self, last_pushes: Mapping[str, float | None]) -> None:
-        """Stops counting those that are waited for still and have not pushed since then; expects no newcomers then."""
-        gate = {*self.roster.awaited, *(self._gate_of(self._pacer) if self._pacer is not None else ())}
-        if self._waited_for().intersection(gate, last_pushes):
-            self._open_gate()
-        for worker_id, last_push in last_pushes.items():
-            if worker_id in self._waited_for() and self._last_push(worker_id) == last_push:
-                self._membership.stall(worker_id)
-                self._say(Kind.STALL, worker_id)
-                self._departed(worker_id)
-
-    def _gate_of(self, pacer: Pacer) -> tuple[str, ...]:
-        """Returns the expected workers that have not asked the pacer yet."""
-        coming = pacer.not_seen(member.worker_id for member in self._membership.alive()) if pacer.missing else []
-        return (*sorted(coming), *not_joined(pacer.missing - len(coming)))
-
-    def _open_gate(self) -> None:
-        """Waits no longer for the expected workers that have not come."""
-        self._say(Kind.STALL, note="the expected workers that have not come")
-        self._membership.expect_no_more()
-        self._complete_rounds()
-        if self._pacer is not None:
-            self._pacer.quorum = 0
-        self._advanced()
-
-    def _waited_for(self) -> set[str]:
-        shards = [shard for shard in self.shards.values() if shard.num_pending]
-        waited_for = {worker_id for shard in shards for worker_id in shard.waiting_for(self.roster)}
-        if self._pacer is not None:
-            waited_for.update(*(self._pacer.waiting_for(worker_id) for worker_id in self._pacer.waiting))
-            waited_for.update(self._gate_of(self._pacer) if self._pacer.waiting else ())
-        return waited_for
-
-    def _departed(self, worker_id: str) -> None:
-        """Completes what waited for the worker alone."""
-        self._waiting.pop(worker_id, None)
-        self._complete_rounds()
-        if self._pacer is not None:
-            self._grant(self._pacer.depart(worker_id))
-        self._advanced()
-
-    def _complete_rounds(self) -> None:
-        for shard in self.shards.values():
-            if shard.complete(self.roster):
-                self._say(Kind.COMPLETE, shard_id=shard.shard_id, version=shard.version)
+    @contextmanager
+    def _telling_rounds(self) -> Iterator[None]:
+        """Tells of the shards that the block brings a new version, which no push has made."""
+        before = {shard_id: shard.version for shard_id, shard in self.shards.items()}
+        yield
+        for shard_id, shard in self.shards.items():
+            if shard.version > before[shard_id]:
+                self._say(Kind.COMPLETE, shard_id=shard_id, version=shard.version)
 
     def _say(self, kind: Kind, worker_id: str = "", shard_id: int = -1, version: int = 0, *, note: str = "") -> None:
         self._tell(Event(self._scheduler.now, kind, worker_id, shard_id, version, note=note))
@@ -304,3 +288,7 @@ class VirtualServer:
 
 # Shorter than any time that a plan names.
 MOMENT = 1e-9
+
+# The run's own events that only time brings, as a trace tells them.
+_TOLD = {"expired": Kind.EXPIRE, "stalled": Kind.STALL}
+NEVER_CAME = "the expected workers that have not come"

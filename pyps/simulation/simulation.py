@@ -1,4 +1,4 @@
-"""A cluster in virtual time: workers with given compute times around real shards."""
+"""A cluster in virtual time: workers with given compute times around a real run."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.shard import Shard
+from pyps.run.content import RunRecorder
+from pyps.run.settings import RuleSettings
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.scheduler import Scheduler
 from pyps.simulation.server import ServerPlan, VirtualServer
@@ -16,25 +19,33 @@ from pyps.simulation.worker import Compute, VirtualWorker, WorkerPlan
 
 
 class Simulation:
-    """Runs workers against shards in virtual time; equal inputs give equal events and equal bits."""
+    """Runs workers against a run in virtual time; equal inputs give equal events and equal bits."""
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        parameters: Sequence[Floats],
+        settings: RuleSettings,
         behaviour: Behaviour,
         workers: Sequence[WorkerPlan],
         compute: Compute,
         *,
         server: ServerPlan | None = None,
         seed: int = 0,
+        recorder: RunRecorder | None = None,
     ) -> None:
-        """The shards are those that were built with this behaviour, whose pacer the workers follow."""
+        """Each of the parameters becomes a shard; the settings are those of its update rule."""
         self.events: list[Event] = []
         # Pushes that have been answered, and those among them that were not refused.
         self.num_pushes = self.num_taken = 0
         self._scheduler = Scheduler()
         self.server = VirtualServer(
-            shards, behaviour, server or ServerPlan(), scheduler=self._scheduler, tell=self._note
+            parameters,
+            settings,
+            behaviour,
+            server or ServerPlan(),
+            scheduler=self._scheduler,
+            tell=self._note,
+            recorder=recorder,
         )
         self.workers = [
             VirtualWorker(
@@ -46,6 +57,11 @@ class Simulation:
             )
             for index, plan in enumerate(workers)
         ]
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The run's shards, in the order of the parameters."""
+        return list(self.server.shards.values())
 
     @property
     def now(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from pyps.simulation.server import VirtualServer
 from pyps.simulation.timing import Timing, fixed
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What a worker computes on."""
 
     worker_id: str
@@ -29,8 +29,7 @@ class Step:
     random: np.random.Generator
 
 
-@dataclass(frozen=True)
-class Computed:
+class Computed(NamedTuple):
     """What came of a step."""
 
     # By shard; a shard that is left out had no gradient.
@@ -108,23 +107,30 @@ class VirtualWorker:
     def _proceed(self) -> None:
         self._asked_at = self._scheduler.now
         if self._server.asks:
-            self._server.arrive(self.worker_id, self.steps_done, lambda: self._at(0.0, self._pull))
+            self._ask()
         else:
+            self._pull()
+
+    def _ask(self, *, again: bool = False) -> None:
+        def wake() -> None:
+            self._at(0.0, lambda: self._ask(again=True))
+
+        if self._server.may_proceed(self.worker_id, self.steps_done, wake=wake, again=again):
             self._pull()
 
     def _pull(self) -> None:
         self._outstanding = set(self._shards)
-        for shard_id in self._shards:
-            self._server.when_readable(self.worker_id, shard_id, self._min_versions[shard_id], self._reader(shard_id))
+        self._server.pull(
+            self.worker_id,
+            self._min_versions,
+            then=lambda shard_id, time: self._at(time, lambda: self._read(shard_id)),
+        )
 
-    def _reader(self, shard_id: int) -> Callable[[float], None]:
-        def read() -> None:
-            self._held[shard_id] = self._server.read(self.worker_id, shard_id)
-            self._outstanding.remove(shard_id)
-            if not self._outstanding:
-                self._begin_step()
-
-        return lambda time: self._at(time, read)
+    def _read(self, shard_id: int) -> None:
+        self._held[shard_id] = self._server.read(self.worker_id, shard_id)
+        self._outstanding.remove(shard_id)
+        if not self._outstanding:
+            self._begin_step()
 
     def _begin_step(self) -> None:
         self.blocked_seconds += self._scheduler.now - self._asked_at
@@ -150,7 +156,7 @@ class VirtualWorker:
             base_version=self._held[shard_id][0],
             epoch=self._server.epoch,
             codec=Codec.FLOAT32,
-            payload=b"" if values is None else values.astype(np.float32).tobytes(),
+            payload=b"" if values is None else np.asarray(values, np.float32).tobytes(),
             kind=PayloadKind.NOTHING if values is None else PayloadKind.GRADIENT,
             example_count=computed.examples,
             minibatch_count=computed.minibatches,
@@ -172,7 +178,7 @@ class VirtualWorker:
 
     def _leave(self) -> None:
         self._gone = True
-        self._server.leave(self.worker_id, self.plan.incarnation)
+        self._server.leave(self.worker_id)
 
     def _die(self) -> None:
         if self.at_work:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pyps.core.behaviour import Behaviour
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import fixed, scripted
 from pyps.simulation.worker import WorkerPlan
@@ -83,6 +82,12 @@ def ssp_with_a_death() -> Cluster:
     return cluster("ssp:s=1", workers=ONE_DIES_ONE_IS_LATE, server=SHORT_LEASE).run()
 
 
+def ssp_with_a_stalled_worker() -> Cluster:
+    """One lives and does not finish its step: after stall_seconds of waiting the others go on without its clock."""
+    plans = [*crew(2, steps=5), WorkerPlan("stalls", scripted([1.0, 9.0, 1.0]), steps=4)]
+    return cluster("ssp:s=1", workers=plans, server=ServerPlan(expected_workers=3, stall_seconds=4.0)).run()
+
+
 def serial() -> Cluster:
     """One computes at a time, in turn; the turn of one that has left goes to the next."""
     return cluster(
@@ -105,8 +110,8 @@ def switches() -> Cluster:
     """hardsync, softsync and async in one run: what waits when a protocol goes becomes one last update of it."""
     run = cluster("hardsync", workers=[*crew(2, steps=9), WorkerPlan("slow", fixed(2.5), steps=4)])
     simulation = run.simulation
-    simulation.at(3.6, lambda: simulation.server.configure(Behaviour.parse(protocol="softsync:n=1")))
-    simulation.at(6.2, lambda: simulation.server.configure(Behaviour.parse(protocol="async", staleness="divide")))
+    simulation.at(3.6, lambda: simulation.server.configure(protocol="softsync:n=1"))
+    simulation.at(6.2, lambda: simulation.server.configure(protocol="async", staleness="divide"))
     return run.run()
 
 
@@ -123,7 +128,7 @@ def torn_push() -> Cluster:
 STORIES: tuple[Callable[[], Cluster], ...] = (
     *(asynchronous, softsync, hardsync, hardsync_with_a_stalled_worker, backup, ssp, ssp_with_a_death, serial, asgd),
     *(hardsync_without_one_that_never_comes, serial_without_one_that_never_comes),
-    *(warm_up, switches, torn_push),
+    *(ssp_with_a_stalled_worker, warm_up, switches, torn_push),
 )
 
 

@@ -82,6 +82,9 @@ def imports_of(importer: str, node: ast.AST, *, lazy: bool = False, for_types: b
 MODULES = modules()
 IMPORTS = [found for name, tree in MODULES.items() for found in imports_of(name, tree)]
 
+# A run, and what it is told of at its beginning.
+OF_A_RUN = ("pyps.core", "pyps.run", "pyps.config", "pyps_wire.contract", "pyps_wire.partition")
+
 RULES: dict[str, Callable[[Import], bool]] = {
     # True for an import that breaks the rule.
     "imports are absolute": lambda i: i.name.startswith("."),
@@ -90,9 +93,9 @@ RULES: dict[str, Callable[[Import], bool]] = {
         and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", "pyps_wire.errors", "pyps.core"))
         and not (i.for_types and i.is_of("typing_extensions"))
     ),
-    "simulation imports numpy and the core, and knows no clock but its own": lambda i: (
+    "simulation imports numpy, the run and what a run is made from, and knows no clock but its own": lambda i: (
         i.is_by("pyps.simulation")
-        and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.core", "pyps.simulation"))
+        and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.simulation", *OF_A_RUN))
     ),
     "work imports the standard library, numpy, the core's instructions and the errors, and no clock": lambda i: (
         i.is_by("pyps.work")

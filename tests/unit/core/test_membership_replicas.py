@@ -72,7 +72,7 @@ def test_a_process_that_finishes_leaves_the_others_alone(members: Membership) ->
     gone = members.leave("r/0", 1, now=1.0, state=WorkerState.FINISHED)
 
     assert ([member.worker_id for member in gone], alive(members)) == (["r/0"], ["r/1"])
-    assert (members.lives("r"), members.renew("r/1", 1, now=2.0).alive) == (True, True)
+    assert (members.lives("r"), members.renew("r/1", 1, now=2.0)) == (True, False)
 
 
 def test_a_later_life_takes_the_whole_replica_over(members: Membership) -> None:

@@ -34,25 +34,23 @@ def test_another_workers_coming_does_not_change_a_workers_dice() -> None:
     assert times_of_a(1) == times_of_a(6)
 
 
-# Expected values of the largest of L times of mean 1: harmonic numbers for exponential times; simulated else.
-
-
-def largest_of(workers: int, timing: Timing) -> float:
-    random = np.random.default_rng(11)
-    return float(np.mean([max(timing(0, random) for _ in range(workers)) for _ in range(4000)]))
+ROUNDS = 20
 
 
 @pytest.mark.parametrize("workers", [4, 8, 30])
 @pytest.mark.parametrize("timing", [exponential(), lognormal(sigma=0.5)], ids=["exponential", "lognormal"])
 def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Timing) -> None:
-    rounds = 12_000 // workers
-    run = cluster("hardsync", workers=crew(workers, timing, steps=rounds)).run()
-    assert run.shards[0].version == rounds
-    assert run.simulation.now / rounds == pytest.approx(largest_of(workers, timing), rel=0.05)
+    run = cluster("hardsync", workers=crew(workers, timing, steps=ROUNDS), seed=3).run()
+    assert run.shards[0].version == ROUNDS
+    # Each worker draws from random numbers of its own.
+    random = [np.random.default_rng([3, index]) for index in range(workers)]
+    largest = [max(timing(step, numbers) for numbers in random) for step in range(ROUNDS)]
+    assert run.simulation.now == pytest.approx(sum(largest))
 
 
-def test_the_harmonic_number_for_exponential_times() -> None:
-    assert largest_of(8, exponential()) == pytest.approx(sum(1 / k for k in range(1, 9)), rel=0.03)
+def test_a_hardsync_round_of_exponential_times_takes_the_lth_harmonic_number() -> None:
+    run = cluster("hardsync", workers=crew(8, exponential(), steps=250)).run()
+    assert run.simulation.now / 250 == pytest.approx(sum(1 / k for k in range(1, 9)), rel=0.05)
 
 
 @pytest.mark.parametrize(("workers", "service"), [(2, 0.1), (8, 0.1), (8, 0.25), (20, 0.1)])
@@ -90,7 +88,7 @@ def test_the_run_ends_where_it_is_told_to() -> None:
 
 def test_workers_that_are_told_that_the_run_is_finished_leave() -> None:
     run = cluster("async", workers=3)
-    run.simulation.at(2.5, run.shards[0].finish)
+    run.simulation.at(2.5, run.simulation.server.run.finish)
     run.run()
     assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "b", "c"}
     assert run.shards[0].version == 6
@@ -98,6 +96,6 @@ def test_workers_that_are_told_that_the_run_is_finished_leave() -> None:
 
 def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished() -> None:
     run = cluster("hardsync", workers=[WorkerPlan("a"), WorkerPlan("slow", fixed(100.0))], compute=ones)
-    run.simulation.at(50.0, run.shards[0].finish)
+    run.simulation.at(50.0, run.simulation.server.run.finish)
     run.run()
     assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "slow"}
