@@ -251,6 +251,15 @@ class WireWorker:
         return self.stub.Leave(request, timeout=CALL_SECONDS, metadata=self.metadata)
 
 
+def parked_pull(worker: WireWorker, min_version: int, seconds: float = 100.0) -> grpc.Call:
+    """Starts a pull of shard 0 that waits for a version."""
+    want = wire.PullRequest.Want(shard_id=0, held_version=min_version - 1, min_version=min_version)
+    request = wire.PullRequest(
+        sender=worker.sender, epoch=worker.epoch, wants=[want], wait_milliseconds=round(seconds * 1000)
+    )
+    return worker.stub.Pull(request, timeout=seconds + 10)
+
+
 def values_of(parameters: wire.Parameters) -> Floats:
     """The numbers of a pulled shard."""
     return np.frombuffer(parameters.payload, np.float32)

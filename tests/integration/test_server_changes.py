@@ -6,21 +6,11 @@ import grpc
 import pytest
 
 from pyps_wire import common_pb2 as common
-from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import METADATA_KEY
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
 from wire_crew import configure, crew, events_of, status_of, wait_for_event
-from wire_worker import WireWorker, refusal_of, values_of
-
-
-def parked_pull(worker: WireWorker, min_version: int, seconds: float = 40.0):
-    """Starts a pull of shard 0 that waits for a version."""
-    want = wire.PullRequest.Want(shard_id=0, held_version=min_version - 1, min_version=min_version)
-    request = wire.PullRequest(
-        sender=worker.sender, epoch=worker.epoch, wants=[want], wait_milliseconds=round(seconds * 1000)
-    )
-    return worker.stub.Pull(request, timeout=seconds + 10)
+from wire_worker import WireWorker, parked_pull, refusal_of, values_of
 
 
 def test_gradients_that_wait_become_an_update_when_the_protocol_goes_and_parked_pulls_are_answered(start_server):

@@ -51,8 +51,8 @@ def memory_in_flight(server) -> int:
 
 
 @pytest.mark.parametrize("model", [TWO_SMALL, LARGE], ids=["small", "large"])
-def test_one_stream_takes_any_number_of_pushes(start_server_process, model):
-    with WireWorker(start_server_process().data, model=model) as worker:
+def test_one_stream_takes_any_number_of_pushes(start_server, model):
+    with WireWorker(start_server().data, model=model) as worker:
         worker.join(value=100.0)
         exchange, shard_ids = Exchange(worker), range(worker.plan.num_shards)
         for step in range(20):
@@ -67,8 +67,8 @@ def test_one_stream_takes_any_number_of_pushes(start_server_process, model):
         assert exchange.end() == []
 
 
-def test_pushes_to_one_large_shard_keep_their_order_while_they_run_on_threads(start_server_process):
-    with WireWorker(start_server_process().data, model=LARGE) as worker:
+def test_pushes_to_one_large_shard_keep_their_order_while_they_run_on_threads(start_server):
+    with WireWorker(start_server().data, model=LARGE) as worker:
         worker.join()
         requests = [worker.push_request(1.0, 2, base_version=step) for step in range(8)]
         replies = list(worker.stub.Exchange(iter(requests), timeout=40))
@@ -76,8 +76,8 @@ def test_pushes_to_one_large_shard_keep_their_order_while_they_run_on_threads(st
         assert [values_of(reply)[-1] for reply in replies] == [-float(step) for step in range(1, 9)]
 
 
-def test_workers_that_send_shards_in_opposite_orders_are_answered_in_theirs(start_server_process):
-    server = start_server_process(env={"PYPS_THREADS": "2"})
+def test_workers_that_send_shards_in_opposite_orders_are_answered_in_theirs(start_server):
+    server = start_server(env={"PYPS_THREADS": "2"})
     with crew(server, 2, model=LARGE) as workers:
 
         def train(worker: WireWorker, order: range) -> None:
@@ -93,8 +93,8 @@ def test_workers_that_send_shards_in_opposite_orders_are_answered_in_theirs(star
     assert memory_in_flight(server) == 0
 
 
-def test_of_a_worker_that_takes_no_reply_three_messages_are_held_and_others_are_served(start_server_process):
-    server = start_server_process("--optimizer", "sgd:learning_rate=1")
+def test_of_a_worker_that_takes_no_reply_three_messages_are_held_and_others_are_served(start_server):
+    server = start_server("--optimizer", "sgd:learning_rate=1")
     with WireWorker(server.data, "deaf", model=LARGE) as deaf, WireWorker(server.data, "lively", model=LARGE) as lively:
         deaf.join()
         lively.join()
@@ -112,8 +112,8 @@ def test_of_a_worker_that_takes_no_reply_three_messages_are_held_and_others_are_
 
 
 @pytest.mark.parametrize("model", [TWO_SMALL, LARGE], ids=["small", "large"])
-def test_an_error_in_the_middle_comes_after_the_answers_before_it(start_server_process, model):
-    server = start_server_process()
+def test_an_error_in_the_middle_comes_after_the_answers_before_it(start_server, model):
+    server = start_server()
     with WireWorker(server.data, model=model) as worker:
         worker.join()
         bad = worker.push_request(np.ones(3, np.float32), 1)
@@ -131,8 +131,8 @@ def test_an_error_in_the_middle_comes_after_the_answers_before_it(start_server_p
     assert "Traceback" not in server.output()
 
 
-def test_a_message_that_cannot_be_read_ends_the_stream_after_what_is_under_way(start_server_process):
-    server = start_server_process()
+def test_a_message_that_cannot_be_read_ends_the_stream_after_what_is_under_way(start_server):
+    server = start_server()
     with WireWorker(server.data, model=LARGE) as worker:
         worker.join()
         frames = [*(worker.push_request(1.0, shard_id).SerializeToString() for shard_id in (0, 1)), b"\xff" * 50]
@@ -141,19 +141,19 @@ def test_a_message_that_cannot_be_read_ends_the_stream_after_what_is_under_way(s
         assert refusal_of(next, call)[:2] == ("INVALID_ARGUMENT", "MalformedFrame")
 
 
-@pytest.mark.parametrize("codec", [common.CODEC_FLOAT32, common.CODEC_FLOAT16, common.CODEC_BFLOAT16])
-@pytest.mark.parametrize("length", [37, 70_001])
-def test_parameters_come_in_the_codec_that_was_asked_for_bit_for_bit(start_server_process, codec, length):
-    model = Model((Tensor("x", (length,)),))
-    with WireWorker(start_server_process().data, model=model, optimizer=sgd(0.1)) as worker:
-        worker.join(value=1.0)
-        gradient = np.random.default_rng(7).normal(0, 100, length).astype(np.float32)
-        [reply] = worker.stub.Exchange(iter([worker.push_request(gradient, reply_codec=codec)]), timeout=20)
-        [shard] = worker.pull()
-        parameters = values_of(shard)
-        np.testing.assert_array_equal(parameters, np.float32(1.0) - np.float32(0.1) * gradient)
-        assert (reply.codec, reply.version) == (codec, 1)
-        assert reply.payload == bytes(rounded(parameters, codec)) == bytes(codecs.encode(parameters, codec))
+def test_parameters_come_in_the_codec_that_was_asked_for_bit_for_bit(start_server):
+    for length in (37, 70_001):
+        for codec in (common.CODEC_FLOAT32, common.CODEC_FLOAT16, common.CODEC_BFLOAT16):
+            model = Model((Tensor("x", (length,)),))
+            with WireWorker(start_server().data, model=model, optimizer=sgd(0.1)) as worker:
+                worker.join(value=1.0)
+                gradient = np.random.default_rng(7).normal(0, 100, length).astype(np.float32)
+                [reply] = worker.stub.Exchange(iter([worker.push_request(gradient, reply_codec=codec)]), timeout=60)
+                [shard] = worker.pull()
+            parameters, case = values_of(shard), f"{length} in codec {codec}"
+            np.testing.assert_array_equal(parameters, np.float32(1.0) - np.float32(0.1) * gradient, err_msg=case)
+            assert (reply.codec, reply.version) == (codec, 1), case
+            assert reply.payload == bytes(rounded(parameters, codec)) == bytes(codecs.encode(parameters, codec)), case
 
 
 def rounded(values: np.ndarray, codec: int) -> bytes:
@@ -166,8 +166,8 @@ def rounded(values: np.ndarray, codec: int) -> bytes:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
 
 
-def test_an_unknown_codec_is_refused_before_the_push_is_applied(start_server_process):
-    with WireWorker(start_server_process().data) as worker:
+def test_an_unknown_codec_is_refused_before_the_push_is_applied(start_server):
+    with WireWorker(start_server().data) as worker:
         worker.join()
         status, name, text = refusal_of(list, worker.stub.Exchange(iter([worker.push_request(1.0, reply_codec=9)])))
         assert (status, name, text) == (
@@ -178,8 +178,8 @@ def test_an_unknown_codec_is_refused_before_the_push_is_applied(start_server_pro
         assert worker.pull()[0].version == 0
 
 
-def test_parameters_come_only_where_they_are_newer_than_those_held(start_server_process):
-    with WireWorker(start_server_process().data) as worker:
+def test_parameters_come_only_where_they_are_newer_than_those_held(start_server):
+    with WireWorker(start_server().data) as worker:
         worker.join(value=5.0)
         exchange = Exchange(worker)
         assert exchange.ask(worker.push_request(1.0, held_version=0)).version == 1
@@ -195,8 +195,8 @@ def test_parameters_come_only_where_they_are_newer_than_those_held(start_server_
         assert (other.receipt.reason, other.version, other.epoch) == (common.REASON_EPOCH, 1, 0)
 
 
-def test_a_duplicate_gets_its_first_receipt_and_the_newest_parameters(start_server_process):
-    with WireWorker(start_server_process().data) as worker:
+def test_a_duplicate_gets_its_first_receipt_and_the_newest_parameters(start_server):
+    with WireWorker(start_server().data) as worker:
         worker.join(value=5.0)
         exchange, request = Exchange(worker), worker.push_request(1.0, held_version=0)
         first = exchange.ask(request)
@@ -208,8 +208,8 @@ def test_a_duplicate_gets_its_first_receipt_and_the_newest_parameters(start_serv
         assert again.receipt == first.receipt
 
 
-def test_who_waits_for_a_round_gets_no_parameters_and_who_completes_it_does(start_server_process):
-    server = start_server_process(*HARDSYNC, "--expected-workers", "2")
+def test_who_waits_for_a_round_gets_no_parameters_and_who_completes_it_does(start_server):
+    server = start_server(*HARDSYNC, "--expected-workers", "2")
     with crew(server, 2) as [early, late]:
         [pending] = early.stub.Exchange(iter([early.push_request(1.0)]), timeout=20)
         assert (pending.receipt.outcome, pending.receipt.min_version) == (common.OUTCOME_PENDING, 1)
@@ -222,8 +222,8 @@ def test_who_waits_for_a_round_gets_no_parameters_and_who_completes_it_does(star
 
 
 @pytest.mark.parametrize("model", [TWO_SMALL, LARGE], ids=["small", "large"])
-def test_under_one_mutex_a_reply_brings_one_state_of_the_whole_model(start_server_process, model):
-    server = start_server_process("--protocol", "asgd:mutex=whole", "--staleness", "none")
+def test_under_one_mutex_a_reply_brings_one_state_of_the_whole_model(start_server, model):
+    server = start_server("--protocol", "asgd:mutex=whole", "--staleness", "none")
     with crew(server, 2, model=model) as workers:
         num_shards = workers[0].plan.num_shards
 
@@ -244,8 +244,8 @@ def test_under_one_mutex_a_reply_brings_one_state_of_the_whole_model(start_serve
     assert memory_in_flight(server) == 0
 
 
-def test_a_push_that_began_part_by_part_ends_so_when_one_mutex_comes_into_force(start_server_process):
-    server = start_server_process("--staleness", "none")
+def test_a_push_that_began_part_by_part_ends_so_when_one_mutex_comes_into_force(start_server):
+    server = start_server("--staleness", "none")
     with WireWorker(server.data, model=TWO_SMALL) as worker:
         worker.join()
         exchange = Exchange(worker)
@@ -259,9 +259,9 @@ def test_a_push_that_began_part_by_part_ends_so_when_one_mutex_comes_into_force(
         assert [last.receipt.version_after, next(exchange.replies).receipt.version_after] == [2, 2]
 
 
-def test_a_push_during_which_one_mutex_goes_and_comes_back_goes_on_part_by_part(start_server_process):
+def test_a_push_during_which_one_mutex_goes_and_comes_back_goes_on_part_by_part(start_server):
     model = Model((Tensor("x", (48,)),), shard_size=16)
-    server = start_server_process("--staleness", "none", "--protocol", "asgd:mutex=whole")
+    server = start_server("--staleness", "none", "--protocol", "asgd:mutex=whole")
     with WireWorker(server.data, model=model) as worker:
         worker.join()
         exchange = Exchange(worker)
@@ -275,8 +275,8 @@ def test_a_push_during_which_one_mutex_goes_and_comes_back_goes_on_part_by_part(
         assert exchange.ask(parts[2]).receipt.version_after == 1
 
 
-def test_parameters_that_come_along_are_counted_as_a_pull(start_server_process):
-    server = start_server_process()
+def test_parameters_that_come_along_are_counted_as_a_pull(start_server):
+    server = start_server()
     with WireWorker(server.data) as worker:
         worker.join()
         exchange = Exchange(worker)
@@ -285,8 +285,8 @@ def test_parameters_that_come_along_are_counted_as_a_pull(start_server_process):
         assert status_of(server).bytes_out == 37 * 4
 
 
-def test_a_reply_is_what_the_generated_class_would_have_written(start_server_process):
-    with WireWorker(start_server_process().data, model=TWO_SMALL) as worker:
+def test_a_reply_is_what_the_generated_class_would_have_written(start_server):
+    with WireWorker(start_server().data, model=TWO_SMALL) as worker:
         worker.join(value=1.0)
         requests = [worker.push_request(0.5, shard_id, reply_codec=common.CODEC_BFLOAT16) for shard_id in (0, 1)]
         # One as the generated class writes it, one framed by hand.
@@ -302,12 +302,12 @@ def test_a_reply_is_what_the_generated_class_would_have_written(start_server_pro
             assert framing.join(header, payload) == raw
 
 
-def test_a_stream_that_stays_open_ends_with_the_server(start_server_process):
-    server = start_server_process("--drain-seconds", "5")
+def test_a_stream_that_stays_open_ends_with_the_server(start_server):
+    server = start_server("--drain-seconds", "5")
     with WireWorker(server.data) as worker:
         worker.join()
         exchange = Exchange(worker)
         assert exchange.ask(worker.push_request(1.0)).version == 1
-        assert server.terminate(20) == 0
+        assert server.stop() == 0
         assert refusal_of(next, exchange.replies)[0] in ("UNAVAILABLE", "CANCELLED")
     assert "Traceback" not in server.output()

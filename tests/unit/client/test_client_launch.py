@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pyps_client
 from pyps_client.launch import Launch, parse_servers
 from pyps_wire.errors import BadRequest
+from support import ROOT
 
 
 def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
@@ -40,14 +43,6 @@ def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
     )
 
 
-def test_an_argument_goes_before_the_environment_unless_it_is_none() -> None:
-    environment = {"PYPS_SERVERS": "a:1", "PYPS_RUN_ID": "theirs", "PYPS_WORKER_ID": "w"}
-
-    launch = Launch.from_environment("b:2", environment=environment, run_id="mine", worker_id=None)
-
-    assert (launch.servers, launch.run_id, launch.worker_id) == (("b:2",), "mine", "w")
-
-
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "run_id": ("mine", "theirs"),
     "worker_id": ("mine", "theirs"),
@@ -65,7 +60,10 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_every_argument_goes_before_its_variable_which_is_not_even_read() -> None:
+def test_every_argument_goes_before_its_variable_which_is_not_even_read_unless_it_is_none() -> None:
+    theirs = {"PYPS_SERVERS": "a:1", "PYPS_RUN_ID": "theirs", "PYPS_WORKER_ID": "w"}
+    launch = Launch.from_environment("b:2", environment=theirs, run_id="mine", worker_id=None)
+    assert (launch.servers, launch.run_id, launch.worker_id) == (("b:2",), "mine", "w")
     environment = {f"PYPS_{name.upper()}": theirs for name, (_, theirs) in ARGUMENTS.items()}
     environment |= {"PYPS_SERVERS": "no address", "PYPS_TOKEN_FILE": "/nowhere/token"}
     arguments = {name: mine for name, (mine, _) in ARGUMENTS.items()}
@@ -97,55 +95,45 @@ def test_the_token_is_not_printed() -> None:
     assert "secret" not in repr(Launch(servers=("a:1",), token="secret"))
 
 
-@pytest.mark.parametrize(
-    ("given", "parsed"),
-    [
+def test_addresses_are_read_or_refused_by_name() -> None:
+    for given, parsed in (
         ("host", ("host:7610",)),
         ("host:80,other:81,", ("host:80", "other:81")),
         (["[::1]:7610"], ("[::1]:7610",)),
-    ],
-)
-def test_addresses_are_read(given: str | list[str], parsed: tuple[str, ...]) -> None:
-    assert parse_servers(given) == parsed
-
-
-@pytest.mark.parametrize(
-    ("servers", "complaint"),
-    [
+    ):
+        assert parse_servers(given) == parsed
+    for servers, complaint in (
         ("", "No servers were named"),
         ("http://host:7610", "'http://host:7610' is malformed: expected host:port"),
         ("host:port", "'host:port' is malformed"),
         ("host:70000", "has port 70000; expected 1 to 65535"),
         ("::1", "'::1' is malformed"),
         ("a:1,b:2,a:1", "a:1 is listed twice"),
-    ],
-)
-def test_a_malformed_address_is_refused_by_name(servers: str, complaint: str) -> None:
-    with pytest.raises(BadRequest, match=complaint.replace("(", r"\(")):
-        parse_servers(servers)
+    ):
+        with pytest.raises(BadRequest, match=complaint):
+            parse_servers(servers)
 
 
-@pytest.mark.parametrize(
-    ("variable", "text", "complaint"),
-    [
-        ("PYPS_WORKER_INDEX", "two", "PYPS_WORKER_INDEX is 'two'; expected a whole number"),
-        ("PYPS_WORKER_INDEX", "4", "worker_index is 4 of 4 workers; expected 0 to 3"),
-        ("PYPS_WORKER_INDEX", "-1", "is -1; expected 0 or more"),
-        ("PYPS_START_WAIT_SECONDS", "-1", "start_wait_seconds is -1.0"),
-        ("PYPS_LOSS_WAIT_SECONDS", "nan", "loss_wait_seconds is nan"),
-        ("PYPS_WAIT_SECONDS", "-5", "wait_seconds is -5.0; expected a number of seconds, 0 or more"),
-        ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
-        ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
-        ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
-        ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
-        ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
-    ],
-)
-def test_a_wrong_variable_is_refused_by_name(variable: str, text: str, complaint: str) -> None:
-    environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
+WRONG = [
+    ("PYPS_WORKER_INDEX", "two", "PYPS_WORKER_INDEX is 'two'; expected a whole number"),
+    ("PYPS_WORKER_INDEX", "4", "worker_index is 4 of 4 workers; expected 0 to 3"),
+    ("PYPS_WORKER_INDEX", "-1", "is -1; expected 0 or more"),
+    ("PYPS_START_WAIT_SECONDS", "-1", "start_wait_seconds is -1.0"),
+    ("PYPS_LOSS_WAIT_SECONDS", "nan", "loss_wait_seconds is nan"),
+    ("PYPS_WAIT_SECONDS", "-5", "wait_seconds is -5.0; expected a number of seconds, 0 or more"),
+    ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
+    ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
+    ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
+    ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
+    ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
+]
 
-    with pytest.raises(BadRequest, match=complaint):
-        Launch.from_environment(environment=environment)
+
+def test_a_wrong_variable_is_refused_by_name() -> None:
+    for variable, text, complaint in WRONG:
+        environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
+        with pytest.raises(BadRequest, match=complaint):
+            Launch.from_environment(environment=environment)
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:
@@ -153,10 +141,14 @@ def test_an_unknown_setting_is_refused_by_name() -> None:
         Launch.from_environment("a:1", environment={}, runid="x")
 
 
-@pytest.mark.parametrize("text", ["first\nsecond", "gehe\u00efm", "a\x1bb"])
-def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    path.write_text(text, encoding="utf-8")
+    for text in ("first\nsecond", "gehe\u00efm", "a\x1bb"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(BadRequest, match="one line of printable ASCII"):
+            Launch.from_environment("localhost", token_file=path, environment={})
 
-    with pytest.raises(BadRequest, match="one line of printable ASCII"):
-        Launch.from_environment("localhost", token_file=path, environment={})
+
+def test_the_client_tells_servers_the_version_that_it_is_released_under() -> None:
+    project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    assert pyps_client.__version__ == project["version"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 
-from pyps_client.conversion import NUMPY, Converter
+from pyps_client.conversion import NUMPY
 from pyps_client.intake import Held, Intake
 from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
@@ -33,112 +35,82 @@ from pyps_wire.partition import Model, Tensor, partition
 MODEL = Model((Tensor("a", (10,)), Tensor("b", (2, 5)), Tensor("c", (30,)), Tensor("d", (14,))), shard_size=32)
 
 
-def frames_of(push: OutgoingPush, parts: object) -> list[tuple[PushRequest, memoryview]]:
+PLAN = partition(MODEL, num_servers=1)
+GRADIENT = [PAYLOAD_KIND_GRADIENT]
+
+
+def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> OutgoingPush:
+    """A push of the third gradient, computed on versions 5 and 6."""
+    codec = described.pop("codec", CODEC_FLOAT32)
+    versions = {0: 5, 1: 6}
+    settings = {"kinds": GRADIENT * len(vectors), "learning_rates": {}} | described
+    request = PushRequest(sequence=3, codec=codec)
+    return OutgoingPush(request, parts, vectors, base_versions=versions, newest_base_versions=versions, **settings)
+
+
+def frames_of(push: OutgoingPush, parts: Any) -> list[tuple[PushRequest, memoryview]]:
     """The messages of a push: headers and payloads."""
-    split_frames = [split(frame) for frame in push._frames(parts)]  # type: ignore[arg-type]
+    split_frames = [split(frame) for frame in push._frames(parts)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
-def test_all_present_means_whole_shards() -> None:
-    plan = partition(MODEL, num_servers=1)
-
-    for present in (None, [True] * 4):
-        parts = pushed_parts(plan, 0, present=present)
-        assert [shard for shard, _ in parts] == list(plan.of_server(0))
-        assert all(extents == () for _, extents in parts)
-
-
 def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apart_from_a_whole_one() -> None:
-    plan = partition(MODEL, num_servers=1)
-    assert [(s.offset, s.length) for s in plan.of_server(0)] == [(0, 32), (32, 32)]
+    assert [(s.offset, s.length) for s in PLAN.of_server(0)] == [(0, 32), (32, 32)]
 
     def extents(*present: bool) -> list[tuple[tuple[int, int], ...] | None]:
-        return [extents for _, extents in pushed_parts(plan, 0, present=present)]
+        parts = pushed_parts(PLAN, 0, present=present or None)
+        assert [shard for shard, _ in parts] == list(PLAN.of_server(0))
+        return [extents for _, extents in parts]
 
+    assert extents() == extents(True, True, True, True) == [(), ()]
     assert extents(True, True, False, False) == [((0, 20),), None]
     assert extents(True, False, True, False) == [((0, 10), (20, 12)), ((0, 18),)]
     assert extents(True, True, True, False) == [(), ((0, 18),)]
     assert extents(False, False, False, False) == [None, None]
 
 
-@pytest.mark.parametrize(("codec", "dtype"), [(CODEC_FLOAT32, np.float32), (CODEC_FLOAT16, np.float16)])
-def test_frames_hold_the_present_numbers_only(codec: int, dtype: type) -> None:
-    plan = partition(MODEL, num_servers=1)
-    vector = np.arange(64, dtype=dtype)
-    parts = pushed_parts(plan, 0, present=[True, False, True, False])
-    versions = {0: 5, 1: 6}
-    push = OutgoingPush(
-        PushRequest(sequence=3, codec=codec),
-        parts,
-        [vector],
-        base_versions=versions,
-        newest_base_versions=versions,
-        kinds=[PAYLOAD_KIND_DELTA],
-        learning_rates={},
-    )
+def test_frames_hold_the_present_numbers_only() -> None:
+    parts = pushed_parts(PLAN, 0, present=[True, False, True, False])
+    for codec, dtype in ((CODEC_FLOAT32, np.float32), (CODEC_FLOAT16, np.float16)):
+        push = push_of(parts, [np.arange(64, dtype=dtype)], codec=codec, kinds=[PAYLOAD_KIND_DELTA])
 
-    frames = frames_of(push, parts)
+        headers, payloads = zip(*frames_of(push, parts), strict=True)
 
-    headers = [header for header, _ in frames]
-    assert [(h.shard_id, h.base_version, h.sequence) for h in headers] == [(0, 5, 3), (1, 6, 3)]
-    assert [(e.offset, e.length) for e in headers[0].extents] == [(0, 10), (20, 12)]
-    assert {(h.kind, h.num_shards, h.HasField("learning_rate")) for h in headers} == {(PAYLOAD_KIND_DELTA, 2, False)}
-    np.testing.assert_array_equal(np.frombuffer(frames[0][1], dtype), [*range(10), *range(20, 32)])
-    np.testing.assert_array_equal(np.frombuffer(frames[1][1], dtype), range(32, 50))
+        assert [(h.shard_id, h.base_version, h.sequence) for h in headers] == [(0, 5, 3), (1, 6, 3)]
+        assert [(e.offset, e.length) for e in headers[0].extents] == [(0, 10), (20, 12)]
+        assert {(h.kind, h.num_shards, h.HasField("learning_rate")) for h in headers} == {
+            (PAYLOAD_KIND_DELTA, 2, False)
+        }
+        np.testing.assert_array_equal(np.frombuffer(payloads[0], dtype), [*range(10), *range(20, 32)])
+        np.testing.assert_array_equal(np.frombuffer(payloads[1], dtype), range(32, 50))
 
 
-@pytest.mark.parametrize("converter", [NUMPY, TorchConverter()])
-@pytest.mark.parametrize("codec", [CODEC_FLOAT16, CODEC_BFLOAT16])
-def test_float32_is_converted_as_frames_are_made(codec: int, converter: Converter) -> None:
-    plan = partition(MODEL, num_servers=1)
-    vector = np.random.default_rng(0).standard_normal(64).astype(np.float32)
-    parts = pushed_parts(plan, 0, present=[True, False, True, True])
-    versions = {0: 5, 1: 6}
-    push = OutgoingPush(
-        *(PushRequest(sequence=3, codec=codec), parts, [vector]),
-        base_versions=versions,
-        newest_base_versions=versions,
-        kinds=[PAYLOAD_KIND_GRADIENT],
-        learning_rates={},
-        converter=converter,
-    )
-    words = np.frombuffer(encode(vector, codec), np.uint16)
-    payloads = [np.frombuffer(payload, np.uint16) for _, payload in frames_of(push, parts)]
-    np.testing.assert_array_equal(payloads[0], [*words[:10], *words[20:32]])
-    np.testing.assert_array_equal(payloads[1], words[32:])
-    # The norm is that of what travels, whoever converts it.
-    kinds = [PAYLOAD_KIND_GRADIENT]
-    norm = norm_of(parts, [vector], codec=codec, kinds=kinds, converter=converter)
-    assert norm == norm_of(parts, [words.view(dtype_of(codec))], codec=codec, kinds=kinds)
+def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
+    random = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    parts = pushed_parts(PLAN, 0, present=[True, False, True, True])
+    for codec, converter in product([CODEC_FLOAT16, CODEC_BFLOAT16], [NUMPY, TorchConverter()]):
+        words = np.frombuffer(encode(random, codec), np.uint16)
+        frames = frames_of(push_of(parts, [random], codec=codec, converter=converter), parts)
+        payloads = [np.frombuffer(payload, np.uint16) for _, payload in frames]
+        np.testing.assert_array_equal(payloads[0], [*words[:10], *words[20:32]])
+        np.testing.assert_array_equal(payloads[1], words[32:])
+        # The norm is that of what travels, whoever converts it.
+        norm = norm_of(parts, [random], codec=codec, kinds=GRADIENT, converter=converter)
+        assert norm == norm_of(parts, [words.view(dtype_of(codec))], codec=codec, kinds=GRADIENT)
 
-
-@pytest.mark.parametrize("converter", [NUMPY, TorchConverter()])
-@pytest.mark.parametrize("codec", [CODEC_FLOAT16, CODEC_BFLOAT16])
-def test_what_comes_in_halves_is_written_into_float32(codec: int, converter: Converter) -> None:
-    plan = partition(MODEL, num_servers=1)
-    vector = np.full(64, 9.0, np.float32)
-    intake = Intake([vector], Held(plan.of_server(0)), codec=codec, name="server 0", converter=converter)
-    sent = np.arange(32, dtype=np.float32)
-    intake.write(1, codec, encode(sent, codec))
-    np.testing.assert_array_equal(vector, [*[9.0] * 32, *sent])
-    with pytest.raises(WrongSize, match="sent 62 bytes of parameters of shard 0; expected 64"):
-        intake.write(0, codec, encode(sent[1:], codec))
+        vector = np.full(64, 9.0, np.float32)
+        intake = Intake([vector], Held(PLAN.of_server(0)), codec=codec, name="server 0", converter=converter)
+        sent = np.arange(32, dtype=np.float32)
+        intake.write(1, codec, encode(sent, codec))
+        np.testing.assert_array_equal(vector, [*[9.0] * 32, *sent])
+        with pytest.raises(WrongSize, match="sent 62 bytes of parameters of shard 0; expected 64"):
+            intake.write(0, codec, encode(sent[1:], codec))
 
 
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
-    model = Model((Tensor("a", (10,)), Tensor("b", (4,), group=1)))
-    plan = partition(model, num_servers=1)
+    plan = partition(Model((Tensor("a", (10,)), Tensor("b", (4,), group=1))), num_servers=1)
     parts = pushed_parts(plan, 0, present=[False, True])
-    vectors = [np.zeros(10, np.float32), np.ones(4, np.float32)]
-    push = OutgoingPush(
-        PushRequest(sequence=1, codec=CODEC_FLOAT32),
-        parts,
-        vectors,
-        base_versions={0: 0, 1: 0},
-        newest_base_versions={0: 0, 1: 0},
-        kinds=[PAYLOAD_KIND_GRADIENT] * 2,
-        learning_rates={0: 0.5},
-    )
+    push = push_of(parts, [np.zeros(10, np.float32), np.ones(4, np.float32)], learning_rates={0: 0.5})
 
     (absent, nothing), (whole, numbers) = frames_of(push, parts)
 
@@ -147,28 +119,21 @@ def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same(
     assert (whole.kind, numbers.nbytes, whole.HasField("learning_rate")) == (PAYLOAD_KIND_GRADIENT, 16, False)
 
 
-@pytest.mark.parametrize("codec", [CODEC_FLOAT32, CODEC_FLOAT16, CODEC_BFLOAT16])
-def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors(codec: int) -> None:
+def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors() -> None:
     model = Model((Tensor("a", (3,)), Tensor("b", (2,)), Tensor("c", (2,), group=1)))
     plan = partition(model, num_servers=2)
-    present = [True, False, True]
+    parts = [part for server in range(2) for part in pushed_parts(plan, server, present=[True, False, True])]
     numbers = [np.array([1, 2, 4, 100, 100], np.float32), np.array([8, 8], np.float32)]
-    vectors = [np.frombuffer(encode(values, codec), dtype_of(codec)) for values in numbers]
-    parts = [part for server in range(2) for part in pushed_parts(plan, server, present=present)]
-
-    both = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT] * 2)
-    first = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA])
-
-    assert both == pytest.approx(math.sqrt(1 + 4 + 16 + 64 + 64))
-    assert first == pytest.approx(math.sqrt(21))
-
-
-def test_the_norm_of_large_numbers_does_not_overflow() -> None:
+    for codec in (CODEC_FLOAT32, CODEC_FLOAT16, CODEC_BFLOAT16):
+        vectors = [np.frombuffer(encode(values, codec), dtype_of(codec)) for values in numbers]
+        both = norm_of(parts, vectors, codec=codec, kinds=GRADIENT * 2)
+        first = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA])
+        assert both == pytest.approx(math.sqrt(1 + 4 + 16 + 64 + 64))
+        assert first == pytest.approx(math.sqrt(21))
+    # Nor do squares of large numbers overflow.
     plan = partition(Model((Tensor("a", (2,)),)), num_servers=1)
-    vector = np.array([3e30, 4e30], np.float32)
-
-    norm = norm_of(pushed_parts(plan, 0, present=None), [vector], codec=CODEC_FLOAT32, kinds=[PAYLOAD_KIND_GRADIENT])
-
+    large = [np.array([3e30, 4e30], np.float32)]
+    norm = norm_of(pushed_parts(plan, 0, present=None), large, codec=CODEC_FLOAT32, kinds=GRADIENT)
     assert norm == pytest.approx(5e30)
 
 
@@ -176,7 +141,6 @@ def test_vectors_are_never_converted_silently() -> None:
     float32 = np.dtype(np.float32)
     good = np.zeros(64, np.float32)
     check_vectors([good], MODEL, float32, what="pushed gradient")
-
     for bad, complaint in [
         ([], "0 vectors were given for 1 parameter groups"),
         ([good[:-1]], r"group 0 is float32\[63\]; expected float32\[64\]"),
@@ -201,16 +165,8 @@ class LosingChannel:
 
 def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None:
     """Under one mutex for the model the server waits for so many."""
-    parts = pushed_parts(partition(MODEL, num_servers=1), 0, present=None)
-    push = OutgoingPush(
-        PushRequest(sequence=3, codec=CODEC_FLOAT32),
-        parts,
-        [np.zeros(64, np.float32)],
-        base_versions={0: 0, 1: 0},
-        newest_base_versions={0: 0, 1: 0},
-        kinds=[PAYLOAD_KIND_GRADIENT],
-        learning_rates={},
-    )
+    parts = pushed_parts(PLAN, 0, present=None)
+    push = push_of(parts, [np.zeros(64, np.float32)])
     channel = LosingChannel()
     with pytest.raises(LinkLost, match="1 shards were left"):
         push(channel, threading.Event())  # type: ignore[arg-type]

@@ -16,12 +16,14 @@ from pyps_wire.work_pb2 import DataSpec, LeaseReply
 DATA = DataSpec(name="train", num_examples=10, portion_examples=5, batch_size=1)
 
 
-def opened(wait_seconds: float = 60.0):
-    """A queue with two portions, a session of its worker "a", and that one's view of it."""
+def opened(wait_seconds: float = 60.0, *, taken: bool = False):
+    """A queue with two portions, taken by "b" or not, a session of its worker "a", and that one's view of it."""
     work = queue()
     session = QueueSession(work, "a", wait_seconds=wait_seconds)
     remote = RemoteQueue(session)
     remote.open(DATA)
+    for _ in range(2 * taken):
+        work.lease("b", 1, pass_=0, now=0.0)
     return work, session, remote
 
 
@@ -53,36 +55,21 @@ def test_a_delivery_ends_a_lease_and_may_be_said_again() -> None:
     assert work.progress(0.0).done == 1
 
 
-def test_without_a_wait_the_answer_is_that_there_is_nothing() -> None:
-    work, _, remote = opened()
-    for _ in range(2):
-        work.lease("b", 1, pass_=0, now=0.0)
+def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_nothing() -> None:
+    work, _, remote = opened(taken=True)
     assert remote.lease(pass_number=0, wait=False).outcome == LeaseReply.OUTCOME_NOTHING_NOW
-
-
-def test_a_wait_ends_with_the_portion_that_came_free() -> None:
-    work, _, remote = opened()
-    for _ in range(2):
-        work.lease("b", 1, pass_=0, now=0.0)
     timer = threading.Timer(0.1, lambda: work.release("b", now=0.0, lost=True))
     timer.start()
     assert remote.lease(pass_number=0).outcome == LeaseReply.OUTCOME_LEASED
     timer.join()
 
 
-def test_a_wait_ends_at_its_deadline_naming_the_setting() -> None:
-    work, _, remote = opened(wait_seconds=0.1)
-    for _ in range(2):
-        work.lease("b", 1, pass_=0, now=0.0)
+def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeypatch) -> None:
+    monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
+    _, _, remote = opened(wait_seconds=0.1, taken=True)
     with pytest.raises(WaitTimedOut, match="Raise wait_seconds"):
         remote.lease(pass_number=0)
-
-
-def test_a_wait_ends_with_the_run(monkeypatch) -> None:
-    monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
-    work, session, remote = opened()
-    for _ in range(2):
-        work.lease("b", 1, pass_=0, now=0.0)
+    _, session, remote = opened(taken=True)
     session.finished = True
     with pytest.raises(RunFinished, match="The run is over"):
         remote.lease(pass_number=0)
