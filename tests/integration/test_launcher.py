@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.numpy import load_file
+from typer.testing import CliRunner
 
+from pyps.cli.main import app
+from pyps.config import ConfigError
+from pyps_wire.errors import PypsError
 from support import ROOT, PythonProcess, wait_until
 
 Start = Callable[..., PythonProcess]
@@ -58,48 +62,61 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
     assert output.endswith("| The model was not kept: add --checkpoint-dir FOLDER.\n")
 
 
-def test_verbose_shows_what_the_servers_say(start_python: Start) -> None:
-    launcher = run(start_python, "--servers", "2", "--verbose", code="print('trained')")
+def test_verbose_shows_what_the_servers_say_and_each_keeps_an_update_log_of_its_own(
+    start_python: Start, tmp_path: Path
+) -> None:
+    flags = ("--clip-norm", "1", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
+    logs = ("--update-log", str(tmp_path), "--log-gradients", "--stall-seconds", "20")
+    launcher = run(start_python, "--servers", "2", "--verbose", *flags, *logs, code="print('trained')")
 
-    assert launcher.wait() == 0
+    assert launcher.wait() == 0, launcher.output()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["server-0", "server-1"]
     for name in ("server-0", "server-1"):
         assert re.search(rf"^{name} \|   data +127\.0\.0\.1:\d+$", launcher.output(), re.M)
 
 
-def test_the_last_line_is_the_command_that_exports_the_model(start_python: Start, tmp_path: Path) -> None:
+def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
+    start_python: Start, tmp_path: Path
+) -> None:
     code = (
-        "import numpy, pyps_client\n"
-        "with pyps_client.Client({'w': numpy.full(4096, 7, numpy.float32)}) as client: client.pull()\n"
+        "import numpy, os, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.zeros(4096, numpy.float32)}) as client:\n"
+        "    print('run', os.environ['PYPS_RUN_ID'], 'w', client.pull()['w'][0])\n"
+        "    client.push({'w': numpy.ones(4096, numpy.float32)})\n"
     )
     folder = tmp_path / "my checkpoints"
-    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=code)
-    assert launcher.wait() == 0
-    command = shlex.split(launcher.output().splitlines()[-1].partition("The model was kept: ")[2])
-    assert command[:3] == ["pyps", "export", "model.safetensors"]
-    assert command[3:] == ["--checkpoint", str(folder)]
-
+    flags = ("--servers", "2", "--checkpoint-dir", str(folder))
+    first = run(start_python, *flags, "--run-id", "mine", code=code)
+    assert first.wait() == 0
+    assert "run mine w 0.0" in first.output()
+    command = shlex.split(first.output().splitlines()[-1].partition("The model was kept: ")[2])
+    assert command == ["pyps", "export", "model.safetensors", "--checkpoint", str(folder)]
     model = tmp_path / command[2]
     export = start_python("-m", *command[:2], str(model), *command[3:])
-
     assert export.wait() == 0, export.output()
-    assert (load_file(model)["w"] == 7).all()
+    exported = load_file(model)["w"]
+    assert exported.shape == (4096,) and (exported == exported[0]).all() and exported[0] < 0
+
+    second = run(start_python, *flags, "--resume", code=code)
+
+    assert second.wait() == 0
+    assert f"run mine w {exported[0]!s}\n" in second.output()
 
 
-def test_a_folder_without_a_model_is_not_said_to_hold_one(start_python: Start, tmp_path: Path) -> None:
-    launcher = run(start_python, "--checkpoint-dir", str(tmp_path), code="print('trained nothing')")
-
-    assert launcher.wait() == 0
-    assert f"No model was kept in {tmp_path}: the servers held none yet." in launcher.output()
-
-
-def test_flags_behind_the_workers_program_are_the_workers(start_python: Start, tmp_path: Path) -> None:
+def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_is_not_said_to_hold_one(
+    start_python: Start, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import sys; print('arguments', sys.argv[1:])")
+    script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])")
 
-    launcher = start_python("-m", "pyps", "run", "python", str(script), "--workers", "7", "--lr", "1")
+    flags = ("--checkpoint-dir", str(tmp_path))
+    # Its variable is no setting, and yet none's misspelling.
+    command = ("run", *flags, "python", str(script), "--workers", "7", "--lr", "1")
+    launcher = start_python("-m", "pyps", *command, env={"PYPS_MY_DATA": "a folder"})
 
     assert launcher.wait() == 0
-    assert "worker-0 | arguments ['--workers', '7', '--lr', '1']" in launcher.output()
+    assert "worker-0 | a folder ['--workers', '7', '--lr', '1']" in launcher.output()
+    assert f"No model was kept in {tmp_path}: the servers held none yet." in launcher.output()
 
 
 def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: Start, tmp_path: Path) -> None:
@@ -164,20 +181,13 @@ def test_nothing_outlives_a_launcher_that_was_killed(start_python: Start) -> Non
 
 def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: Start) -> None:
     launcher = run(start_python, "--servers", "3", code=WAITING)
-    wait_until(lambda: servers_of(launcher), 20, "the first server")
+    wait_until(lambda: servers_of(launcher), what="the first server")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
 
     launcher.signal(signal.SIGINT)
 
     assert launcher.wait() == 128 + signal.SIGINT
     assert_gone(everybody)
-
-
-def test_an_absurd_number_of_servers_is_refused(start_python: Start) -> None:
-    launcher = run(start_python, "--servers", "100000", code=WAITING)
-
-    assert launcher.wait() == 2
-    assert "less than or equal to 64" in launcher.output()
 
 
 def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Start) -> None:
@@ -188,15 +198,14 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Star
         "    for _ in range(3): client.pull(); client.push({'w': numpy.ones(8, numpy.float32)}, examples=1)\n"
         "print('trained')\n"
     )
-    for protocol in ("hardsync", "serial"):
-        launcher = run(start_python, "--servers", "2", "--workers", "3", "--protocol", protocol, code=code)
-        assert launcher.wait() == 1
-        assert launcher.output().count("| trained") == 2
-        assert re.search(
-            r"worker-1 ended with status 3 after .* s; 2 of 3 workers go on without it: it never joined, and the"
-            r" servers expect it no more\.",
-            launcher.output(),
-        )
+    launcher = run(start_python, "--workers", "3", "--protocol", "hardsync", code=code)
+    assert launcher.wait() == 1
+    assert launcher.output().count("| trained") == 2
+    assert re.search(
+        r"worker-1 ended with status 3 after .* s; 2 of 3 workers go on without it: it never joined, and the"
+        r" servers expect it no more\.",
+        launcher.output(),
+    )
 
 
 def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
@@ -209,6 +218,13 @@ def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
     assert launcher.wait() == 1
     assert re.search(r"server-\d was killed by SIGKILL: the run cannot go on", launcher.output())
     assert_gone(everybody)
+
+
+def test_an_absurd_number_of_servers_is_refused() -> None:
+    result = CliRunner().invoke(app, ["run", "--servers", "100000", "--", "python", "-c", WAITING])
+
+    assert result.exit_code == 2
+    assert "less than or equal to 64" in result.output
 
 
 def test_a_command_that_does_not_exist_is_named(start_python: Start) -> None:
@@ -229,55 +245,33 @@ def test_a_server_that_cannot_start_is_shown_with_its_reason(start_python: Start
     assert len(closing) == 1 and "ended with status 2 before it served" in closing[0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def refusal(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """Why the command does not even begin, in one line."""
+    result = CliRunner().invoke(app, [command, *arguments], env=env)
+    assert isinstance(result.exception, ConfigError | PypsError), (arguments, result.output)
+    [line] = str(result.exception).splitlines()
+    return line
+
+
+def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: Start) -> None:
+    for flags, message in (
         (("--optimizer", "nonesuch:learning_rate=1"), "'nonesuch' is unknown"),
         (("--optimizer", "adam:amsgrad=true"), "adam has no setting 'amsgrad'"),
         (("--schedule", "cosine"), "schedule 'cosine' needs length=..."),
         (("--servers", "2", "--protocol", "asgd:mutex=whole"), "needs one server, and the run has 2"),
         (("--workers", "2", "--protocol", "backup:b=2"), "leaves nobody of 2 workers to wait for"),
         (("--log-gradients",), "give --update-log too"),
-        (("--clip-norm", "-1"), "the flag --clip-norm is -1.0"),
-    ],
-)
-def test_what_servers_would_refuse_is_refused_before_any_starts(
-    start_python: Start, flags: tuple[str, ...], message: str
-) -> None:
-    launcher = run(start_python, *flags, code=WAITING)
-
+        (("--replicas", "100", "--parts", "100"), "are 10000 processes, but at most 256 are started on one machine"),
+    ):
+        assert message in refusal("run", *flags, "--", "python", "-c", WAITING), flags
+    # As people see it.
+    launcher = run(start_python, "--clip-norm", "-1", code=WAITING)
     assert launcher.wait() == 2
-    assert message in launcher.output()
-    assert len(launcher.output().splitlines()) == 1
+    [line] = launcher.output().splitlines()
+    assert "the flag --clip-norm is -1.0" in line
 
 
-def test_each_server_keeps_an_update_log_of_its_own(start_python: Start, tmp_path: Path) -> None:
-    flags = ("--clip-norm", "1", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
-    logs = ("--update-log", str(tmp_path), "--log-gradients", "--stall-seconds", "20")
-    launcher = run(start_python, "--servers", "2", *flags, *logs, code="pass")
-
-    assert launcher.wait() == 0, launcher.output()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["server-0", "server-1"]
-
-
-def test_a_resumed_job_trains_the_run_of_its_checkpoint(start_python: Start, tmp_path: Path) -> None:
-    code = (
-        "import numpy, os, pyps_client\n"
-        "with pyps_client.Client({'w': numpy.zeros(8, numpy.float32)}) as client:\n"
-        "    print('run', os.environ['PYPS_RUN_ID'], 'w', client.pull()['w'][0])\n"
-        "    client.push({'w': numpy.ones(8, numpy.float32)})\n"
-    )
-    flags = ("--checkpoint-dir", str(tmp_path))
-    first = run(start_python, *flags, "--run-id", "mine", code=code)
-    assert first.wait() == 0
-    assert "run mine w 0.0" in first.output()
-
-    second = run(start_python, *flags, "--resume", code=code)
-
-    assert second.wait() == 0
-    assert re.search(r"run mine w -0\.0[45]", second.output()), second.output()
-
-
+@pytest.mark.extended
 def test_three_workers_finish_after_the_fourth_was_killed(start_python: Start) -> None:
     script = str(ROOT / "examples" / "digits.py")
     launcher = start_python(
@@ -296,29 +290,12 @@ def test_three_workers_finish_after_the_fourth_was_killed(start_python: Start) -
         assert re.search(rf"^{name} \| held-out accuracy 0\.9[5-9]", output, re.M), output
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "complaint"),
-    [
+def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
+    for variable, value, complaint in (
         ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
         ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
         ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
         ("PYPS_TRANSPROT", "grpc", "PYPS_TRANSPROT in the environment is no setting: did you mean PYPS_TRANSPORT?"),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "demo"])
-def test_a_misspelt_variable_is_refused_before_anything_starts(
-    start_python: Start, command: str, variable: str, value: str, complaint: str
-) -> None:
-    rest = ("--", "python", "-c", "print('started')") if command == "run" else ()
-    launcher = start_python("-m", "pyps", command, *rest, env={variable: value})
-
-    assert launcher.wait() == 2
-    [line] = launcher.output().splitlines()
-    assert complaint in line
-
-
-def test_a_variable_of_the_workers_own_is_left_alone(start_python: Start) -> None:
-    launcher = run(start_python, code="import os; print(os.environ['PYPS_MY_DATA'])", env={"PYPS_MY_DATA": "a folder"})
-
-    assert launcher.wait() == 0
-    assert "worker-0 | a folder" in launcher.output()
+    ):
+        assert complaint in refusal("run", "--", "python", "-c", WAITING, env={variable: value})
+        assert complaint in refusal("demo", env={variable: value})

@@ -8,27 +8,27 @@ from cut_model import CUT
 from inspection import inspect
 from pyps.cli.expectations import Expectations
 from pyps_wire import inspector_pb2 as pb
-from support import ServerProcess
+from support import ServerThread
 from wire_replica import new_life
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 NUM_SERVERS = 2
 
 
-def start_servers(start_server_process: Start) -> list[ServerProcess]:
+def start_servers(start_server: Start) -> list[ServerThread]:
     flags = ("--run-id", "run-1", "--expected-workers", "2", "--protocol", "hardsync")
-    return [start_server_process(*flags) for _ in range(NUM_SERVERS)]
+    return [start_server(*flags) for _ in range(NUM_SERVERS)]
 
 
-def missing(server: ServerProcess) -> int:
+def missing(server: ServerThread) -> int:
     """How many workers the server waits for and has not seen push."""
     reply: pb.Status = inspect(server.control, "GetStatus")
     return reply.workers_missing
 
 
-def test_a_replica_that_one_server_saw_did_join(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process)
+def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
+    servers = start_servers(start_server)
     expectations = Expectations(2)
     process = WireWorker(servers[0].data, "replica-0/0", model=CUT, num_servers=NUM_SERVERS)
     process.sender.incarnation = new_life()
@@ -41,8 +41,8 @@ def test_a_replica_that_one_server_saw_did_join(start_server_process: Start) -> 
     assert [missing(server) for server in servers] == [2, 1]
 
 
-def test_a_replica_that_no_server_saw_never_joined(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process)
+def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:
+    servers = start_servers(start_server)
     expectations = Expectations(2)
     addresses = [server.control for server in servers]
 
@@ -51,12 +51,12 @@ def test_a_replica_that_no_server_saw_never_joined(start_server_process: Start) 
     assert [missing(server) for server in servers] == [1, 1]
 
 
-def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process)
+def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server: Start) -> None:
+    servers = start_servers(start_server)
     addresses = [server.control for server in servers]
-    servers[0].kill()
+    servers[0].stop()
 
     assert Expectations(2).lower("replica-0", addresses)
 
-    servers[1].kill()
+    servers[1].stop()
     assert not Expectations(2).lower("replica-0", addresses)
