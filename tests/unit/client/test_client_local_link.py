@@ -70,26 +70,24 @@ def test_requests_are_framed_and_replies_may_come_in_pieces(ends: tuple[LocalLin
         assert asking.result(20) == reply
 
 
-@pytest.mark.parametrize(
-    ("status", "name", "error"),
-    [
-        ("FAILED_PRECONDITION", "UnknownWorker", UnknownWorker),
-        ("DEADLINE_EXCEEDED", "WaitTimedOut", WaitTimedOut),
-        ("RESOURCE_EXHAUSTED", "LimitExceeded", Busy),
-        ("UNAVAILABLE", "ServerUnavailable", LocalLost),
-        ("INTERNAL", "", PypsError),
-    ],
-)
-def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(
-    ends: tuple[LocalLink, socket.socket], status: str, name: str, error: type[Exception]
-) -> None:
+REFUSALS: list[tuple[str, str, type[Exception]]] = [
+    ("FAILED_PRECONDITION", "UnknownWorker", UnknownWorker),
+    ("DEADLINE_EXCEEDED", "WaitTimedOut", WaitTimedOut),
+    ("RESOURCE_EXHAUSTED", "LimitExceeded", Busy),
+    ("INTERNAL", "", PypsError),
+    ("UNAVAILABLE", "ServerUnavailable", LocalLost),
+]
+
+
+def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(ends: tuple[LocalLink, socket.socket]) -> None:
     link, far = ends
-    far.sendall(framed(refusal(status, name)))
-    with pytest.raises(error, match="no"):
-        ask(link)
-    if error is not LocalLost:
-        far.sendall(framed(PULLED))
-        assert ask(link) == PULLED
+    for status, name, error in REFUSALS:
+        far.sendall(framed(refusal(status, name)))
+        with pytest.raises(error, match="no"):
+            ask(link)
+        if error is not LocalLost:
+            far.sendall(framed(PULLED))
+            assert ask(link) == PULLED
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x05\0", LENGTH.pack(3) + b"\xff\xff\xff"])

@@ -6,49 +6,14 @@ import pytest
 
 from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client.peers import ALONE, agreed, led, own_partition
-from pyps_client.servers import contacts_of
 from pyps_client.standing import Standing
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
-from pyps_wire.errors import BadRequest, ModelMismatch, PypsError, ReplicaLost, Superseded
+from pyps_wire.errors import BadRequest
 from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.partition import Model, Tensor, partition
 
 # Part 0 fills server 0, part 1 server 1; with three servers the last holds nothing.
 MODEL = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)
-
-
-def failure_of(call: object) -> tuple[str, str]:
-    """The class and the message of what a call raises."""
-    with pytest.raises(PypsError) as caught:
-        call()  # type: ignore[operator]
-    return type(caught.value).__name__, str(caught.value)
-
-
-def test_the_leaders_result_and_error_are_everybodys() -> None:
-    asked: list[int] = []
-
-    def ask(peers: ThreadPeers) -> str:
-        asked.append(peers.index)
-        return f"said by {peers.index}"
-
-    def refuse() -> None:
-        raise ModelMismatch("another model")
-
-    assert on_all(Meeting("r", 3), lambda peers: led(peers, lambda: ask(peers))) == ["said by 0"] * 3
-    assert asked == [0]
-    failures = on_all(Meeting("r", 2), lambda peers: failure_of(lambda: led(peers, refuse)))
-    assert failures == [("ModelMismatch", "another model")] * 2
-
-
-def test_an_error_of_one_process_is_raised_on_all_and_the_first_one_where_there_are_two() -> None:
-    def act(peers: ThreadPeers) -> int:
-        if peers.index > 0:
-            raise Superseded(f"process {peers.index} was superseded")
-        return 7
-
-    failures = on_all(Meeting("r", 3), lambda peers: failure_of(lambda: agreed(peers, lambda: act(peers))))
-    assert failures == [("Superseded", "process 1 was superseded")] * 3
-    assert on_all(Meeting("r", 2), lambda peers: agreed(peers, lambda: peers.index)) == [0, 1]
 
 
 def test_a_worker_of_one_process_gets_its_own_result_and_its_own_error() -> None:
@@ -62,26 +27,6 @@ def test_a_worker_of_one_process_gets_its_own_result_and_its_own_error() -> None
         with pytest.raises(BadRequest) as caught:
             way(ALONE, refuse)
         assert caught.value is error
-
-
-def test_whoever_waits_for_a_process_that_is_gone_learns_of_it() -> None:
-    def act(peers: ThreadPeers) -> None:
-        if peers.index == 1:
-            raise ZeroDivisionError
-        peers.gather("here")
-
-    with pytest.raises(ReplicaLost, match="process 0 of r lost another"):
-        on_all(Meeting("r", 2), act)
-
-
-def test_a_process_has_to_do_with_server_0_and_its_own_and_the_leader_with_those_of_nobody() -> None:
-    whole = partition(MODEL, num_servers=3)
-    holders = [shard.server_index for shard in whole.shards]
-    assert holders == [0, 1], "server 2 holds nothing"
-
-    assert contacts_of(whole, whole, leads=True) == [0, 1, 2]
-    assert contacts_of(whole.of_parts([0]), whole, leads=True) == [0, 2]
-    assert contacts_of(whole.of_parts([1]), whole, leads=False) == [0, 1]
 
 
 def test_of_several_processes_each_names_its_parts() -> None:

@@ -62,26 +62,19 @@ class Worker:
 
 
 def test_a_push_and_a_pull_of_one_step_are_one_exchange() -> None:
-    worker = Worker()
-    for value in (1.0, 2.0):
-        worker.step(value)
+    for setting, events in (
+        ({}, ["exchange"] * 6),
+        ({"push_every": 2, "pull_every": 3}, ["push", "pull", "push", "exchange"]),
+        # In a round that others complete the worker pulls after it, and so waits.
+        ({"session_has": {"pull_needed": True}}, ["exchange", "pull"] * 6),
+    ):
+        worker = Worker(**setting)
+        for _ in range(6):
+            worker.step(1.0)
+        assert worker.session.events == ["pull", *events]
         assert worker.weight == worker.served
-    assert worker.session.events == ["pull", "exchange", "exchange"]
-    assert [(pushed.base_version, pushed.newest_base_version) for pushed in worker.session.pushes] == [(0, 0), (1, 1)]
-
-
-def test_only_the_steps_that_push_and_pull_exchange() -> None:
-    worker = Worker(push_every=2, pull_every=3)
-    for _ in range(6):
-        worker.step(1.0)
-    assert worker.session.events == ["pull", "push", "pull", "push", "exchange"]
-
-
-def test_after_an_exchange_in_a_round_that_others_complete_the_worker_pulls_and_so_waits() -> None:
-    worker = Worker(session_has={"pull_needed": True})
-    worker.step(1.0)
-    assert worker.session.events == ["pull", "exchange", "pull"]
-    assert worker.weight == worker.served
+        if not setting:
+            assert [pushed.base_version for pushed in worker.session.pushes] == list(range(6))
 
 
 def test_a_grant_that_an_exchange_first_asks_for_is_followed_by_a_pull() -> None:
@@ -107,36 +100,17 @@ def test_an_exchange_that_fails_leaves_no_gradient_behind() -> None:
     assert worker.pushed == [[2, 2, 2]]
 
 
-def test_gradients_made_zero_in_place_are_computed_where_they_are_pushed_from() -> None:
+def test_gradients_are_computed_where_they_are_pushed_from_once_made_zero_in_place() -> None:
     worker = Worker()
-    worker.step(1.0, zero=True)
-    # There was none to be made zero.
-    assert not worker.lies_in_place
-    for value in (2.0, 3.0):
-        worker.step(value, zero=True)
-        assert worker.lies_in_place
-    assert worker.pushed == [[1] * 3, [2] * 3, [3] * 3]
+    # There is none to be made zero; two that are; one that goes on adding up; one set to None, and so copied.
+    ways = ((1.0, True, False), (2.0, True, True), (3.0, True, True), (4.0, None, True), (5.0, False, False))
+    for value, zero, in_place in ways:
+        worker.step(value, zero=zero)
+        assert worker.lies_in_place == in_place, value
+    assert worker.pushed == [[1] * 3, [2] * 3, [3] * 3, [7] * 3, [5] * 3]
 
 
-def test_gradients_that_nobody_makes_zero_go_on_adding_up_as_in_torch() -> None:
-    worker = Worker()
-    worker.step(1.0)
-    worker.step(2.0, zero=True)
-    worker.step(4.0, zero=None)
-    worker.step(8.0, zero=None)
-    assert worker.pushed == [[1] * 3, [2] * 3, [6] * 3, [14] * 3]
-
-
-def test_gradients_set_to_none_are_none_and_the_next_ones_are_copied() -> None:
-    worker = Worker()
-    worker.step(1.0)
-    worker.step(2.0, zero=True)
-    worker.step(4.0, zero=False)
-    assert not worker.lies_in_place
-    assert worker.pushed[-1] == [4] * 3
-
-
-@pytest.mark.parametrize("zeros", [[True] * 8, [True, None] * 4, [False, True, None, True] * 2])
+@pytest.mark.parametrize("zeros", [[True, None] * 4, [False, True, None, True] * 2])
 def test_several_minibatches_of_a_push_add_up_whatever_becomes_of_gradients_between(zeros) -> None:
     worker = Worker(push_every=2, pull_every=1)
     expected, gradient = [], 0.0

@@ -118,30 +118,35 @@ def test_an_optimizer_that_took_steps_is_refused() -> None:
         translate(optimizer)
 
 
-def test_only_the_learning_rate_may_change() -> None:
-    optimizer = torch.optim.Adam(parameters(), lr=0.1)
+def assert_refused(optimizer: torch.optim.Optimizer, change, words: str) -> None:
+    """A change of these settings, made once the run has agreed upon them, is refused in these words."""
     translation = translation_of(optimizer)
     settings = settings_of(translation, optimizer.param_groups)
     optimizer.param_groups[0]["lr"] = 0.05
     refuse_changes(translation, settings, optimizer.param_groups)
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-    with pytest.raises(SettingsChanged, match=r"betas\[0\] of parameter group 0 was changed from 0\.9 to 0\.5"):
+    change(optimizer)
+    with pytest.raises(SettingsChanged, match=words):
         refuse_changes(translation, settings, optimizer.param_groups)
 
 
-@pytest.mark.parametrize("cyclic", [True, False])
-def test_a_scheduler_that_moves_the_momentum_is_refused_with_the_way_out(cyclic) -> None:
-    optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-    translation = translation_of(optimizer)
-    settings = settings_of(translation, optimizer.param_groups)
-    if cyclic:
-        torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2)
-    else:
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-    with pytest.raises(SettingsChanged, match="make the scheduler with cycle_momentum=False"):
-        refuse_changes(translation, settings, optimizer.param_groups)
-    with pytest.raises(UnsupportedOptimizer, match="make the scheduler with cycle_momentum=False"):
-        translate(optimizer)
+def test_only_the_learning_rate_may_change() -> None:
+    schedulers = torch.optim.lr_scheduler
+    assert_refused(
+        *(torch.optim.Adam(parameters(), lr=0.1), lambda its: its.param_groups[0].update(betas=(0.5, 0.999))),
+        r"betas\[0\] of parameter group 0 was changed from 0\.9 to 0\.5",
+    )
+    assert_refused(
+        *(torch.optim.SGD(parameters(), lr=0.1), lambda its: its.param_groups[0].update(momentum=0.9)),
+        r"momentum of parameter group 0 was changed to 0\.9",
+    )
+    for cycle in (
+        lambda its: schedulers.CyclicLR(its, 0.1, 0.2),
+        lambda its: schedulers.OneCycleLR(its, 0.1, total_steps=10),
+    ):
+        optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
+        assert_refused(optimizer, cycle, "make the scheduler with cycle_momentum=False")
+        with pytest.raises(UnsupportedOptimizer, match="make the scheduler with cycle_momentum=False"):
+            translate(optimizer)
 
 
 def test_a_run_is_agreed_upon_at_the_rate_where_a_scheduler_began() -> None:
@@ -149,12 +154,3 @@ def test_a_run_is_agreed_upon_at_the_rate_where_a_scheduler_began() -> None:
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert translate(optimizer).groups[0].hyperparameters["learning_rate"] == 0.1
-
-
-def test_a_setting_that_was_switched_on_later_is_refused() -> None:
-    optimizer = torch.optim.SGD(parameters(), lr=0.1)
-    translation = translation_of(optimizer)
-    settings = settings_of(translation, optimizer.param_groups)
-    optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(SettingsChanged, match=r"momentum of parameter group 0 was changed to 0\.9"):
-        refuse_changes(translation, settings, optimizer.param_groups)
