@@ -148,6 +148,10 @@ def test_two_lives_of_a_server_never_serve_under_one_epoch(folder: CheckpointFol
         epochs.append(run.header.epoch)
     # The server adds one to each: 4, 5, 6, though no checkpoint was written in between.
     assert epochs == [3, 4, 5]
+    # Nor under that of a checkpoint whose parameters are damaged.
+    damaged = folder.write(dataclasses.replace(HEADER, epoch=9), make_shards()).path / "parameters.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert restored_run(folder).epoch == 10
 
 
 def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> None:

@@ -74,6 +74,16 @@ def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder
                 dict(checkpoint.parameters())
 
 
+def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder) -> None:
+    path = write(folder) / "manifest.json"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 5):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert newest(folder.path) is None, place
+    path.write_bytes(whole)
+    assert newest(folder.path) is not None
+
+
 def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder: CheckpointFolder) -> None:
     truncate(write(folder) / "manifest.json")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):

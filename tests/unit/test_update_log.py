@@ -30,6 +30,7 @@ from pyps.update_log import (
     log_paths,
     replay,
 )
+from pyps.update_log.lines import decode, encode
 from shards import gradient, make_behaviour, make_shard, pull, push, roster
 
 
@@ -290,6 +291,17 @@ def test_an_update_that_is_missing_or_too_many_is_told(log: UpdateLog, tmp_path:
     without_cause = [line for line in whole if b'"event": "complete"' not in line]
     path.write_bytes(b"".join(without_cause))
     assert replay(path).difference == "update 5: it is logged, but the replay makes none"
+
+
+def test_other_parameters_at_the_end_are_told(log: UpdateLog, tmp_path: Path) -> None:
+    train(logged_shard(log), range(1, 4))
+    log.end()
+    path = only(tmp_path)
+    *lines, end = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, encode({**(decode(end) or {}), "checksum": "00c0ffee"})]))
+    assert replay(path).difference.startswith(
+        "the end: version 4 with CRC-32 00c0ffee is logged, replayed it is version 4"
+    )
 
 
 def test_beyond_the_bound_no_gradient_is_kept_and_the_replay_ends_there(
