@@ -15,17 +15,17 @@ from pyps.update_log import log_paths, replay
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 
 
-def configure(server: ServerProcess, **changes: Any) -> pb.ConfigureReply:
+def configure(server: AnyServer, **changes: Any) -> pb.ConfigureReply:
     return inspect(server.control, "Configure", pb.ConfigureRequest(**changes))
 
 
-def refusal(server: ServerProcess, **changes: Any) -> str:
+def refusal(server: AnyServer, **changes: Any) -> str:
     """The text with which a change is refused as a bad request."""
     with pytest.raises(grpc.RpcError) as refused:
         configure(server, **changes)
@@ -33,20 +33,20 @@ def refusal(server: ServerProcess, **changes: Any) -> str:
     return str(refused.value.details())
 
 
-def events(server: ServerProcess, **wanted: int) -> pb.ListEventsReply:
+def events(server: AnyServer, **wanted: int) -> pb.ListEventsReply:
     return inspect(server.control, "ListEvents", pb.ListEventsRequest(**wanted))
 
 
-def status(server: ServerProcess) -> pb.Status:
+def status(server: AnyServer) -> pb.Status:
     return inspect(server.control, "GetStatus")
 
 
-def worker_infos(server: ServerProcess) -> dict[str, pb.WorkerInfo]:
+def worker_infos(server: AnyServer) -> dict[str, pb.WorkerInfo]:
     return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
 
 
-def test_a_change_is_in_force_at_once_and_everybody_can_see_it(start_server_process: Start) -> None:
-    server = start_server_process("--staleness", "divide")
+def test_a_change_is_in_force_at_once_and_everybody_can_see_it(start_server: Start) -> None:
+    server = start_server("--staleness", "divide")
     with WireWorker(server.data) as worker:
         worker.join()
         before = worker.push(worker.push_request(1.0))[0]
@@ -70,8 +70,8 @@ def test_a_change_is_in_force_at_once_and_everybody_can_see_it(start_server_proc
         assert word in change.message
 
 
-def test_gradients_that_wait_are_settled_and_counted(start_server_process: Start, tmp_path: Path) -> None:
-    server = start_server_process(
+def test_gradients_that_wait_are_settled_and_counted(start_server: Start, tmp_path: Path) -> None:
+    server = start_server(
         "--protocol", "hardsync", "--expected-workers", "2", "--update-log", str(tmp_path), "--log-gradients"
     )
     with WireWorker(server.data) as worker:
@@ -87,13 +87,13 @@ def test_gradients_that_wait_are_settled_and_counted(start_server_process: Start
         worker.push(worker.push_request(1.0, base_version=1))
     settled = status(server)
     assert (settled.pending_gradients, settled.version_max, settled.updates) == (0, 2, 2)
-    assert server.terminate() == 0
+    assert server.stop() == 0
     replayed = replay(log_paths(tmp_path)[0])
     assert (replayed.difference, replayed.ended, replayed.updates) == ("", True, 2)
 
 
-def test_what_cannot_be_is_refused_before_anything_changes(start_server_process: Start) -> None:
-    server = start_server_process("--staleness", "divide")
+def test_what_cannot_be_is_refused_before_anything_changes(start_server: Start) -> None:
+    server = start_server("--staleness", "divide")
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -110,8 +110,8 @@ def test_what_cannot_be_is_refused_before_anything_changes(start_server_process:
         assert not [event for event in events(server).events if event.kind == "configured"]
 
 
-def test_a_whole_model_mutex_is_refused_on_one_of_two_servers(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_a_whole_model_mutex_is_refused_on_one_of_two_servers(start_server: Start) -> None:
+    server = start_server()
     with WireWorker(server.data, num_servers=2) as worker:
         worker.join()
         assert status(server).num_shards == 1
@@ -119,14 +119,14 @@ def test_a_whole_model_mutex_is_refused_on_one_of_two_servers(start_server_proce
         assert configure(server, protocol="asgd:mutex=shard").protocol.startswith("asgd:mutex=shard")
 
 
-def test_nothing_can_be_configured_without_a_run(start_server_process: Start) -> None:
+def test_nothing_can_be_configured_without_a_run(start_server: Start) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        configure(start_server_process(), protocol="hardsync")
+        configure(start_server(), protocol="hardsync")
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server_process: Start) -> None:
-    server = start_server_process("--protocol", "hardsync", "--expected-workers", "2")
+def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: Start) -> None:
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         for worker in (a, b):
             worker.join()
@@ -154,8 +154,8 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server_p
     assert status(server).roster == ["a"]
 
 
-def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(start_server_process: Start) -> None:
-    server = start_server_process("--protocol", "backup:b=1", "--expected-workers", "2")
+def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(start_server: Start) -> None:
+    server = start_server("--protocol", "backup:b=1", "--expected-workers", "2")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
         b.join()
@@ -172,8 +172,8 @@ def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(sta
     assert inspect(server.control, "ListShards").shards[0].pushes_dropped == 1
 
 
-def test_staleness_is_told_by_worker_and_by_shard_with_the_step_that_it_cost(start_server_process: Start) -> None:
-    server = start_server_process("--staleness", "divide")
+def test_staleness_is_told_by_worker_and_by_shard_with_the_step_that_it_cost(start_server: Start) -> None:
+    server = start_server("--staleness", "divide")
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(*(worker.push_request(1.0) for _ in range(3)))
@@ -193,8 +193,8 @@ def test_staleness_is_told_by_worker_and_by_shard_with_the_step_that_it_cost(sta
     assert "expected one of them, or none" in refused.value.details()
 
 
-def test_events_come_oldest_first_and_go_on_after_a_number(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_events_come_oldest_first_and_go_on_after_a_number(start_server: Start) -> None:
+    server = start_server()
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
         b.join()
@@ -213,8 +213,8 @@ def test_events_come_oldest_first_and_go_on_after_a_number(start_server_process:
     assert (list(nothing.events), nothing.newest) == ([], everything.newest)
 
 
-def test_a_warm_up_and_a_growing_minibatch_are_told(start_server_process: Start) -> None:
-    server = start_server_process(
+def test_a_warm_up_and_a_growing_minibatch_are_told(start_server: Start) -> None:
+    server = start_server(
         *("--warmup", "updates=2,protocol=serial", "--protocol", "softsync:n=2"),
         *("--batch-growth", "start=8,maximum=64,every=1,lr_scaling=linear", "--epoch-examples", "10"),
         *("--clip-norm", "100"),

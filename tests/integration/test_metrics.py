@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess
+from support import ServerThread
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 FAMILIES = {
     "pyps_info": "gauge",
@@ -59,7 +58,7 @@ MODEL = Model((Tensor("t", (32,)),), shard_size=16)
 LOW_BOUNDS = ("0.0", "1.0", "2.0")
 
 
-def scrape(server: ServerProcess, token: str = "") -> dict[str, Metric]:
+def scrape(server: ServerThread, token: str = "") -> dict[str, Metric]:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"http://{server.metrics}/metrics", headers=headers)
     with urllib.request.urlopen(request, timeout=20) as reply:
@@ -72,15 +71,15 @@ def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float
     return found
 
 
-def test_every_family_is_there_from_the_start(start_server_process: Start) -> None:
-    families = scrape(start_server_process())
+def test_every_family_is_there_from_the_start(start_server: Start) -> None:
+    families = scrape(start_server())
     assert {name: family.type for name, family in families.items() if name in FAMILIES} == FAMILIES
     assert value(families, "pyps_run_state", state="empty") == 1
     assert value(families, "pyps_last_update_timestamp_seconds") == 0
 
 
-def test_the_page_counts_what_happened(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_the_page_counts_what_happened(start_server: Start) -> None:
+    server = start_server()
     with WireWorker(server.data) as a, WireWorker(server.data, "b") as b:
         a.join()
         b.join()
@@ -111,8 +110,8 @@ def test_the_page_counts_what_happened(start_server_process: Start) -> None:
     assert (info["staleness"], info["schedule"], info["warmup"]) == ("divide", "constant", "")
 
 
-def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server: Start) -> None:
+    server = start_server()
     with WireWorker(server.data, model=MODEL) as a, WireWorker(server.data, "b", model=MODEL) as b:
         a.join()
         b.join()
@@ -131,8 +130,8 @@ def test_each_worker_and_shard_has_its_own_histogram_and_losses(start_server_pro
     assert value(families, "pyps_workers_counted") == 2
 
 
-def test_a_round_under_way_is_told(start_server_process: Start) -> None:
-    server = start_server_process("--protocol", "hardsync", "--expected-workers", "2")
+def test_a_round_under_way_is_told(start_server: Start) -> None:
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2")
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
@@ -142,8 +141,8 @@ def test_a_round_under_way_is_told(start_server_process: Start) -> None:
     assert (value(families, "pyps_workers_counted"), value(families, "pyps_workers_missing")) == (1, 1)
 
 
-def test_many_shards_are_told_by_their_extremes(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
+    server = start_server()
     with WireWorker(server.data, model=Model((Tensor("t", (2016,)),), shard_size=16)) as worker:
         worker.join()
         worker.push(worker.push_request(1.0, shard_id=5))
@@ -154,23 +153,11 @@ def test_many_shards_are_told_by_their_extremes(start_server_process: Start) -> 
     assert (value(families, "pyps_version_min"), value(families, "pyps_version_max")) == (0, 1)
 
 
-def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server_process: Start, tmp_path: Path) -> None:
+def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server: Start, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("correct horse")
-    server = start_server_process("--token-file", str(tmp_path / "token"))
+    server = start_server("--token-file", str(tmp_path / "token"))
     for token in ("", "wrong horse"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             scrape(server, token)
         assert refused.value.code == 401
     assert value(scrape(server, "correct horse"), "pyps_updates_total") == 0
-
-
-def test_a_busy_port_is_named(start_server_process: Start) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        server = start_server_process("--metrics-port", str(port), wait=False)
-        assert server.wait() != 0
-    assert f"port {port} is taken" in server.output()
-    assert "--metrics-port" in server.output()
-    assert "Traceback" not in server.output()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -48,8 +47,8 @@ def versions_of(server: ServerProcess) -> list[int]:
         return [shard.version for shard in sorted(shards, key=lambda shard: shard.shard_id)]
 
 
-def test_a_round_of_a_part_is_complete_with_the_pushes_of_those_that_hold_it(start_server_process):
-    server = start_server_process(*HARDSYNC, "--expected-workers", "2")
+def test_a_round_of_a_part_is_complete_with_the_pushes_of_those_that_hold_it(start_server):
+    server = start_server(*HARDSYNC, "--expected-workers", "2")
     with two_replicas(server) as ((r0, r1), (s0, s1)):
         assert {outcome for outcome, _ in outcomes(r0.push_own(1.0))} == {"PENDING"}
         assert outcomes(s0.push_own(1.0)) == [("APPLIED", 2)] * 3
@@ -59,8 +58,8 @@ def test_a_round_of_a_part_is_complete_with_the_pushes_of_those_that_hold_it(sta
         assert versions_of(server) == [1, 1, 1, 1, 1]
 
 
-def test_beside_replicas_a_worker_that_holds_all_parts_counts_for_each(start_server_process):
-    server = start_server_process(*HARDSYNC, "--expected-workers", "2")
+def test_beside_replicas_a_worker_that_holds_all_parts_counts_for_each(start_server):
+    server = start_server(*HARDSYNC, "--expected-workers", "2")
     with contextlib.ExitStack() as stack:
         r0, r1 = replica(stack, server, "r")
         join([r0, r1])
@@ -71,8 +70,8 @@ def test_beside_replicas_a_worker_that_holds_all_parts_counts_for_each(start_ser
         assert outcomes(r0.push_own(1.0)) == [("APPLIED", 2)] * 3
 
 
-def test_a_process_that_fails_takes_its_replica_out_of_the_rounds_of_all_parts(start_server_process):
-    server = start_server_process(*HARDSYNC, "--expected-workers", "2")
+def test_a_process_that_fails_takes_its_replica_out_of_the_rounds_of_all_parts(start_server):
+    server = start_server(*HARDSYNC, "--expected-workers", "2")
     with two_replicas(server) as ((r0, r1), (s0, s1)):
         at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
         assert versions_of(server) == [1] * 5
@@ -92,8 +91,8 @@ def test_a_process_that_fails_takes_its_replica_out_of_the_rounds_of_all_parts(s
         assert [member for member in status_of(server).roster if member.startswith("s")] == []
 
 
-def test_a_process_that_falls_silent_holds_the_others_up_for_its_lease_at_most(start_server_process):
-    server = start_server_process(*HARDSYNC, *QUICK_LEASES, "--expected-workers", "2")
+def test_a_process_that_falls_silent_holds_the_others_up_for_its_lease_at_most(start_server):
+    server = start_server(*HARDSYNC, *QUICK_LEASES, "--expected-workers", "2")
     with two_replicas(server) as ((r0, r1), (s0, s1)):
         with beating([r0, r1, s0, s1]):
             at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
@@ -106,20 +105,14 @@ def test_a_process_that_falls_silent_holds_the_others_up_for_its_lease_at_most(s
         wait_for_event(server, "replica", "its process s/1 was lost")
 
 
-def test_a_server_that_stood_still_for_longer_than_a_lease_loses_nobody(start_server_process):
-    server = start_server_process(
-        *HARDSYNC, "--heartbeat-seconds", "0.3", "--lease-seconds", "8", "--expected-workers", "2"
-    )
+def test_a_server_that_stood_still_for_longer_than_a_lease_loses_nobody(start_server):
+    ahead_seconds = [0.0]
+    server = start_server(*HARDSYNC, "--expected-workers", "2", clock=lambda: time.monotonic() + ahead_seconds[0])
     with two_replicas(server) as ((r0, r1), (s0, s1)):
-        server.signal(signal.SIGSTOP)
-        try:
-            stopped = time.monotonic()
-            wait_until(lambda: time.monotonic() - stopped > 12, what="the lease has run out by the clock")
-        finally:
-            server.signal(signal.SIGCONT)
-        with beating([r0, r1, s0, s1]):
-            wait_for_event(server, "standstill", "the server stood still")
-            at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
+        # Between two looks at its clock, as if its machine had slept.
+        ahead_seconds[0] = 40.0
+        wait_for_event(server, "standstill", "the server stood still")
+        at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
         assert versions_of(server) == [1] * 5
         assert events_of(server, "expired") == events_of(server, "replica") == []
 
@@ -132,8 +125,8 @@ def refused_as_lost(process: WireProcess) -> bool:
     return False
 
 
-def test_a_later_life_of_a_replica_takes_it_over_and_joins_the_rounds(start_server_process):
-    server = start_server_process(*HARDSYNC, "--expected-workers", "2")
+def test_a_later_life_of_a_replica_takes_it_over_and_joins_the_rounds(start_server):
+    server = start_server(*HARDSYNC, "--expected-workers", "2")
     with two_replicas(server) as ((r0, r1), (s0, s1)), contextlib.ExitStack() as stack:
         at_once([partial(process.push_own, 1.0) for process in (r0, r1, s0, s1)])
         later = replica(stack, server, "s")
@@ -151,8 +144,8 @@ def test_a_later_life_of_a_replica_takes_it_over_and_joins_the_rounds(start_serv
         assert event == "replica s is out: a later life of it has begun: taken along s/0, s/1"
 
 
-def test_the_processes_of_the_elected_replica_initialise_their_own_shards(start_server_process):
-    server = start_server_process()
+def test_the_processes_of_the_elected_replica_initialise_their_own_shards(start_server):
+    server = start_server()
     with contextlib.ExitStack() as stack:
         processes, others = (replica(stack, server, name) for name in ("r", "s"))
         replies = [process.hello() for process in processes]
@@ -172,8 +165,8 @@ def test_the_processes_of_the_elected_replica_initialise_their_own_shards(start_
         assert numbers == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 2.0}
 
 
-def test_processes_that_initialise_at_once_make_one_run(start_server_process):
-    server = start_server_process()
+def test_processes_that_initialise_at_once_make_one_run(start_server):
+    server = start_server()
     with contextlib.ExitStack() as stack:
         processes = replica(stack, server, "r")
         [term] = {process.hello().term for process in processes}
@@ -183,8 +176,8 @@ def test_processes_that_initialise_at_once_make_one_run(start_server_process):
         assert {float(number) for shard in processes[0].observe() for number in values_of(shard)} == {3.0}
 
 
-def test_after_a_process_that_died_while_it_initialised_another_replica_is_elected(start_server_process):
-    server = start_server_process(*QUICK_LEASES)
+def test_after_a_process_that_died_while_it_initialised_another_replica_is_elected(start_server):
+    server = start_server(*QUICK_LEASES)
     with contextlib.ExitStack() as stack:
         r0, r1 = replica(stack, server, "r")
         s = replica(stack, server, "s")
@@ -220,8 +213,8 @@ def break_off(process: WireProcess, term: int) -> None:
         call.result()
 
 
-def test_processes_of_a_replica_that_bring_different_models_are_refused(start_server_process):
-    server = start_server_process()
+def test_processes_of_a_replica_that_bring_different_models_are_refused(start_server):
+    server = start_server()
     with contextlib.ExitStack() as stack:
         r0, r1 = replica(stack, server, "r")
         term = r0.hello().term
@@ -233,8 +226,8 @@ def test_processes_of_a_replica_that_bring_different_models_are_refused(start_se
         assert "shard_size is 80 in replica 'r' so far, but 160 in process 'r/1'" in message
 
 
-def test_a_shard_of_a_part_that_was_not_declared_is_neither_pushed_nor_pulled(start_server_process):
-    server = start_server_process()
+def test_a_shard_of_a_part_that_was_not_declared_is_neither_pushed_nor_pulled(start_server):
+    server = start_server()
     with two_replicas(server) as ((r0, r1), _):
         want = wire.PullRequest.Want(shard_id=3, held_version=-1)
         for call in (partial(r0.push, r0.push_request(1.0, 3)), partial(r0.pull, [want])):
@@ -247,8 +240,8 @@ def test_a_shard_of_a_part_that_was_not_declared_is_neither_pushed_nor_pulled(st
         assert sorted(shard.shard_id for shard in r1.observe()) == [0, 1, 2, 3, 4]
 
 
-def test_replicas_take_turns_by_the_word_of_their_leaders(start_server_process):
-    server = start_server_process("--protocol", "serial", "--staleness", "none", "--expected-workers", "2")
+def test_replicas_take_turns_by_the_word_of_their_leaders(start_server):
+    server = start_server("--protocol", "serial", "--staleness", "none", "--expected-workers", "2")
     with two_replicas(server) as replicas, ThreadPoolExecutor(2) as pool:
         turns = {pool.submit(processes[0].proceed, 0): processes for processes in replicas}
         # Nobody else has to ask for it.
@@ -264,24 +257,20 @@ def test_replicas_take_turns_by_the_word_of_their_leaders(start_server_process):
             processes[0].leave()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"parts": [2]}, "worker 'r/0' declares part 2; the run's model has 2, from 0"),
-        ({"replica": "other"}, "a process of replica 'other': the names of its processes begin with 'other/'"),
-        ({"parts": [0, 1]}, "declares all parts of the model, and 'r/1' of the same replica part 1"),
-    ],
-)
-def test_a_process_that_says_what_cannot_be_is_refused(start_server_process, change, message):
-    server = start_server_process()
-    with two_replicas(server) as ((r0, _), _others):
-        status, error, text = refusal_of(r0.hello, **change)
-        assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
-        assert message in text
+def test_a_process_that_says_what_cannot_be_is_refused(start_server):
+    with two_replicas(start_server()) as ((r0, _), _others):
+        for change, message in (
+            ({"parts": [2]}, "worker 'r/0' declares part 2; the run's model has 2, from 0"),
+            ({"replica": "other"}, "a process of replica 'other': the names of its processes begin with 'other/'"),
+            ({"parts": [0, 1]}, "declares all parts of the model, and 'r/1' of the same replica part 1"),
+        ):
+            status, error, text = refusal_of(r0.hello, **change)
+            assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
+            assert message in text
 
 
-def test_a_protocol_of_one_mutex_takes_no_worker_of_a_part(start_server_process):
-    server = start_server_process("--protocol", "asgd")
+def test_a_protocol_of_one_mutex_takes_no_worker_of_a_part(start_server):
+    server = start_server("--protocol", "asgd")
     with contextlib.ExitStack() as stack:
         r0, _ = replica(stack, server, "r")
         status, error, message = refusal_of(r0.hello)
@@ -289,8 +278,8 @@ def test_a_protocol_of_one_mutex_takes_no_worker_of_a_part(start_server_process)
         assert "worker 'r/0' holds only part 0 of it: take asgd:mutex=shard" in message
 
 
-def test_beside_workers_of_parts_no_protocol_of_one_mutex_is_set(start_server_process):
-    server = start_server_process()
+def test_beside_workers_of_parts_no_protocol_of_one_mutex_is_set(start_server):
+    server = start_server()
     with two_replicas(server):
         status, error, message = refusal_of(configure, server, protocol="asgd")
         assert (status, error) == ("INVALID_ARGUMENT", "BadRequest")
@@ -298,8 +287,8 @@ def test_beside_workers_of_parts_no_protocol_of_one_mutex_is_set(start_server_pr
         configure(server, protocol="asgd:mutex=shard")
 
 
-def test_each_process_sends_the_learning_rates_of_its_own_shards(start_server_process):
-    server = start_server_process()
+def test_each_process_sends_the_learning_rates_of_its_own_shards(start_server):
+    server = start_server()
     with two_replicas(server) as ((r0, r1), (s0, _)):
         for process, rate in ((r0, 0.5), (r1, 0.25)):
             assert {receipt.rate for receipt in process.push_own(1.0, learning_rate=rate)} == {rate}

@@ -13,18 +13,18 @@ import numpy as np
 from pyps_wire import inspector_pb2
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess
+from support import AnyServer
 from wire_coordinator import WireCoordinator, instruction
 from wire_crew import CHANNEL_OPTIONS
 from wire_worker import WireWorker, values_of
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 MODEL = Model((Tensor("layer.weight", (10, 7)),), shard_size=16)
 SIZE = 70
 
 
 @contextlib.contextmanager
-def coordinating(server: ServerProcess) -> Iterator[tuple[WireCoordinator, WireWorker]]:
+def coordinating(server: AnyServer) -> Iterator[tuple[WireCoordinator, WireWorker]]:
     with WireWorker(server.data, model=MODEL) as worker:
         worker.join()
         yield WireCoordinator(worker), worker
@@ -59,19 +59,17 @@ def whole(worker: WireWorker) -> np.ndarray:
     return np.concatenate([values_of(shard) for shard in worker.observe()])
 
 
-def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(
-    start_server_process: Start, tmp_path: Path
-) -> None:
+def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server: Start, tmp_path: Path) -> None:
     flags = ("--protocol", "sandblaster", "--run-id", "run-1", "--checkpoint-dir", str(tmp_path))
-    server = start_server_process(*flags)
+    server = start_server(*flags)
     with coordinating(server) as (coordinator, _):
         begin(coordinator)
         for k in (1, 2, 3):
             iterate(coordinator, k)
         coordinator.execute(instruction("FILL", target="t", scalar=77.0), instruction("MOVE", left="t"))
-        assert server.terminate() == 0
+        assert server.stop() == 0
 
-    with coordinating(start_server_process(*flags, "--resume")) as (coordinator, worker):
+    with coordinating(start_server(*flags, "--resume")) as (coordinator, worker):
         attached = coordinator.attach()
 
         assert attached.coordinator_epoch > 1

@@ -6,19 +6,16 @@ import contextlib
 import json
 import urllib.request
 
-import pytest
-
-from inspection import inspect
+from inspection import inspect, shell
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
-from support import PythonProcess
 from wire_crew import QUICK_LEASES, beating, crew, status_of, wait_for_event
 from wire_portions import TRAIN, Coordinator, Portions, counted, opened, wait_for_waits, work_of
 from wire_worker import CALL_SECONDS, WireWorker, refusal_of
 
 
-def test_workers_share_an_epoch_and_then_the_next(start_server_process):
-    server = start_server_process()
+def test_workers_share_an_epoch_and_then_the_next(start_server):
+    server = start_server()
     with opened(server) as [a, b]:
         first, second = a.lease(0), b.lease(0)
         assert {first.portion.portion_id, second.portion.portion_id} == {0, 3}
@@ -32,8 +29,8 @@ def test_workers_share_an_epoch_and_then_the_next(start_server_process):
         assert getattr(b.lease(1), "pass") == 1
 
 
-def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_delivered(start_server_process):
-    server = start_server_process()
+def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_delivered(start_server):
+    server = start_server()
     with opened(server) as [a, b]:
         last = [b.lease(0) for _ in range(5)]
         call = a.waiting(1)
@@ -46,8 +43,8 @@ def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_deli
         assert not status_of(server).waiting_for
 
 
-def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server_process):
-    server = start_server_process()
+def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server):
+    server = start_server()
     with opened(server) as [a, b]:
         for _ in range(5):
             b.lease(0)
@@ -57,8 +54,8 @@ def test_a_wait_for_a_portion_ends_by_its_deadline_with_the_names(start_server_p
         assert a.lease(0).outcome == wire.LeaseReply.OUTCOME_NOTHING_NOW
 
 
-def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_server_process):
-    server = start_server_process("--lease-seconds", "60")
+def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_server):
+    server = start_server("--lease-seconds", "60")
     with opened(server, 3) as [a, b, c]:
         last = [b.lease(0) for _ in range(5)]
         given_up, call = a.waiting(0), c.waiting(0)
@@ -72,8 +69,8 @@ def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_serve
         assert len(last) == 5
 
 
-def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_server_process):
-    server = start_server_process(*QUICK_LEASES)
+def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_server):
+    server = start_server(*QUICK_LEASES)
     with opened(server) as [dead, alive]:
         lost = [dead.lease(0) for _ in range(5)]
         with beating([alive.worker]):
@@ -88,8 +85,8 @@ def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_s
         assert work_of(server).lost == 5
 
 
-def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_server_process):
-    server = start_server_process()
+def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_server):
+    server = start_server()
     with opened(server) as [a, b]:
         former = a.lease(0)
         with WireWorker(server.data, "w0") as again:
@@ -100,8 +97,8 @@ def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_serve
         b.finish(0)
 
 
-def test_a_portion_whose_answer_was_lost_is_given_again(start_server_process):
-    server = start_server_process()
+def test_a_portion_whose_answer_was_lost_is_given_again(start_server):
+    server = start_server()
     with opened(server) as [a, _]:
         lost = a.lease(0)
         a.held = []
@@ -109,24 +106,24 @@ def test_a_portion_whose_answer_was_lost_is_given_again(start_server_process):
         assert work_of(server).running == 1
 
 
-@pytest.mark.parametrize("ends", ["Reset", "SIGTERM"])
-def test_a_wait_for_a_portion_ends_with_the_server_s_run(start_server_process, ends):
-    server = start_server_process()
-    with opened(server) as [a, b]:
-        for _ in range(5):
-            b.lease(0)
-        call = a.waiting(0)
-        wait_for_waits(server, 1)
-        if ends == "Reset":
-            inspect(server.control, "Reset", pb.ResetRequest(run_id="run-1"))
-            assert refusal_of(lambda: call.result(60))[1] == "NotInitialized"
-        else:
-            server.terminate()
-            assert refusal_of(lambda: call.result(60))[0] == "UNAVAILABLE"
+def test_a_wait_for_a_portion_ends_with_the_server_s_run(start_server):
+    for reset in (True, False):
+        server = start_server()
+        with opened(server) as [a, b]:
+            for _ in range(5):
+                b.lease(0)
+            call = a.waiting(0)
+            wait_for_waits(server, 1)
+            if reset:
+                inspect(server.control, "Reset", pb.ResetRequest(run_id="run-1"))
+                assert refusal_of(lambda call=call: call.result(60))[1] == "NotInitialized"
+            else:
+                server.stop()
+                assert refusal_of(lambda call=call: call.result(60))[0] == "UNAVAILABLE"
 
 
-def test_strangers_are_refused(start_server_process):
-    server = start_server_process()
+def test_strangers_are_refused(start_server):
+    server = start_server()
     with WireWorker(server.data, "a") as worker:
         assert refusal_of(Portions(worker).open)[1] == "NotInitialized"
         assert refusal_of(Coordinator(worker).wait, 1)[1] == "NotInitialized"
@@ -138,8 +135,8 @@ def test_strangers_are_refused(start_server_process):
             assert refusal_of(Coordinator(other).wait, 0)[1] == "RunMismatch"
 
 
-def test_another_server_than_the_first_says_where_to_ask(start_server_process):
-    server = start_server_process()
+def test_another_server_than_the_first_says_where_to_ask(start_server):
+    server = start_server()
     with WireWorker(server.data, "a", server_index=1, num_servers=2) as worker:
         worker.hello()
         worker.initialize(0)
@@ -148,8 +145,8 @@ def test_another_server_than_the_first_says_where_to_ask(start_server_process):
         assert text == "this is server 1: ask server 0, which hands out the data set"
 
 
-def test_a_data_set_that_differs_is_refused(start_server_process):
-    server = start_server_process()
+def test_a_data_set_that_differs_is_refused(start_server):
+    server = start_server()
     with opened(server) as [a, _]:
         status, name, text = refusal_of(a.open, wire.DataSpec(name="train", num_examples=21, portion_examples=4))
         assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
@@ -189,8 +186,8 @@ def test_the_queue_goes_on_after_the_server_was_killed(start_server_process, tmp
 # What people see.
 
 
-def test_status_and_metrics_show_the_work(start_server_process):
-    server = start_server_process()
+def test_status_and_metrics_show_the_work(start_server):
+    server = start_server()
     with opened(server) as [a, b]:
         for _ in range(2):
             a.deliver(a.lease(0))
@@ -203,24 +200,20 @@ def test_status_and_metrics_show_the_work(start_server_process):
             "w0": (2, 0),
             "w1": (0, 1),
         }
-        with PythonProcess("-m", "pyps", "status", "--servers", server.control) as shown:
-            assert shown.wait() == 0
-            assert "train, 20 examples" in shown.output()
-            assert "2 of 5 done, 1 running, 2 pending" in shown.output()
-            assert "time left" in shown.output()
-        with PythonProcess("-m", "pyps", "status", "--json", "--servers", server.control) as shown:
-            assert shown.wait() == 0
-            [answer] = json.loads(shown.output())["servers"]
-            assert (answer["work"]["done"], answer["work"]["data"]["name"]) == (2, "train")
+        shown = shell("status", "--servers", server.control)
+        assert "train, 20 examples" in shown
+        assert "2 of 5 done, 1 running, 2 pending" in shown
+        assert "time left" in shown
+        [answer] = json.loads(shell("status", "--json", "--servers", server.control))["servers"]
+        assert (answer["work"]["done"], answer["work"]["data"]["name"]) == (2, "train")
         page = urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60).read().decode()
         assert 'pyps_work_portions{state="done"} 2.0' in page
         assert 'pyps_work_portions{state="pending"} 2.0' in page
         assert "pyps_work_lost_total 0.0" in page
 
 
-def test_status_without_portions_says_nothing_of_them(start_server_process):
-    server = start_server_process()
-    with crew(server, 1), PythonProcess("-m", "pyps", "status", "--servers", server.control) as shown:
-        assert shown.wait() == 0
-        assert "portions" not in shown.output()
+def test_status_without_portions_says_nothing_of_them(start_server):
+    server = start_server()
+    with crew(server, 1):
+        assert "portions" not in shell("status", "--servers", server.control)
         assert not work_of(server).HasField("data")
