@@ -87,8 +87,11 @@ def crew(seed: int) -> dict[str, float]:
     return speeds
 
 
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 6)))
+
+
 @pytest.mark.parametrize("share", [0.5, 0.75])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_estimate_holds_with_two_workers_slowed_eightfold(seed, share):
     speeds = crew(seed)
     ideal = 4000 / sum(speeds.values())
@@ -98,7 +101,7 @@ def test_the_estimate_holds_with_two_workers_slowed_eightfold(seed, share):
     assert told == pytest.approx(was, rel=0.25)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_backup_copies_keep_the_makespan_near_the_ideal(seed):
     """E5: 20 workers, two of them eight times as slow, 10 portions a worker."""
     speeds = crew(seed)

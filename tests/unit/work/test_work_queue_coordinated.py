@@ -8,6 +8,7 @@ import pytest
 
 from pyps.work import Delivery, Ended, Leased, NothingNow, PassOutcome, WorkQueue
 from pyps_wire.errors import BadRequest, Superseded
+from shards import refusal
 from work_crews import begin, coordinated, counted
 
 
@@ -44,12 +45,9 @@ def test_portions_are_equal_but_for_one_example():
     assert sum(sizes) == 23
     assert max(sizes) - min(sizes) == 1
     assert {answer.portions_per_stage for answer in portions} == {4}
-
-
-def test_more_portions_than_examples_are_as_many_as_examples():
-    queue = coordinated(3)
-    begin(queue, num_portions=80)
-    assert queue.progress(0.0).num_portions == 3
+    few = coordinated(3)
+    begin(few, num_portions=80)
+    assert few.progress(0.0).num_portions == 3
 
 
 def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
@@ -73,14 +71,6 @@ def test_a_coordinator_may_wait_for_the_data_set():
     assert woken == [1]
 
 
-def test_the_same_pass_begun_again_goes_on():
-    queue = coordinated(4)
-    begin(queue, num_portions=2)
-    held = lease(queue, "a")
-    begin(queue, num_portions=2)
-    assert claim(queue, "a", held).granted
-
-
 def test_a_new_pass_ends_the_leases_of_the_one_before():
     queue = coordinated(4)
     begin(queue, 1, num_portions=2)
@@ -95,45 +85,30 @@ def test_a_new_pass_ends_the_leases_of_the_one_before():
     assert queue.progress(0.0).pending == 2
 
 
-@pytest.mark.parametrize("pass_", [1, 2])
-def test_a_pass_number_is_not_used_twice(pass_):
+def test_a_pass_number_is_not_used_twice_and_no_pass_is_of_nothing():
     queue = coordinated(4)
+    for name in ("num_portions", "copies_max", "portions_per_stage"):
+        assert f"{name} is 0; expected 1 at least" in refusal(begin, queue, **{name: 0})
     begin(queue, 2)
-    with pytest.raises(BadRequest, match=f"pass {pass_} cannot begin: pass 2 has begun before; take a higher one"):
-        begin(queue, pass_, epoch=2)
+    for pass_ in (1, 2):
+        words = f"pass {pass_} cannot begin: pass 2 has begun before; take a higher one"
+        assert words in refusal(begin, queue, pass_, epoch=2)
+    assert "pass 1 is awaited, but the present one is 2" in refusal(outcome, queue, 1)
     begin(queue, 3, epoch=2)
 
 
 def test_an_earlier_coordinator_is_refused_everywhere():
-    queue = coordinated(4)
-    begin(queue, 1, epoch=2)
-    with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2: stop this one"):
-        begin(queue, 2, epoch=1)
-    with pytest.raises(Superseded):
-        outcome(queue, 1, epoch=1)
-    with pytest.raises(Superseded):
-        queue.end(coordinator_epoch=1, message="done")
-
-
-def test_a_coordinator_that_was_followed_stops_waiting():
     queue, woken = coordinated(4), []
     begin(queue, 1)
     outcome(queue, 1, wake=lambda: woken.append(1))
     begin(queue, 2, epoch=2)
-    assert woken == [1]
-
-
-@pytest.mark.parametrize("name", ["num_portions", "copies_max", "portions_per_stage"])
-def test_a_pass_of_nothing_is_refused(name):
-    with pytest.raises(BadRequest, match=f"{name} is 0; expected 1 at least"):
-        begin(coordinated(4), **{name: 0})
-
-
-def test_a_pass_that_is_not_under_way_cannot_be_awaited():
-    queue = coordinated(4)
-    begin(queue, 2)
-    with pytest.raises(BadRequest, match="pass 1 is awaited, but the present one is 2"):
-        outcome(queue, 1)
+    assert woken == [1], "it waits no longer"
+    with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2: stop this one"):
+        begin(queue, 3, epoch=1)
+    with pytest.raises(Superseded):
+        outcome(queue, 2, epoch=1)
+    with pytest.raises(Superseded):
+        queue.end(coordinator_epoch=1, message="done")
 
 
 def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
@@ -189,14 +164,21 @@ def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
         first[0].portion.portion_id,
     ]
     assert queue.progress(0.0).copies == 3
-    assert lease(queue, "e", now=5.0) == NothingNow(1)
+    woken = []
+    assert lease(queue, "e", now=5.0, wake=lambda: woken.append("e")) == NothingNow(1)
+    queue.release("c", now=6.0, lost=True)
+    assert woken == ["e"], "a copy may be made again"
+    assert isinstance(lease(queue, "e", now=6.0), Leased)
 
 
-def test_one_copy_at_most_means_none():
-    queue = coordinated(2)
-    begin(queue, num_portions=1, copies_max=1)
-    lease(queue, "a")
-    assert lease(queue, "b") == NothingNow(1)
+def test_one_copy_at_most_means_none_and_a_claimed_portion_gets_none():
+    for copies_max in (1, 2):
+        queue = coordinated(2)
+        begin(queue, num_portions=1, copies_max=copies_max)
+        mine = lease(queue, "a")
+        if copies_max > 1:
+            claim(queue, "a", mine)
+        assert lease(queue, "b") == NothingNow(1), copies_max
 
 
 def test_a_backup_copy_does_not_move_anybody_s_place_in_the_next_pass():
@@ -209,13 +191,6 @@ def test_a_backup_copy_does_not_move_anybody_s_place_in_the_next_pass():
         deliver(queue, "a", answer)
     begin(queue, 2, num_portions=2)
     assert lease(queue, "b").portion.portion_id == 0
-
-
-def test_a_claimed_portion_gets_no_copies():
-    queue = coordinated(2)
-    begin(queue, num_portions=1)
-    claim(queue, "a", lease(queue, "a"))
-    assert lease(queue, "b") == NothingNow(1)
 
 
 def test_what_a_lost_worker_claimed_goes_to_another():
@@ -244,17 +219,6 @@ def test_a_copy_takes_the_place_of_the_winner_that_died():
     assert deliver(queue, "b", copy).accepted
 
 
-def test_who_waits_is_woken_when_a_copy_may_be_made_again():
-    queue, woken = coordinated(2), []
-    begin(queue, num_portions=1, copies_max=2)
-    lease(queue, "a")
-    lease(queue, "b")
-    assert lease(queue, "c", wake=lambda: woken.append("c")) == NothingNow(1)
-    queue.release("b", now=1.0, lost=True)
-    assert woken == ["c"]
-    assert isinstance(lease(queue, "c"), Leased)
-
-
 def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end():
     queue = coordinated(2, stall_seconds=10.0)
     begin(queue, num_portions=1)
@@ -271,28 +235,16 @@ def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end()
 # Claims by mistake.
 
 
-def test_a_lease_that_is_another_s_is_not_granted():
+def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
     queue = coordinated(4)
     begin(queue, num_portions=2)
     theirs = lease(queue, "a")
     assert claim(queue, "b", theirs).message == f"lease {theirs.lease_id} is worker 'a''s, not 'b''s"
     assert claim(queue, "a", theirs).granted
-
-
-def test_a_lease_that_never_was_is_a_bad_request():
-    queue = coordinated(4)
-    begin(queue)
+    deliver(queue, "a", theirs)
+    assert "was delivered by worker 'a' before" in claim(queue, "a", theirs).message
     with pytest.raises(BadRequest, match="lease 99 was never given out"):
         queue.claim("a", 1, 99, now=0.0)
-
-
-def test_a_delivered_lease_is_not_granted_again():
-    queue = coordinated(4)
-    begin(queue, num_portions=2)
-    mine = lease(queue, "a")
-    claim(queue, "a", mine)
-    deliver(queue, "a", mine)
-    assert "was delivered by worker 'a' before" in claim(queue, "a", mine).message
 
 
 # Deliveries.
@@ -311,7 +263,7 @@ def test_losses_are_added_in_the_order_of_portions_whenever_they_come():
         done = outcome(queue)
         assert done.stage_ids == (100, 99, 98, 97, 96)
         sums.add(done.loss_sum)
-    assert sums == {math.fsum([1e16 + 1.0, -1e16, 1.0, 3.0])} or sums == {(((1e16 + 1.0) - 1e16) + 1.0) + 3.0}
+    assert sums == {(((1e16 + 1.0) - 1e16) + 1.0) + 3.0}
 
 
 def test_several_portions_in_one_stage_are_one_stage():
@@ -357,39 +309,9 @@ def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
     first, second = lease(queue, "a"), lease(queue, "a")
     claim(queue, "a", first)
     claim(queue, "a", second)
+    assert "delivers a finite loss without a stage" in refusal(deliver, queue, "a", first, stage_id=0)
     deliver(queue, "a", first, stage_id=0, loss_sum=math.nan)
     deliver(queue, "a", second, stage_id=4, loss_sum=1.0)
     done = outcome(queue)
     assert math.isnan(done.loss_sum)
     assert (done.stage_ids, done.example_count) == ((4,), 4)
-
-
-def test_a_finite_loss_without_a_stage_is_refused():
-    queue = coordinated(4)
-    begin(queue, num_portions=2)
-    mine = lease(queue, "a")
-    claim(queue, "a", mine)
-    with pytest.raises(BadRequest, match="delivers a finite loss without a stage"):
-        deliver(queue, "a", mine, stage_id=0)
-
-
-def test_a_zombie_of_an_earlier_pass_changes_nothing():
-    queue = coordinated(4)
-    begin(queue, 1, num_portions=2)
-    old = lease(queue, "zombie")
-    claim(queue, "zombie", old)
-    begin(queue, 2, num_portions=2)
-    for answer in [lease(queue, "a"), lease(queue, "a")]:
-        claim(queue, "a", answer)
-        deliver(queue, "a", answer, stage_id=answer.lease_id)
-    before = outcome(queue, 2)
-    assert not deliver(queue, "zombie", old, stage_id=99).accepted
-    assert outcome(queue, 2) == before
-
-
-def test_a_worker_that_joins_late_gets_its_part():
-    queue = coordinated(8)
-    begin(queue, num_portions=8)
-    lease(queue, "a")
-    late = lease(queue, "late")
-    assert (late.portion.portion_id, late.pass_) == (4, 1)

@@ -6,6 +6,7 @@ import pytest
 
 from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
 from pyps_wire.errors import BadRequest, Superseded, WaitTimedOut
+from shards import refusal
 from work_crews import counted, plain
 
 
@@ -53,11 +54,16 @@ def test_one_worker_goes_through_the_data_in_order():
 
 def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
     queue = plain(6, 3)
+    # Who is ahead of a restored queue takes part in the older pass.
+    assert lease(queue, "ahead", pass_=7).pass_ == 0
+    queue.release("ahead", now=0.0, lost=False)
+    assert (queue.progress(0.0).lost, queue.progress(0.0).pending) == (0, 2), "it left by itself"
     finish(queue)
     assert queue.pass_ == 0
     assert lease(queue, pass_=0) == PassDone(0)
     answer = lease(queue, pass_=1)
     assert isinstance(answer, Leased) and answer.pass_ == queue.pass_ == 1
+    assert lease(queue, "late", 0) == PassDone(0)
 
 
 def test_who_asks_for_no_pass_in_particular_gets_the_present_one_and_then_the_next():
@@ -66,14 +72,6 @@ def test_who_asks_for_no_pass_in_particular_gets_the_present_one_and_then_the_ne
     deliver(queue, first)
     second = lease(queue, pass_=None)
     assert (first.pass_, second.pass_) == (0, 1)
-
-
-def test_a_worker_that_starts_late_catches_up():
-    queue = plain(3, 3)
-    finish(queue, 0)
-    finish(queue, 1)
-    assert lease(queue, "late", 0) == PassDone(0)
-    assert lease(queue, "late", 1) == PassDone(1)
 
 
 def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
@@ -98,12 +96,6 @@ def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
     assert woken.times == 1
     answer = lease(queue, "a", 1, wake=woken, again=True)
     assert (answer.pass_, answer.portion.portion_id) == (0, lost.portion.portion_id)
-
-
-def test_a_worker_ahead_of_a_restored_queue_takes_part_in_the_older_pass():
-    queue = plain(6, 3)
-    answer = lease(queue, pass_=7)
-    assert answer.pass_ == 0
 
 
 def test_portions_follow_the_growing_minibatch_of_the_server():
@@ -149,22 +141,6 @@ def test_a_worker_begins_each_pass_where_it_began_the_last():
     assert {name: a.portion.start for name, a in again.items()} == {n: a.portion.start for n, a in first.items()}
 
 
-def test_a_faster_worker_gets_more():
-    queue, counts = plain(100, 1), {"fast": 0, "slow": 0}
-    slow = lease(queue, "slow")
-    for round_ in range(100):
-        answer = lease(queue, "fast")
-        if not isinstance(answer, Leased):
-            break
-        deliver(queue, answer, name="fast")
-        counts["fast"] += 1
-        if round_ % 4 == 3:
-            deliver(queue, slow, name="slow")
-            counts["slow"] += 1
-            slow = lease(queue, "slow")
-    assert counts["fast"] >= 3.5 * counts["slow"]
-
-
 def test_what_comes_next_is_told_and_not_held():
     queue = plain(9, 3)
     answer = lease(queue, "a")
@@ -187,14 +163,6 @@ def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused
     assert not deliver(queue, lost).accepted
     assert counted(queue, 0) == list(range(6))
     assert queue.progress(0.0).lost == 1
-
-
-def test_a_worker_that_left_by_itself_is_not_lost():
-    queue = plain(6, 3)
-    lease(queue, "a")
-    queue.release("a", now=1.0, lost=False)
-    assert queue.progress(0.0).lost == 0
-    assert queue.progress(0.0).pending == 2
 
 
 def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
@@ -247,27 +215,16 @@ def test_a_delivery_counts_as_a_whole_or_not_at_all():
     assert queue.progress(0.0).pending == 3
 
 
-@pytest.mark.parametrize("leases", [[], [1, 1]])
-def test_a_delivery_names_leases_each_once(leases):
-    queue = plain(6, 3)
-    lease(queue)
-    with pytest.raises(BadRequest, match="expected one or more, each once"):
-        queue.deliver("a", 1, leases, example_count=3, now=0.0)
-
-
-@pytest.mark.parametrize("lease_id", [0, 2, 99])
-def test_a_lease_that_never_was_is_a_bad_request(lease_id):
-    queue = plain(6, 3)
-    lease(queue)
-    with pytest.raises(BadRequest, match=f"lease {lease_id} was never given out"):
-        queue.deliver("a", 1, [lease_id], example_count=3, now=0.0)
-
-
-def test_part_of_a_portion_is_no_delivery():
+def test_a_delivery_names_leases_that_were_given_out_each_once_and_all_their_examples():
     queue = plain(6, 3)
     answer = lease(queue)
-    with pytest.raises(BadRequest, match="worker 'a' delivers 2 examples, but its portions have 3"):
-        queue.deliver("a", 1, [answer.lease_id], example_count=2, now=0.0)
+    for leases, example_count, words in (
+        ([], 3, "expected one or more, each once"),
+        ([1, 1], 3, "expected one or more, each once"),
+        *(([lease_id], 3, f"lease {lease_id} was never given out") for lease_id in (0, 2, 99)),
+        ([answer.lease_id], 2, "worker 'a' delivers 2 examples, but its portions have 3"),
+    ):
+        assert words in refusal(queue.deliver, "a", 1, leases, example_count=example_count, now=0.0)
     assert deliver(queue, answer).accepted
 
 
@@ -327,55 +284,40 @@ def test_a_worker_gets_three_times_as_long_as_its_own_speed_says():
     lease(queue, "slow", now=100.0)
     lease(queue, "b", now=100.0, wake=lambda: None)
     queue.tick(399.0)
-    assert queue.progress(0.0).lost == 0
+    assert queue.progress(0.0).lost == 0, "it gave a portion after 100 s"
     queue.tick(400.0)
     assert queue.progress(0.0).lost == 1
-
-
-def test_nothing_is_taken_from_a_slow_worker_as_long_as_nobody_waits():
-    queue = plain(6, 3, stall_seconds=10.0)
-    lease(queue, "a", now=0.0)
-    queue.tick(1e6)
-    assert queue.progress(0.0).running == 1
 
 
 # Waits.
 
 
-def test_a_call_that_ended_is_not_woken():
-    queue = plain(3, 3)
-    lease(queue, "a")
-    woken = Woken()
-    lease(queue, "b", wake=woken)
-    queue.forget(woken)
-    queue.release("a", now=1.0, lost=True)
-    assert not woken.times
-
-
 def test_of_two_calls_of_one_worker_the_later_one_is_answered():
     queue = plain(3, 3)
     lease(queue, "a")
-    former, later = Woken(), Woken()
+    lease(queue, "a")
+    assert queue.waits_for("a") == ("a",)
+    former, later, ended = Woken(), Woken(), Woken()
+    lease(queue, "0", wake=ended)
+    queue.forget(ended)
     lease(queue, "b", wake=former)
     lease(queue, "b", wake=later)
     assert former.times == 1
     with pytest.raises(WaitTimedOut, match="worker 'b' has asked anew since"):
         lease(queue, "b", wake=former, again=True)
     queue.release("a", now=1.0, lost=True)
-    assert (former.times, later.times) == (1, 1)
+    assert (former.times, later.times, ended.times) == (1, 1, 0)
     assert isinstance(lease(queue, "b", wake=later, again=True), Leased)
-
-
-def test_a_worker_that_waits_for_itself_alone_is_told_so():
-    queue = plain(3, 3)
-    lease(queue, "a")
-    lease(queue, "a")
-    assert queue.waits_for("a") == ("a",)
 
 
 def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_back():
     queue = plain(6, 3)
     former, later = Woken(), Woken()
+    queue.announce("a", former)
+    queue.forget(former)
+    with pytest.raises(WaitTimedOut):
+        lease(queue, "a", held=(), announced=former)
+    assert queue.progress(0.0).running == 0, "its caller is gone"
     queue.announce("a", former)
     queue.announce("a", later)
     held = lease(queue, "a", held=(), announced=later)
@@ -384,13 +326,3 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
         lease(queue, "a", held=(), announced=former)
     assert queue.progress(0.0).running == 1
     assert deliver(queue, held).accepted
-
-
-def test_a_call_that_asks_after_its_end_gets_nothing():
-    queue = plain(6, 3)
-    call = Woken()
-    queue.announce("a", call)
-    queue.forget(call)
-    with pytest.raises(WaitTimedOut):
-        lease(queue, "a", held=(), announced=call)
-    assert queue.progress(0.0).running == 0

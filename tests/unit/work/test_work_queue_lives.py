@@ -1,4 +1,4 @@
-"""The queue's state in a checkpoint, and what goes on from it."""
+"""What goes on with another server, from the queue's state in a checkpoint, and with another coordinator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pyps.work import Leased, NothingNow, PassDone, WorkQueue
+from pyps.work import Ended, Leased, NothingNow, PassDone, WorkQueue
 from pyps_wire.errors import BadRequest, StateLost, Superseded
 from work_crews import begin, coordinated, counted, plain, spec
 
@@ -72,11 +72,8 @@ def test_the_data_set_is_known_to_a_restored_server():
     after.open(spec(10, 3), worker_id="a")
     with pytest.raises(BadRequest, match="num_examples 11"):
         after.open(spec(11, 3), worker_id="a")
-
-
-def test_a_queue_that_nobody_opened_can_be_kept():
+    # A queue that nobody opened can be kept too.
     after = restored(WorkQueue(stall_seconds=60))
-    assert after.spec is None
     after.open(spec(10, 3), worker_id="a")
     assert isinstance(lease(after), Leased)
 
@@ -117,3 +114,52 @@ def test_a_restored_server_has_no_pass_under_way_and_says_so():
         begin(after, 4, epoch=1)
     begin(after, 4, epoch=3)
     assert isinstance(after.lease("a", 1, now=0.0), Leased)
+
+
+# Coordinators after each other: from its Attach on one is the only one, and the work goes on with it.
+
+
+def test_an_attached_coordinator_fences_off_the_one_before_it():
+    queue = coordinated(4)
+    queue.attach(1)
+    queue.attach(2)
+    with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2"):
+        begin(queue, 1, epoch=1)
+    with pytest.raises(Superseded):
+        queue.attach(1)
+    begin(queue, 1, epoch=2)
+    assert queue.pass_ == 1
+
+
+def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own():
+    queue = coordinated(4)
+    begin(queue, 3, epoch=1)
+    queue.attach(2)
+    with pytest.raises(BadRequest, match="pass 3 has begun before; take a higher one"):
+        begin(queue, 3, epoch=2)
+    begin(queue, 4, epoch=2)
+    # Once more is no other pass.
+    held = queue.lease("a", 1, now=0.0)
+    begin(queue, 4, epoch=2)
+    assert queue.claim("a", 1, held.lease_id, now=1.0).granted
+
+
+def test_an_attached_coordinator_lifts_the_end_of_the_work():
+    told: list[str] = []
+    queue = coordinated(4, tell=lambda kind, what, **facts: told.append(what))
+    queue.attach(1)
+    queue.end(coordinator_epoch=1, message="enough")
+    queue.attach(1)
+    assert queue.lease("a", 1, now=0.0) == Ended(0, "enough")
+    queue.attach(2)
+    assert not queue.progress(0.0).ended
+    assert queue.lease("a", 1, now=0.0) == NothingNow(0)
+    assert told[-1] == "work goes on: another coordinator came"
+
+
+def test_a_coordinator_that_waits_is_woken_when_another_attaches():
+    queue, woken = coordinated(4), []
+    begin(queue, epoch=1)
+    queue.await_pass(1, coordinator_epoch=1, now=0.0, wake=lambda: woken.append("former"))
+    queue.attach(2)
+    assert woken == ["former"]
