@@ -63,6 +63,7 @@ class VirtualServer:
         behaviour: Behaviour,
         plan: ServerPlan,
         *,
+        num_workers: int,
         scheduler: Scheduler,
         tell: Callable[[Event], None],
         recorder: RunRecorder | None = None,
@@ -75,6 +76,7 @@ class VirtualServer:
             expected_workers=plan.expected_workers,
             lease_seconds=plan.lease_seconds,
             stall_seconds=plan.stall_seconds,
+            max_workers=max(ServerConfig.max_workers, num_workers),
             **behaviour.texts,
         )
         self.run = Run(config, clock=lambda: scheduler.now, recorder=recorder)

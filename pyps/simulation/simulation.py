@@ -43,6 +43,7 @@ class Simulation:
             settings,
             behaviour,
             server or ServerPlan(),
+            num_workers=len(workers),
             scheduler=self._scheduler,
             tell=self._note,
             recorder=recorder,
