@@ -175,19 +175,15 @@ def test_the_queue_s_state_comes_back_as_it_was(folder: CheckpointFolder) -> Non
     assert resumed(folder).work == {**work, "by_portion": {"4": "w1", "11": "w0"}}
 
 
-@pytest.mark.parametrize("change", ["bytes", "missing", "cut"])
-def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder: CheckpointFolder, change: str) -> None:
+def test_a_checkpoint_whose_vectors_are_damaged_is_not_used(folder: CheckpointFolder) -> None:
     driver = begun()
     iterate(driver, 1)
     path = save(folder, driver) / "vectors.safetensors"
     content = path.read_bytes()
-
-    if change == "missing":
+    for damaged in (content[:-8], content[:-1] + bytes([content[-1] ^ 1]), None):
         path.unlink()
-    elif change == "cut":
-        path.write_bytes(content[:-8])
-    else:
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        if damaged is not None:
+            path.write_bytes(damaged)
 
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        folder.resume()
+        with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+            folder.resume()

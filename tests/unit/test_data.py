@@ -30,30 +30,26 @@ def test_epochs_differ_and_come_again_with_set_epoch() -> None:
     assert list(worker_sampler(range(100), index=1, count=3, seed=1)) != first
 
 
-def test_the_place_comes_from_the_environment(monkeypatch) -> None:
+def test_the_place_comes_from_the_environment_and_without_one_there_is_one_worker(monkeypatch) -> None:
+    assert list(worker_sampler(range(3), shuffle=False)) == [0, 1, 2]
     monkeypatch.setenv("PYPS_WORKER_INDEX", "2")
     monkeypatch.setenv("PYPS_WORKER_COUNT", "4")
     assert list(worker_sampler(range(10), shuffle=False)) == [2, 6]
 
 
-def test_without_a_place_there_is_one_worker() -> None:
-    assert list(worker_sampler(range(3), shuffle=False)) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"PYPS_WORKER_INDEX": "1"}, "index is known but not its count"),
-        ({"PYPS_WORKER_COUNT": "4"}, "count is known but not its index"),
-        ({"PYPS_WORKER_INDEX": "4", "PYPS_WORKER_COUNT": "4"}, "index is 4 of 4 workers; expected 0 to 3"),
-        ({"PYPS_WORKER_INDEX": "x", "PYPS_WORKER_COUNT": "4"}, "PYPS_WORKER_INDEX is 'x'"),
-    ],
-)
-def test_a_place_that_cannot_be_is_refused(monkeypatch, variables, message) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(BadRequest, match=message):
-        worker_sampler(range(10))
+def test_a_place_that_cannot_be_is_refused(monkeypatch) -> None:
+    for index, count, message in [
+        ("1", None, "index is known but not its count"),
+        (None, "4", "count is known but not its index"),
+        ("4", "4", "index is 4 of 4 workers; expected 0 to 3"),
+        ("x", "4", "PYPS_WORKER_INDEX is 'x'"),
+    ]:
+        for name, value in (("PYPS_WORKER_INDEX", index), ("PYPS_WORKER_COUNT", count)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        with pytest.raises(BadRequest, match=message):
+            pytest.fail(f"{worker_sampler(range(10))} of worker {index} of {count}")
 
 
 def test_the_optimizer_learns_the_size_of_each_batch() -> None:
@@ -124,12 +120,9 @@ def test_a_loader_takes_growing_batches() -> None:
     assert len(loader) == 4
 
 
-@pytest.mark.parametrize("batch", [torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}])
-def test_a_batch_is_as_large_as_its_first_tensor_is_long(batch) -> None:
-    assert batch_size(batch) == 5
-
-
-def test_a_batch_without_a_tensor_is_refused() -> None:
+def test_a_batch_is_as_large_as_its_first_tensor_is_long() -> None:
+    for batch in (torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}):
+        assert batch_size(batch) == 5
     with pytest.raises(BadRequest, match="No batch size can be read from a str"):
         batch_size("abc")
 
