@@ -6,10 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from pyps.config import resolve
-from pyps.core.gradient import Codec
-from pyps.run import Greeting, Run
-from pyps.run.initialization import Opening
+from pyps.run import Run
 from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.pulling import PullStream
@@ -18,10 +15,9 @@ from pyps.service.workbench import Workbench
 from pyps.work import DataSpec, Leased
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseRequest
+from run_crew import serving as serve
 
-MODEL = Model((Tensor("x", (32,)),), shard_size=16)
 SENDER = common.Sender(run_id="r", worker_id="a", incarnation=1)
 WAIT_SECONDS = 60.0
 
@@ -38,13 +34,7 @@ class Listener:
 
 def serving() -> Run:
     """A run of two shards under one mutex, with the worker "a" and a data set of two portions."""
-    run = Run(resolve({"optimizer": "sgd:learning_rate=1", "staleness": "none", "protocol": "asgd"}, {}, warn=print))
-    term = run.hello(Greeting("r", "a", 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")).term
-    initialization = run.begin_initialize(Opening("r", "a", 1, term, MODEL, None, 0, 1))
-    assert initialization is not None
-    for shard_id in range(2):
-        initialization.add(shard_id, Codec.FLOAT32, memoryview(bytes(64)))
-    run.commit(initialization)
+    run = serve(protocol="asgd")
     run.work.open(DataSpec("train", 6, 3), worker_id="a")
     return run
 

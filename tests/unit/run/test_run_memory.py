@@ -6,16 +6,13 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from pyps.checkpoint import Checkpoint
 from pyps.checkpoint.checkpoint import write
 from pyps.checkpoint.disk import Disk
 from pyps.config import resolve
-from pyps.core.gradient import Codec
-from pyps.run import Greeting, Run
-from pyps.run.initialization import Opening
+from pyps.run import Run
 from pyps_wire.partition import Model, Tensor
+from run_crew import serving as serve
 
 SHARD_SIZE = 65_536
 NUM_SHARDS = 16
@@ -27,14 +24,7 @@ MARGIN_BYTES = 1_000_000
 
 
 def serving() -> Run:
-    run = Run(resolve({"optimizer": "adagrad:learning_rate=1"}, {}, warn=print))
-    term = run.hello(Greeting("r", "a", 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")).term
-    initialization = run.begin_initialize(Opening("r", "a", 1, term, MODEL, None, 0, 1))
-    assert initialization is not None
-    for shard_id in range(NUM_SHARDS):
-        initialization.add(shard_id, Codec.FLOAT32, memoryview(np.full(SHARD_SIZE, shard_id, np.float32).tobytes()))
-    run.commit(initialization)
-    return run
+    return serve(model=MODEL, optimizer="adagrad:learning_rate=1")
 
 
 def peak_bytes(work: Callable[[], Run]) -> int:

@@ -53,22 +53,6 @@ def test_a_call_that_ended_is_not_woken_and_its_grant_is_kept():
     assert calls.ask("b")
 
 
-def test_a_worker_that_departs_while_it_waits_asks_again():
-    calls = Calls(Pacing(TurnTaking()))
-    calls.ask("a")
-    calls.ask("b")
-    calls.pacing.depart("b")
-    assert calls.woken == ["b"]
-    assert not calls.ask("b")
-
-
-def test_without_a_pacer_everybody_may_proceed():
-    calls = Calls(Pacing(None))
-    assert calls.ask("a")
-    assert not calls.pacing.asks
-    assert calls.pacing.waited_for() == set()
-
-
 def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
     calls = Calls(Pacing(TurnTaking()))
     calls.ask("a")

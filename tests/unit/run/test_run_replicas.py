@@ -9,25 +9,15 @@ import numpy as np
 import pytest
 
 from cut_model import CUT
-from pyps.config import resolve
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Outcome
-from pyps.run import Greeting, Run
+from pyps.run import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition
+from run_crew import Clock, events, make_run
 
 PLAN = partition(CUT, num_servers=1)
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Replicas:
@@ -35,8 +25,7 @@ class Replicas:
 
     def __init__(self, *names: str, **flags: str) -> None:
         self.clock = Clock()
-        flags = {"optimizer": "sgd:learning_rate=1", "staleness": "none", "protocol": "hardsync", **flags}
-        self.run = Run(resolve(flags, {}, warn=print), clock=self.clock)
+        self.run = make_run(clock=self.clock, **{"protocol": "hardsync", **flags})
         self._sequence = 0
         for name in names:
             terms = [self.hello(name, part) for part in (0, 1)]
@@ -94,7 +83,7 @@ class Replicas:
         return [version for of_part in versions for version in of_part]
 
     def events(self, kind: str) -> list[str]:
-        return [event.message for event in self.run.events if event.kind == kind]
+        return events(self.run, kind)
 
 
 PROCESSES = ("a/0", "a/1", "b/0", "b/1")
@@ -240,19 +229,16 @@ def test_a_server_that_stood_still_loses_no_replica() -> None:
     ]
 
 
-@pytest.mark.parametrize("parts", [(1, 0), (0, 0)])
-def test_parts_that_are_not_named_once_in_ascending_order_are_refused(parts: tuple[int, ...]) -> None:
-    with pytest.raises(BadRequest, match=f"declares the parts {parts[0]}, {parts[1]}: name each once, in ascending"):
-        Replicas().greet("a", 0, parts=parts)
-
-
-@pytest.mark.parametrize(("name", "what"), [(" ", "blank"), ("a/0", "what follows a '/'")])
-def test_a_replica_has_a_name_to_be_read_that_is_none_of_its_processes(name: str, what: str) -> None:
+def test_parts_are_named_once_in_ascending_order_and_a_replica_as_none_of_its_processes_could_be() -> None:
     replicas = Replicas()
-    with pytest.raises(BadRequest, match=what):
-        replicas.hello(name, 0)
-    with pytest.raises(BadRequest, match=what):
-        replicas.initialize(name, 0, 1)
+    for parts in ((1, 0), (0, 0)):
+        with pytest.raises(BadRequest, match=f"declares the parts {parts[0]}, {parts[1]}: name each once, in ascend"):
+            replicas.greet("a", 0, parts=parts)
+    for name, what in {" ": "blank", "a/0": "what follows a '/'"}.items():
+        with pytest.raises(BadRequest, match=what):
+            replicas.hello(name, 0)
+        with pytest.raises(BadRequest, match=what):
+            replicas.initialize(name, 0, 1)
 
 
 def test_under_sandblaster_no_replica_joins_and_nobody_brings_a_run_there() -> None:

@@ -7,20 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyps.config import resolve
 from pyps.core.arrays import Floats
 from pyps.core.finding import Finding, first_of
 from pyps.core.gradient import Codec, Gradient
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.reply import Reply
-from pyps.run import Greeting, Run
-from pyps.run.initialization import Opening
 from pyps.update_log import Pulled, ShardLog, UpdateLog, log_paths, replay
 from pyps_wire.errors import BadRequest, RunMismatch
-from pyps_wire.partition import Model, Tensor
-
-SHARD_SIZE = 16
-MODEL = Model((Tensor("x", (2 * SHARD_SIZE,)),), shard_size=SHARD_SIZE)
+from run_crew import SHARD_SIZE, serving
 
 
 class Wish:
@@ -35,18 +29,6 @@ class Wish:
         if self._memory is not None:
             self._memory[0] = self._value
         return Reply(self.parameters.view(np.uint8).data, 0, Codec.FLOAT32)
-
-
-def serving(log: UpdateLog | None = None, **flags: str) -> Run:
-    """Returns a run of two shards of zeros, with the worker "a"."""
-    run = Run(resolve({"optimizer": "sgd:learning_rate=1", "staleness": "none", **flags}, {}, warn=print), recorder=log)
-    term = run.hello(Greeting("r", "a", 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")).term
-    initialization = run.begin_initialize(Opening("r", "a", 1, term, MODEL, None, 0, 1))
-    assert initialization is not None
-    for shard_id in range(2):
-        initialization.add(shard_id, Codec.FLOAT32, memoryview(bytes(4 * SHARD_SIZE)))
-    run.commit(initialization)
-    return run
 
 
 def gradient(memory: Floats, sequence: int = 1, *, volatile: bool = True, base_version: int = 0) -> Gradient:
@@ -75,21 +57,21 @@ def test_a_whole_push_brings_its_parameters_back_and_counts_them() -> None:
     np.testing.assert_array_equal(answers[1].parameters, -ones())
 
 
-@pytest.mark.parametrize("protocol", ["async", "asgd"])
-def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole(protocol: str) -> None:
-    run = serving(protocol=protocol)
-    bad = ones()
-    bad[3] = np.nan
-    parts = [(0, gradient(ones())), (1, gradient(bad))]
-    finding = first_of(run.scan(part, shard_id, run_id="r") for shard_id, part in parts)
-    assert finding == Finding(1, 3)
-    if run.whole is not None:
-        receipts = run.push_whole(parts, run_id="r", finding=finding)
-    else:
-        receipts = [run.push(part, shard_id, run_id="r", finding=finding) for shard_id, part in parts]
-    assert {receipt.reason for receipt in receipts} == {Reason.NOT_FINITE}
-    assert run.version_max == 0
-    assert run.statistics.total().reasons == {Reason.NOT_FINITE: 2}
+def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole() -> None:
+    for protocol in ("async", "asgd"):
+        run = serving(protocol=protocol)
+        bad = ones()
+        bad[3] = np.nan
+        parts = [(0, gradient(ones())), (1, gradient(bad))]
+        finding = first_of(run.scan(part, shard_id, run_id="r") for shard_id, part in parts)
+        assert finding == Finding(1, 3)
+        if run.whole is not None:
+            receipts = run.push_whole(parts, run_id="r", finding=finding)
+        else:
+            receipts = [run.push(part, shard_id, run_id="r", finding=finding) for shard_id, part in parts]
+        assert {receipt.reason for receipt in receipts} == {Reason.NOT_FINITE}, protocol
+        assert run.version_max == 0, protocol
+        assert run.statistics.total().reasons == {Reason.NOT_FINITE: 2}, protocol
 
 
 def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
@@ -101,19 +83,15 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
     with pytest.raises(BadRequest, match="shard 0"):
         run.scan(gradient(np.ones(3, np.float32)), 0)
     assert run.scan(gradient(ones()), 0).finite
-    assert (run.version_max, run.roster.num_workers) == (0, 0)
-
-
-def test_whoever_pushes_what_does_not_fit_is_not_heard_of() -> None:
-    run = serving()
+    # Nor is heard of who pushes what does not fit.
     with pytest.raises(BadRequest, match="shard 0"):
         run.push(gradient(np.ones(3, np.float32)), 0)
-    assert run.roster.num_workers == 0
+    assert (run.version_max, run.roster.num_workers) == (0, 0)
 
 
 def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path: Path) -> None:
     log = UpdateLog(tmp_path, log_gradients=True)
-    run = serving(log)
+    run = serving(recorder=log)
     memory = ones()
     for sequence in range(1, 4):
         # What the worker writes after the copy was made is in neither.
