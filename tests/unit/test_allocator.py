@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import platform
+from collections.abc import Callable
 
 import pytest
 
-from support import child_environment
+from support import PythonProcess
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there is no glibc, whose allocator it is")
 
 FAULTS = """
 import resource, sys
@@ -40,29 +42,27 @@ print(kept, give_back_free_memory() and before - resident())
 """
 
 
-def run(program: str = FAULTS, **variables: str) -> tuple[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=child_environment(variables), capture_output=True, text=True, check=True
-    )
-    kept, number = done.stdout.split()
+StartPython = Callable[..., PythonProcess]
+
+
+def run(start_python: StartPython, program: str, **variables: str) -> tuple[str, int]:
+    python = start_python("-c", program, env=variables, fresh=True)
+    assert python.wait() == 0
+    kept, number = python.output().split()
     return kept, int(number)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-def test_blocks_of_messages_are_not_mapped_anew() -> None:
-    kept, faults = run()
-    if kept == "False":
-        pytest.skip("not glibc")
+def test_blocks_of_messages_are_not_mapped_anew(start_python: StartPython) -> None:
+    kept, faults = run(start_python, FAULTS)
+    assert kept == "True"
     assert faults < 1024, "one block's pages, of the fifty blocks' 51,200"
 
 
-def test_whoever_set_the_allocator_keeps_his_settings() -> None:
-    assert run(MALLOC_ARENA_MAX="2")[0] == "False"
+def test_whoever_set_the_allocator_keeps_his_settings(start_python: StartPython) -> None:
+    assert run(start_python, FAULTS, MALLOC_ARENA_MAX="2")[0] == "False"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-def test_what_is_free_amid_the_heap_is_given_back() -> None:
-    kept, num_bytes = run(GIVEN_BACK)
-    if kept == "False":
-        pytest.skip("not glibc")
+def test_what_is_free_amid_the_heap_is_given_back(start_python: StartPython) -> None:
+    kept, num_bytes = run(start_python, GIVEN_BACK)
+    assert kept == "True"
     assert num_bytes > 24 << 20, "most of eight blocks of 4 MiB"
