@@ -8,8 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
 from pyps.config import resolve
 from pyps.run import Greeting, Run
 from pyps.run.handshake import Welcome
@@ -47,17 +45,17 @@ def greeting_with(num_tensors: int) -> bytes:
     ).SerializeToString()
 
 
-@pytest.mark.parametrize(("num_tensors", "on_the_loop"), [(10, True), (2000, False)])
-def test_a_large_model_is_read_and_checked_off_the_event_loop(num_tensors: int, on_the_loop: bool) -> None:
-    run, context = Watched(), Any
-    with ThreadPoolExecutor(1) as executor:
-        service = ParameterServer(
-            run,
-            budget=ByteBudget(2**20),
-            work=Workbench(executor),
-            serializations=Serializations(),
-            control_address="",
-        )
-        answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
-    assert wire.HelloReply.FromString(answer).initialize
-    assert [thread is threading.current_thread() for thread in run.threads] == [on_the_loop]
+def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
+    for num_tensors, on_the_loop in ((10, True), (2000, False)):
+        run, context = Watched(), Any
+        with ThreadPoolExecutor(1) as executor:
+            service = ParameterServer(
+                run,
+                budget=ByteBudget(2**20),
+                work=Workbench(executor),
+                serializations=Serializations(),
+                control_address="",
+            )
+            answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
+        assert wire.HelloReply.FromString(answer).initialize
+        assert [thread is threading.current_thread() for thread in run.threads] == [on_the_loop], num_tensors
