@@ -11,13 +11,9 @@ import psutil
 import pytest
 
 from coordinated import END_SECONDS, SCRIPT
-from support import ROOT, PythonProcess, wait_until
+from support import PythonProcess, wait_until
 
 StartPython = Callable[..., PythonProcess]
-
-DIGITS = ROOT / "examples" / "sandblaster_digits.py"
-# What the papers' method reaches in 20 iterations with room to spare, of 360 held-out images.
-ERROR_PERCENT_MAX = 6.0
 
 
 def coordinator_of(launcher: PythonProcess) -> psutil.Process | None:
@@ -31,23 +27,6 @@ def _command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.NoSuchProcess:
         return []
-
-
-@pytest.mark.extended
-def test_digits_are_learned_by_four_workers_over_two_servers(start_python: StartPython) -> None:
-    pytest.importorskip("sklearn")
-    launcher = start_python("-m", "pyps", "sandblaster", "--servers", "2", "--workers", "4", str(DIGITS))
-
-    assert launcher.wait(END_SECONDS) == 0, launcher.output()
-    output = launcher.output()
-    error = re.search(r"worker-0 +\| .*held-out error ([\d.]+) %", output)
-    assert error is not None, output
-    assert float(error[1]) <= ERROR_PERCENT_MAX
-    iterations = [int(number) for number in re.findall(r"^coordinator \| iteration +(\d+)  loss ", output, re.M)]
-    assert iterations == list(range(1, len(iterations) + 1))
-    assert 1 <= len(iterations) <= 20
-    # Ten portions a worker, of which the line tells.
-    assert "  portions 40 (" in output
 
 
 def test_a_coordinator_that_is_killed_is_started_again_and_the_job_ends_well(

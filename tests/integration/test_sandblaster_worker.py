@@ -26,9 +26,9 @@ from pyps_client import SandblasterResult, coordinated
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from sandblasting import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
 from sums import compensated_sum
-from support import PythonProcess, ServerProcess, wait_until
+from support import PythonProcess, ServerThread, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
 Floats = npt.NDArray[np.float32]
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
@@ -37,7 +37,7 @@ FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 class Crew:
     """Workers in threads of this process, each with a session of its own, and their conductor."""
 
-    def __init__(self, servers: list[ServerProcess]) -> None:
+    def __init__(self, servers: list[ServerThread]) -> None:
         self.servers = servers
         self.conductor = Conductor(servers)
         self.models: list[nn.Module] = []
@@ -89,11 +89,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hire(start_server_process: Start) -> Iterator[Callable[..., Crew]]:
+def hire(start_server: Start) -> Iterator[Callable[..., Crew]]:
     crews: list[Crew] = []
 
     def make(count: int = 1, *, num_servers: int = 2, flags: tuple[str, ...] = (), **options: Any) -> Crew:
-        crew = Crew(start_servers(start_server_process, num_servers, *FLAGS, *flags))
+        crew = Crew(start_servers(start_server, num_servers, *FLAGS, *flags))
         crews.append(crew)
         crew.hire(count, **options)
         return crew
@@ -164,18 +164,17 @@ def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Crew]
     crew.end()
 
 
-@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Crew], codec: str, transport: str) -> None:
-    crew = hire(1, gradient_dtype=codec, parameter_dtype="float32", transport=transport)
+def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Crew]) -> None:
     _, gradient = mean_loss_and_gradient(make_model())
-    before = flat(crew.conductor.parameters())
-    crew.conductor.run_pass(portions=5)
-    crew.conductor.step(1.0)
-    moved = before - flat(crew.conductor.parameters())
-    np.testing.assert_allclose(moved, gradient, rtol=0.02, atol=1e-3)
-    assert not np.allclose(moved, gradient, rtol=1e-6, atol=1e-8)
-    crew.end()
+    for codec, transport, tolerance in (("float16", "grpc", 1e-3), ("bfloat16", "shm", 8e-3)):
+        crew = hire(1, gradient_dtype=codec, parameter_dtype="float32", transport=transport)
+        before = flat(crew.conductor.parameters())
+        crew.conductor.run_pass(portions=5)
+        crew.conductor.step(1.0)
+        moved = before - flat(crew.conductor.parameters())
+        np.testing.assert_allclose(moved, gradient, rtol=2 * tolerance, atol=tolerance / 4, err_msg=codec)
+        assert not np.allclose(moved, gradient, rtol=1e-6, atol=1e-8)
+        crew.end()
 
 
 def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable[..., Crew]) -> None:
@@ -306,8 +305,8 @@ def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hir
     assert crew.conductor.outcome().example_count == NUM_EXAMPLES
 
 
-def test_a_stage_whose_connection_is_cut_is_sent_again(start_server_process: Start) -> None:
-    (server,) = start_servers(start_server_process, 1, *FLAGS)
+def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> None:
+    (server,) = start_servers(start_server, 1, *FLAGS)
     proxy = CuttingProxy(server.data)
     crew = Crew([server])
     try:
@@ -326,27 +325,24 @@ def test_a_stage_whose_connection_is_cut_is_sent_again(start_server_process: Sta
         proxy.close()
 
 
-def test_servers_of_another_protocol_are_told_of(start_server_process: Start) -> None:
-    server = start_server_process("--run-id", "blast")
+def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
+    server = start_server("--run-id", "blast")
     with pytest.raises(BadRequest, match=r"run the protocol 'async.*need servers started with --protocol sandblaster"):
         pyps_client.sandblaster(make_model(), functional.cross_entropy, make_dataset(), servers=server.data)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
+    call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()}
+    for wrong, words in (
         ({"dataset": (n for n in range(3))}, r"^The data set \(generator\) has no length"),
         ({"dataset": []}, r"^The data set \(list\) is empty"),
         ({"model": nn.ReLU()}, r"^The model \(ReLU\) has no parameters that require a gradient"),
         ({"batch_size": 0}, r"^batch_size is 0; expected 1 or more\.$"),
         ({"threads": 0}, r"^threads is 0; expected 1 or more, or None\.$"),
         ({"loss": None}, r"^Neither of loss and loss_of were given"),
-    ],
-)
-def test_a_wrong_call_is_refused_before_any_server_hears_of_it(wrong: dict[str, Any], words: str) -> None:
-    call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()} | wrong
-    with pytest.raises(BadRequest, match=words):
-        pyps_client.sandblaster(**call, servers="127.0.0.1:1")
+    ):
+        with pytest.raises(BadRequest, match=words):
+            pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")
 
 
 def test_what_would_make_the_loss_another_function_is_warned_of(

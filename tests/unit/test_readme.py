@@ -1,19 +1,34 @@
-"""The README says what is there: its script, commands, targets, links and pictures."""
+"""The README says what is there: its script, commands, targets, links and pictures; and what it shows does run."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format, message_factory
 from typer.testing import CliRunner
 
+from inspection import inspect
 from pyps.cli.main import COMMANDS, app
 from pyps_wire import inspector_pb2
-from support import ROOT
+from support import ROOT, PythonProcess, ServerThread
 
 README = (ROOT / "README.md").read_text()
+SHOWN = "".join(README.split("```")[1::2])
 DOCUMENTS = sorted(ROOT.glob("*.md"))
+# Jobs of the README that end by themselves, by their scripts.
+JOBS = {name: job for job, name in re.findall(r"^(pyps (?:run|sandblaster) .*examples/(\w+)\.py.*)", SHOWN, re.M)}
+# What each says on its way and at its end, in its own lines and the launcher's.
+ENDINGS = {
+    "minimal": r"worker-3 +\| epoch 19, update \d+: loss 0\.[0-2]",
+    "char_lm": r"bits",
+    # Ten portions a worker.
+    "sandblaster_digits": r"  portions 40 \((?s:.*)worker-0 +\| .*held-out error [0-5]\.\d+ %",
+    "model_parallel": r"replica-1 finished",
+}
 
 
 def test_the_worker_script_is_the_example() -> None:
@@ -25,8 +40,34 @@ def test_the_worker_script_is_the_example() -> None:
     assert f"## A worker in {sum(map(bool, example.splitlines()))} lines\n" in README
 
 
+def test_the_worker_script_trains_as_it_stands(
+    start_server: Callable[..., ServerThread], start_python: Callable[..., PythonProcess]
+) -> None:
+    server = start_server()
+    worker = start_python(str(ROOT / "examples" / "minimal.py"), env={"PYPS_SERVERS": server.data})
+
+    assert worker.wait() == 0, worker.output()
+    told = re.findall(r"^epoch (\d+), update (\d+): loss (\d+\.\d+)$", worker.output(), re.M)
+    # 1,797 images in minibatches of 32.
+    assert [(int(epoch), int(update)) for epoch, update, _ in told] == [(n, 57 * (n + 1)) for n in range(20)]
+    assert float(told[-1][2]) < 0.1 < float(told[0][2])
+    assert inspect(server.control, "GetStatus").version_max == 57 * 20
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("script", ENDINGS)
+def test_a_job_shown_runs_to_its_end_as_it_is_shown(tmp_path: Path, script: str) -> None:
+    assert JOBS.keys() == ENDINGS.keys(), "a job that nobody runs"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command, *arguments = shlex.split(JOBS[script])
+    with PythonProcess("-m", command, *arguments, cwd=tmp_path) as job:
+        assert job.wait(120) == 0
+        assert re.search(ENDINGS[script], job.output())
+    assert all((tmp_path / name).exists() for name in arguments if name.endswith(".png"))
+
+
 def test_every_command_exists_with_the_flags_shown() -> None:
-    shown = re.findall(r"^(?:\w+=\S+ )*pyps (\w+)(.*)$", "".join(README.split("```")[1::2]), re.M)
+    shown = re.findall(r"^(?:\w+=\S+ )*pyps (\w+)(.*)$", SHOWN, re.M)
     assert {"run", "serve", "eval", "export"} <= {command for command, _ in shown}
     for command, rest in shown:
         assert command in COMMANDS
@@ -35,19 +76,13 @@ def test_every_command_exists_with_the_flags_shown() -> None:
             assert flag in options, f"pyps {command} has no {flag}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_make_target_exists(document) -> None:
+def test_every_make_target_and_every_linked_file_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(), re.M))
-
-    assert named <= targets
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_linked_file_exists(document) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
-        assert "://" in target or (ROOT / target).exists(), f"{document.name} links to {target}"
+    for document in DOCUMENTS:
+        text = document.read_text()
+        assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets, document.name
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            assert "://" in target or (ROOT / target).exists(), f"{document.name} links to {target}"
 
 
 def test_the_calls_shown_are_the_services_own() -> None:
