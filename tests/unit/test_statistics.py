@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from pyps.core.aggregation import Contribution, Part
@@ -11,7 +10,7 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
 from pyps.statistics import RECENT_RECEIPTS_MAX, SHARDS_LISTED_MAX, WORKERS_MAX, Contacts, Statistics
-from shards import gradient
+from shards import gradient, run_together
 
 
 def receipt(outcome: Outcome = Outcome.APPLIED, **fields: Any) -> Receipt:
@@ -47,21 +46,17 @@ def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> Non
     assert statistics.worker("nobody") == statistics.shard(9) == Statistics().total()
 
 
-def test_a_duplicate_counts_as_nothing_else() -> None:
-    statistics = Statistics()
-    push(statistics, receipt(), now=1.0)
-    push(statistics, receipt(duplicate=True), now=5.0)
-    total = statistics.total()
-    assert (total.applied, total.duplicate, total.updates, total.examples) == (1, 1, 1, 2)
-    assert statistics.last_update == 1.0
-
-
-def test_a_rejected_gradient_counts_neither_as_stale_nor_for_its_examples() -> None:
+def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_neither_as_stale_nor_for_its_examples() -> None:
     statistics = Statistics()
     push(statistics, receipt(Outcome.REJECTED, staleness=900))
     total = statistics.total()
     assert (total.staleness_count, total.staleness_max, total.examples, total.histogram) == (0, 0, 0, {})
     assert statistics.last_update is None
+    push(statistics, receipt(), now=1.0)
+    push(statistics, receipt(duplicate=True), now=5.0)
+    total = statistics.total()
+    assert (total.applied, total.duplicate, total.updates, total.examples) == (1, 1, 1, 2)
+    assert statistics.last_update == 1.0
 
 
 def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped() -> None:
@@ -93,32 +88,19 @@ def test_waits_add_up_for_everybody_and_the_worker() -> None:
     assert statistics.total().blocked_seconds == 2.25
 
 
-def test_each_worker_and_shard_has_a_histogram_of_its_own() -> None:
-    statistics = Statistics()
-    push(statistics, receipt(shard_id=0, staleness=2, rate_scale=0.5))
-    push(statistics, receipt(shard_id=1, staleness=4, rate_scale=0.25), worker_id="b")
-    assert (statistics.worker("a").histogram, statistics.worker("b").histogram) == ({2: 1}, {4: 1})
-    assert (statistics.shard(0).histogram, statistics.shard(1).histogram) == ({2: 1}, {4: 1})
-    assert statistics.total().histogram == {2: 1, 4: 1}
-
-
-def test_a_copy_does_not_change_with_what_comes_later() -> None:
+def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken() -> None:
     statistics = Statistics()
     push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
     before = statistics.total()
+    assert (before.staleness_mean, before.rate_scale_mean) == (0.0, 1.0)
+    push(statistics, receipt(shard_id=0, staleness=2, rate_scale=0.5))
+    push(statistics, receipt(shard_id=1, staleness=4, rate_scale=0.25), worker_id="b")
     push(statistics, receipt(Outcome.REJECTED, reason=Reason.STALE))
-    push(statistics, receipt(staleness=1))
+    assert (statistics.worker("a").histogram, statistics.worker("b").histogram) == ({2: 1}, {4: 1})
+    assert (statistics.shard(0).histogram, statistics.shard(1).histogram) == ({2: 1}, {4: 1})
+    assert (statistics.total().histogram, statistics.total().staleness_mean) == ({2: 1, 4: 1}, 3.0)
+    # A copy does not change with what comes later.
     assert (before.reasons, before.histogram) == ({Reason.STALE: 1}, {})
-
-
-def test_means_are_of_the_gradients_taken() -> None:
-    statistics = Statistics()
-    assert (statistics.total().staleness_mean, statistics.total().rate_scale_mean) == (0.0, 1.0)
-    for staleness in (0, 1, 5):
-        push(statistics, receipt(staleness=staleness))
-    total = statistics.total()
-    assert total.staleness_mean == 2.0
-    assert total.histogram == {0: 1, 1: 1, 5: 1}
 
 
 def test_examples_are_counted_on_the_shard_with_the_lowest_number() -> None:
@@ -174,19 +156,13 @@ def test_apply_times_fall_into_the_first_bucket_that_holds_them() -> None:
 
 def test_threads_lose_no_count() -> None:
     statistics = Statistics()
-    barrier = threading.Barrier(4)
 
     def count() -> None:
-        barrier.wait(10)
         for _ in range(500):
             push(statistics, receipt())
             statistics.pulled("a", 1)
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_together([count] * 4)
     total = statistics.total()
     assert (total.applied, total.bytes_in, total.bytes_out) == (2000, 16000, 2000)
 
@@ -202,12 +178,9 @@ def test_the_shards_that_a_worker_pushed_to_and_pulled_are_kept_apart_for_each()
     # Parameters that came back with a push were pulled too.
     assert statistics.contacts("b") == Contacts(pushed=(3,), pulled=(3,))
     assert statistics.contacts("nobody") == Contacts()
-
-
-def test_of_very_many_shards_the_first_are_listed_and_no_more_kept() -> None:
-    statistics = Statistics()
-    statistics.pulled("a", 8, shard_ids=range(10, 10 + 2 * SHARDS_LISTED_MAX))
-    assert statistics.contacts("a").pulled == tuple(range(10, 10 + SHARDS_LISTED_MAX))
+    # Of very many shards the first are listed and no more kept.
+    statistics.pulled("c", 8, shard_ids=range(10, 10 + 2 * SHARDS_LISTED_MAX))
+    assert statistics.contacts("c").pulled == tuple(range(10, 10 + SHARDS_LISTED_MAX))
 
 
 def part(worker_id: str, rate_scale: float, **fields: Any) -> Part:

@@ -24,22 +24,14 @@ class Calls:
         self.pacing.forget(name, self._wakes[name], withdraw=True)
 
 
-def test_only_the_worker_that_is_released_is_woken():
+def test_only_the_worker_that_is_released_is_woken_and_a_question_repeated_is_one_question():
     calls = Calls(Pacing(TurnTaking()))
     assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    assert not calls.ask("b")
+    assert calls.ask("a"), "the answer was lost; the turn is still its own"
     assert not calls.ask("a", clock=1)
     assert calls.woken == ["b"]
     assert calls.ask("b")
-
-
-def test_a_question_repeated_is_one_question():
-    calls = Calls(Pacing(TurnTaking()))
-    assert calls.ask("a")
-    assert not calls.ask("b")
-    assert not calls.ask("b")
-    assert calls.ask("a"), "the answer was lost; the turn is still its own"
-    calls.pacing.depart("a")
-    assert calls.woken == ["b"]
 
 
 def test_a_call_that_ended_is_not_woken_and_its_grant_is_kept():
@@ -87,15 +79,16 @@ def test_a_worker_that_goes_without_asking_is_no_longer_expected():
     assert calls.ask("a")
 
 
-def test_an_opened_gate_expects_nobody():
-    calls = Calls(Pacing(TurnTaking(quorum=3)))
-    assert not calls.pacing.gate_holds
-    assert not calls.ask("a")
-    assert calls.pacing.gate_holds
-    calls.pacing.open_gate()
-    assert not calls.pacing.gate_holds
-    assert calls.woken == ["a"]
-    assert calls.ask("a")
+def test_an_opened_gate_expects_nobody_and_those_excused_need_not_ask():
+    for let in (lambda pacing: pacing.open_gate(), lambda pacing: pacing.excuse(["b", "c"])):
+        calls = Calls(Pacing(TurnTaking(quorum=3)))
+        assert not calls.pacing.gate_holds
+        assert not calls.ask("a")
+        assert calls.pacing.gate_holds
+        let(calls.pacing)
+        assert not calls.pacing.gate_holds
+        assert calls.woken == ["a"]
+        assert calls.ask("a")
 
 
 def test_a_call_that_was_cancelled_gives_up_its_place():
@@ -149,11 +142,3 @@ def test_the_time_of_a_worker_that_takes_its_next_step_begins_anew():
     assert calls.ask("a", clock=1)
     assert calls.pacing.set_aside(now=2.0, stall_seconds=2.0) == []
     assert calls.pacing.set_aside(now=4.0, stall_seconds=2.0) == ["a"]
-
-
-def test_workers_that_are_gone_or_at_work_are_excused_from_asking():
-    calls = Calls(Pacing(TurnTaking(quorum=3)))
-    assert not calls.ask("a")
-    calls.pacing.excuse(["b", "c"])
-    assert calls.woken == ["a"]
-    assert calls.ask("a")
