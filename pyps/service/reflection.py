@@ -1,12 +1,13 @@
 """Reflection under both of its names: grpcurl asks for v1 and falls back to v1alpha, other tools know only one.
 
 Python's package serves v1alpha. The messages of v1 are the same bytes, so the same servicer answers for both;
-only the descriptors of v1 are made here, by renaming.
+only the descriptors of v1 are made here, by renaming. Generated code leaves out the names that fields have in JSON, so
+they are added to what is served: grpcurl takes them from there, and writes `page_token` where none is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -30,11 +31,36 @@ def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        response_serializer=_with_json_names,
     )
     server.add_generic_rpc_handlers(
         tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (ALPHA, V1))
     )
+
+
+def _with_json_names(response: Any) -> bytes:
+    """Serialises an answer, the JSON name of every field in the files that it holds."""
+    files = response.file_descriptor_response.file_descriptor_proto
+    for index, serialized in enumerate(files):
+        file = descriptor_pb2.FileDescriptorProto.FromString(serialized)
+        _name_fields(file.extension)
+        _name_messages(file.message_type)
+        files[index] = file.SerializeToString()
+    return bytes(response.SerializeToString())
+
+
+def _name_messages(messages: Iterable[descriptor_pb2.DescriptorProto]) -> None:
+    for message in messages:
+        _name_fields([*message.field, *message.extension])
+        _name_messages(message.nested_type)
+
+
+def _name_fields(fields: Iterable[descriptor_pb2.FieldDescriptorProto]) -> None:
+    for field in fields:
+        if not field.json_name:
+            # protoc's rule: every _ goes, and the letter after it is a capital.
+            first, *others = field.name.split("_")
+            field.json_name = first + "".join(word[:1].upper() + word[1:] for word in others)
 
 
 def _describe_v1() -> None:

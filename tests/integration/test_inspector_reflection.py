@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pool
 
 from inspection import Reflected, ReflectionDatabase, connected
-from support import ServerProcess
+from support import AnyServer
 from wire_worker import WireWorker
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 
 INSPECTOR = "pyps.v1.Inspector"
 # The calls of the service with a request each, the ones that end things last, and a field of each answer.
@@ -37,40 +38,55 @@ CALLS: Mapping[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.fixture
-def server(start_server_process: Start, tmp_path: Path) -> ServerProcess:
-    started = start_server_process("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    with WireWorker(started.data) as worker:
-        worker.join()
-        worker.push(worker.push_request(1.0))
+def server(start_server: Start, tmp_path: Path) -> AnyServer:
+    started = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    begin_run(started)
     return started
 
 
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_every_call_works_without_generated_classes(server: ServerProcess, version: str) -> None:
+def begin_run(server: AnyServer) -> None:
+    with WireWorker(server.data) as worker:
+        worker.join()
+        worker.push(worker.push_request(1.0))
+
+
+def test_every_call_works_without_generated_classes(server: AnyServer) -> None:
+    for version in ("v1", "v1alpha"):
+        with connected(server.control) as channel:
+            services = set(ReflectionDatabase(channel, version=version).get_services())
+            inspector = Reflected(channel, INSPECTOR, version=version)
+            assert set(inspector.service.methods_by_name) == set(CALLS)
+            if inspector.call("GetStatus")["state"] == "RUN_STATE_EMPTY":
+                begin_run(server)
+            for method, (request, field) in CALLS.items():
+                answer = inspector.call(method, request)
+                assert field is None or answer[field], f"{version}: {method} gave {answer}"
+            assert inspector.call("GetStatus")["state"] == "RUN_STATE_EMPTY", version
+        reflection = {"grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"}
+        assert services == {INSPECTOR, "grpc.health.v1.Health", "grpc.channelz.v1.Channelz", *reflection}, version
+
+
+def test_every_field_is_served_with_the_name_that_it_has_in_json(server: AnyServer) -> None:
+    """grpcurl prints the names of the descriptors that a server gives it, and makes none up."""
+    names: set[str] = set()
     with connected(server.control) as channel:
-        inspector = Reflected(channel, INSPECTOR, version=version)
-        assert set(inspector.service.methods_by_name) == set(CALLS)
-        for method, (request, field) in CALLS.items():
-            answer = inspector.call(method, request)
-            assert field is None or answer[field], f"{method} gave {answer}"
-        assert inspector.call("GetStatus")["state"] == "RUN_STATE_EMPTY"
+        for version in ("v1", "v1alpha"):
+            database = ReflectionDatabase(channel, version=version)
+            for symbol in (INSPECTOR, "pyps.v1.WorkProgress", "grpc.health.v1.HealthCheckResponse"):
+                known = descriptor_pool.Default().FindFileContainingSymbol(symbol).message_types_by_name
+                for message in database.FindFileContainingSymbol(symbol).message_type:
+                    served = {field.name: field.json_name for field in message.field}
+                    # What protobuf itself makes of the names.
+                    expected = {field.name: field.camelcase_name for field in known[message.name].fields}
+                    assert served == expected, f"{message.name} by {version}"
+                    names |= set(served.values())
+    assert {"nextPageToken", "learningRates", "secondsLeft", "status"} <= names
 
 
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
-def test_the_services_are_listed(server: ServerProcess, version: str) -> None:
-    with connected(server.control) as channel:
-        services = set(ReflectionDatabase(channel, version=version).get_services())
-    reflection = {"grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"}
-    assert services == {INSPECTOR, "grpc.health.v1.Health", "grpc.channelz.v1.Channelz", *reflection}
-
-
-def test_grpcurl_makes_the_same_calls(server: ServerProcess) -> None:
-    grpcurl = shutil.which("grpcurl")
-    if grpcurl is None:
-        pytest.skip("grpcurl is not on the PATH")
-
+@pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on the PATH")
+def test_grpcurl_makes_the_same_calls(server: AnyServer) -> None:
     def run(*arguments: str) -> str:
-        done = subprocess.run([grpcurl, "-plaintext", *arguments], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["grpcurl", "-plaintext", *arguments], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
