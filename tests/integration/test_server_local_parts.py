@@ -15,14 +15,14 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotInitialized, ReplicaLost
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 from wire_worker import refusal_of
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 
 
 @pytest.fixture
-def server(start_server_process: Start) -> Iterator[ServerProcess]:
+def server(start_server_process: Start) -> Iterator[AnyServer]:
     """A server that holds both parts of the cut model, the numbers of `whole_tensors` in it."""
     server = start_server_process()
     with cut_run([server]) as workers:
@@ -31,7 +31,7 @@ def server(start_server_process: Start) -> Iterator[ServerProcess]:
 
 
 @contextmanager
-def replica(server: ServerProcess, name: str = "r") -> Iterator[list[LocalWorker]]:
+def replica(server: AnyServer, name: str = "r") -> Iterator[list[LocalWorker]]:
     """Both processes of a replica, which have joined, attached the vectors of their parts and pulled them."""
     with (
         LocalWorker(server.data, f"{name}/0", model=CUT, parts=[0], replica=name) as first,
@@ -43,7 +43,7 @@ def replica(server: ServerProcess, name: str = "r") -> Iterator[list[LocalWorker
         yield [first, second]
 
 
-def infos(server: ServerProcess) -> dict[str, pb.WorkerInfo]:
+def infos(server: AnyServer) -> dict[str, pb.WorkerInfo]:
     return {info.worker_id: info for info in inspect(server.control, "ListWorkers").workers}
 
 
@@ -51,7 +51,7 @@ def ids_of(worker: LocalWorker) -> list[int]:
     return [shard.shard_id for shard in worker.own.shards]
 
 
-def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: ServerProcess) -> None:
+def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: AnyServer) -> None:
     expected = vectors_of(whole_tensors())
     with replica(server) as processes:
         for part, process in enumerate(processes):
@@ -69,7 +69,7 @@ def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: 
         assert not set(ids_of(processes[0])) & set(ids_of(processes[1]))
 
 
-def test_a_shard_has_as_many_workers_as_declared_its_part(server: ServerProcess) -> None:
+def test_a_shard_has_as_many_workers_as_declared_its_part(server: AnyServer) -> None:
     with replica(server) as (first, _):
         first.exchange()
         shards = inspect(server.control, "ListShards").shards
@@ -80,7 +80,7 @@ def test_a_shard_has_as_many_workers_as_declared_its_part(server: ServerProcess)
     }
 
 
-def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: ServerProcess) -> None:
+def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: AnyServer) -> None:
     with replica(server) as (_, second):
         second.parameters[0][:] = 0.0
         assert second.link is not None
@@ -90,7 +90,7 @@ def test_a_pull_without_wants_brings_the_worker_s_own_shards(server: ServerProce
         np.testing.assert_array_equal(second.parameters[0], vectors_of(whole_tensors())[1])
 
 
-def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: ServerProcess) -> None:
+def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: AnyServer) -> None:
     with replica(server) as (first, second):
         theirs = ids_of(second)[0]
         status, name, words = refusal_of(first.push, first.push_request(1.0, theirs))
@@ -111,7 +111,7 @@ def test_shards_of_other_parts_are_refused_in_the_words_of_grpc(server: ServerPr
         assert {reply.version for reply in first.exchange()} == {2}
 
 
-def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: ServerProcess) -> None:
+def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: AnyServer) -> None:
     with LocalWorker(server.data, "r/0", model=CUT, parts=[0], replica="r") as worker:
         worker.hello()
         link = LocalSocket(worker.offer.address)
@@ -121,7 +121,7 @@ def test_vectors_of_the_whole_model_are_too_many_for_a_part(server: ServerProces
         link.close()
 
 
-def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: ServerProcess) -> None:
+def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: AnyServer) -> None:
     with local_worker(server.data, "solo", model=CUT, parts=[0]) as worker:
         worker.hello(parts=[0, 1])
         theirs = next(shard.shard_id for shard in worker.plan.shards if shard.shard_id not in ids_of(worker))
@@ -131,7 +131,7 @@ def test_a_worker_that_declares_other_parts_attaches_its_memory_anew(server: Ser
         assert {reply.version for reply in worker.exchange()} == {2}
 
 
-def test_the_memory_of_a_replica_that_lost_a_process_is_let_go_and_nothing_more_is_taken(server: ServerProcess) -> None:
+def test_the_memory_of_a_replica_that_lost_a_process_is_let_go_and_nothing_more_is_taken(server: AnyServer) -> None:
     with replica(server) as (first, second):
         before = checksums(server.control)
         assert maps_of(server.pid)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
+from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
@@ -22,11 +24,15 @@ PROTOCOLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_every_worker_takes_all_its_steps(start_server, protocol, num_workers):
-    if protocol == "backup:b=1" and num_workers == 1:
-        pytest.skip("backup:b=1 leaves nobody of one worker")
+def test_updates_are_what_each_protocol_says_they_are(start_server):
+    for protocol in PROTOCOLS:
+        check_updates(start_server, protocol, num_workers=4)
+    for protocol in ("async", "hardsync", "serial"):
+        check_updates(start_server, protocol, num_workers=1)
+
+
+def check_updates(start_server, protocol, *, num_workers):
+    """All workers take all their steps, and the updates are of as many gradients as the protocol says."""
     server = start_server("--protocol", protocol, "--staleness", "none", "--expected-workers", str(num_workers))
     with crew(server, num_workers, model=MODEL) as workers:
         receipts = at_once([partial(self_contained, worker) for worker in workers])
@@ -36,28 +42,28 @@ def test_every_worker_takes_all_its_steps(start_server, protocol, num_workers):
     taken = [receipt for own in receipts for receipt in own if receipt.outcome != common.OUTCOME_REJECTED]
     pushes = num_workers * STEPS
     if protocol.startswith(("hardsync", "backup:b=0")):
-        assert versions == [STEPS, STEPS]
-        assert values == [{-STEPS}] * 2, "each round is the mean of ones"
-        assert {receipt.staleness for receipt in taken} == {0}
+        assert versions == [STEPS, STEPS], protocol
+        assert values == [{-STEPS}] * 2, f"{protocol}: each round is the mean of ones"
+        assert {receipt.staleness for receipt in taken} == {0}, protocol
     elif protocol.startswith("ssp:s=0,strict_bsp"):
-        assert versions == [STEPS, STEPS]
-        assert values == [{-pushes}] * 2, "each round is a sum of ones"
+        assert versions == [STEPS, STEPS], protocol
+        assert values == [{-pushes}] * 2, f"{protocol}: each round is a sum of ones"
     elif protocol.startswith("backup:b=1"):
-        assert len(taken) <= 2 * pushes
-        assert values == [{-version} for version in versions]
+        assert len(taken) <= 2 * pushes, protocol
+        assert values == [{-version} for version in versions], protocol
     elif protocol.startswith("softsync"):
         splits = int(protocol[-1])
         gradients_per_update = max(1, num_workers // splits)
         # Workers that have gone count no more, so that nobody's last gradients wait for them.
-        assert all(pushes // gradients_per_update <= version <= pushes for version in versions)
-        assert values == [{-version} for version in versions]
+        assert all(pushes // gradients_per_update <= version <= pushes for version in versions), protocol
+        assert values == [{-version} for version in versions], protocol
     else:
-        assert versions == [pushes, pushes]
-        assert values == [{-pushes}] * 2
+        assert versions == [pushes, pushes], protocol
+        assert values == [{-pushes}] * 2, protocol
     if protocol == "serial":
-        assert {receipt.staleness for receipt in taken} == {0}
+        assert {receipt.staleness for receipt in taken} == {0}, protocol
     if protocol == "ssp:s=0":
-        assert max(receipt.staleness for receipt in taken) <= 2 * (num_workers - 1)
+        assert max(receipt.staleness for receipt in taken) <= 2 * (num_workers - 1), protocol
 
 
 def self_contained(worker: WireWorker, clock: int = 0) -> list[common.Receipt]:
@@ -67,16 +73,37 @@ def self_contained(worker: WireWorker, clock: int = 0) -> list[common.Receipt]:
     return receipts
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_late_joiner_takes_its_steps_beside_the_others(start_server, protocol):
-    if protocol == "backup:b=1":
-        pytest.skip("a joiner's gradients may all be the late ones")
-    server = start_server("--protocol", protocol, "--staleness", "none")
-    with crew(server, 1, model=MODEL) as [first], WireWorker(server.data, "late", model=MODEL) as late:
-        first.train(2)
-        late.hello()
-        at_once([partial(self_contained, first, clock=2), partial(self_contained, late)])
-        assert status_of(server).version_max >= STEPS
+def test_a_late_joiner_takes_its_steps_beside_the_others(start_server):
+    # Under backup:b=1 a joiner's gradients may all be the late ones.
+    for protocol in (protocol for protocol in PROTOCOLS if protocol != "backup:b=1"):
+        server = start_server("--protocol", protocol, "--staleness", "none")
+        with (
+            crew(server, 1, model=MODEL) as [first],
+            WireWorker(server.data, "late", model=MODEL) as late,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            pushed = first.train(2)
+            late.hello()
+            others = pool.submit(self_contained, late)
+            if protocol != "serial":
+                # From its first push on no round is made without it; of turns, each waits for the other's.
+                wait_until(lambda server=server: pushed_of(server, "late") == 2, 60, f"{protocol}: the joiner's push")
+            pushed += self_contained(first, clock=2)
+            own = others.result(60)
+            shards = inspect(server.control, "ListShards").shards
+        taken = [receipt for receipt in pushed + own if receipt.outcome != common.OUTCOME_REJECTED]
+        assert sum(shard.pushes_applied + shard.pushes_pending for shard in shards) == len(taken), protocol
+        assert max(receipt.num_workers for receipt in own) == 2, protocol
+        # Backup alone may go on without a gradient that is late.
+        lost = STEPS if protocol.startswith("backup") else 0
+        assert len(pushed) == 2 * (2 + STEPS) and len(own) == 2 * STEPS, protocol
+        assert len(taken) >= len(pushed) + len(own) - lost, protocol
+
+
+def pushed_of(server, worker_id: str) -> int:
+    """How many shards the worker has pushed to."""
+    workers = inspect(server.control, "ListWorkers").workers
+    return next(len(worker.shards_pushed) for worker in workers if worker.worker_id == worker_id)
 
 
 @pytest.mark.parametrize("stage", ["serial", "hardsync"])
