@@ -53,18 +53,6 @@ def test_closing_ends_waiting_tasks() -> None:
     assert crew.run([wait]) == [True]
 
 
-def test_threads_are_used_again() -> None:
-    crew = Crew()
-    crew.run([lambda _: None] * 2)
-    before = threading.active_count()
-
-    for _ in range(20):
-        crew.run([lambda _: None] * 2)
-
-    assert threading.active_count() <= before + 1
-    crew.close()
-
-
 def test_ctrl_c_leaves_when_the_others_have_ended() -> None:
     crew = Crew()
     waiting = threading.Barrier(3)

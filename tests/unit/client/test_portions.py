@@ -38,7 +38,6 @@ def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) 
                 batches = portions.epoch(loader)
             epochs.append(train(worker, batches))
             assert sorted(epochs[-1]) == list(range(50))
-            # Bare, the last portion is delivered when the loop has ended.
             assert delivered(work, number) == list(range(50))
         assert (epochs[0] == list(range(50))) == (not shuffle)
         assert (epochs[0] != epochs[1]) == shuffle
@@ -97,21 +96,17 @@ def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_pus
     assert [pushed.example_count for pushed in worker.session.pushes] == [16, 16, 16, 2] * 2
 
 
-@pytest.mark.parametrize("overlap", ["off", "step"])
-def test_batches_grow_with_the_epochs_where_the_servers_say_so(overlap) -> None:
-    work = queue(accumulate=lambda: 2, batch_size_of=lambda epoch: 4 * 2**epoch)
-    worker = Worker(work, has={"accumulate": 2, "batch_size": 4}, overlap=overlap)
-    portions = Portions(range(40), worker)
-    sizes = []
-    for _ in range(2):
-        for batch in portions:
-            sizes.append(len(batch))
-            worker.step()
-    assert sizes == [4] * 10 + [8] * 5
-    assert [pushed.minibatch_count for pushed in worker.session.pushes] == [2] * 5 + [2, 2, 1]
+def test_batches_grow_with_the_epochs_where_the_servers_say_so() -> None:
+    for overlap in ("off", "step"):
+        work = queue(accumulate=lambda: 2, batch_size_of=lambda epoch: 4 * 2**epoch)
+        worker = Worker(work, has={"accumulate": 2, "batch_size": 4}, overlap=overlap)
+        portions = Portions(range(40), worker)
+        sizes = [len(batch) for _ in range(2) for batch in portions if not worker.step()]
+        assert sizes == [4] * 10 + [8] * 5
+        assert [pushed.minibatch_count for pushed in worker.session.pushes] == [2] * 5 + [2, 2, 1]
 
 
-def test_a_worker_that_comes_late_has_the_past_epochs_behind_it() -> None:
+def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_one_may_begin_with_any() -> None:
     work = queue()
     first = Worker(work, "a")
     portions = Portions(range(20), first, batch_size=4)
@@ -120,16 +115,9 @@ def test_a_worker_that_comes_late_has_the_past_epochs_behind_it() -> None:
     late = Worker(work, "b")
     theirs = Portions(range(20), late, batch_size=4)
     assert [len(train(late, theirs.epoch())) for _ in range(3)] == [0, 0, 20]
-
-
-def test_a_resumed_worker_may_begin_with_any_epoch() -> None:
-    work = queue()
-    worker = Worker(work)
-    portions = Portions(range(20), worker, batch_size=4)
-    train(worker, portions)
-    again = Portions(range(20), worker, batch_size=4)
-    again.set_epoch(1)
-    assert len(train(worker, again)) == 20
+    again = Portions(range(20), first, batch_size=4)
+    again.set_epoch(3)
+    assert len(train(first, again)) == 20
 
 
 def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:

@@ -63,16 +63,13 @@ def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: No
         claims_of([[("up.weight", cut)]], None)
 
 
+def test_a_replica_that_cannot_be_is_refused(world_of_one: None) -> None:
+    with pytest.raises(BadRequest, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"):
+        Replica(dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(BadRequest, match=r"replicated is 'norm'; give a list of names, as in replicated=\['norm'\]"):
+        Replica(replicated="norm")
+
+
 def test_a_replica_needs_a_process_group() -> None:
     with pytest.raises(BadRequest, match=r"call torch\.distributed\.init_process_group\(\) before it"):
         Replica()
-
-
-def test_a_process_that_is_not_in_the_group_is_refused(world_of_one: None) -> None:
-    with pytest.raises(BadRequest, match=r"Process 0 of torch\.distributed is none of the replica's, which are \[\]"):
-        Replica(dist.GroupMember.NON_GROUP_MEMBER)
-
-
-def test_one_name_in_place_of_several_is_refused() -> None:
-    with pytest.raises(BadRequest, match=r"replicated is 'norm'; give a list of names, as in replicated=\['norm'\]"):
-        Replica(replicated="norm")

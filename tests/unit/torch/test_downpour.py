@@ -1,5 +1,7 @@
 """Downpour's schedule and how gradients gather (Dean et al. 2012, section 4.1; appendix algorithm 1.1)."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -162,29 +164,35 @@ def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> N
     worker.close()
 
 
-def test_a_worker_waits_when_too_much_has_gathered() -> None:
+def test_a_worker_waits_when_too_much_has_gathered(monkeypatch) -> None:
     worker, session, _ = downpour(overlap="step", push_every=2)
     session.gate.clear()
+    wait_for_push = worker._link.wait_for_push
+    # Only whoever waits has the push under way go through.
+    monkeypatch.setattr(worker._link, "wait_for_push", lambda: session.gate.set() or wait_for_push())
     # One push under way, and one minibatch fewer than are too many.
     for _ in range(2 + 2 * BEHIND_MAX - 1):
         worker.step(gradient(1.0))
-    session.gate.set()
+    assert not session.gate.is_set()
     worker.step(gradient(1.0))
+    assert session.gate.is_set()
     worker.flush()
     assert payloads(session) == [2.0, 16.0]
     worker.close()
 
 
-def test_pulled_parameters_enter_the_model_in_a_step_only() -> None:
+def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
     worker, session, parameter = downpour(overlap="step")
+    goes_on, pull = threading.Event(), session.pull
+    monkeypatch.setattr(session, "pull", lambda vectors: goes_on.wait(60) and pull(vectors))
     session.parameters[0][:] = 3.0
     session.version = 4
     worker.step(gradient(1.0))
+    goes_on.set()
     wait_until(lambda: not worker._link._pulling.busy, what="the pull's end")
-    before = parameter.detach().clone()
+    assert parameter.detach().tolist() == [[0.0] * SIZE]
     worker.step(gradient(1.0))
     assert parameter.detach().tolist() == [[3.0] * SIZE]
-    assert before.tolist() in ([[0.0] * SIZE], [[3.0] * SIZE])
     worker.close()
 
 
