@@ -6,31 +6,22 @@ import contextlib
 import json
 import signal
 import socket
-import time
 import urllib.request
-
-import grpc
-import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import PythonProcess, ServerProcess, wait_until
-from wire_worker import CHANNEL_OPTIONS, WireWorker, values_of
+from support import ServerProcess, wait_until
+from wire_worker import WireWorker, parked_pull, refusal_of, values_of
 
 Command = wire.HeartbeatReply.Command
 
 
-def test_the_start_block_says_what_runs(start_server_process):
-    output = start_server_process("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5").output()
-    for word in ("pyps 0.1.0", "avx2", "127.0.0.1:", "night", "sgd:learning_rate=0.5", "async", "divide", "MiB"):
-        assert word.replace("avx2", "kernels") in output
-    assert "open until a worker initialises the run" in output
-
-
-def test_the_ready_file_names_addresses_process_and_run(start_server_process):
-    server = start_server_process("--run-id", "night")
+def test_the_start_block_and_the_ready_file_say_what_runs(start_server_process):
+    server = start_server_process("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5")
+    block = ("pyps 0.1.0", "kernels", "127.0.0.1:", "night", "sgd:learning_rate=0.5", "async", "divide", "MiB")
+    for word in (*block, "open until a worker initialises the run"):
+        assert word in server.output()
     assert server.ready == {
         "data": server.data,
         "control": server.control,
@@ -38,35 +29,29 @@ def test_the_ready_file_names_addresses_process_and_run(start_server_process):
         "pid": server.pid,
         "run_id": "night",
     }
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=20) as page:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as page:
         assert b"pyps_" in page.read()
 
 
-def test_a_ready_file_that_cannot_be_written_is_one_error(tmp_path):
+def test_a_server_that_cannot_start_ends_with_one_sentence(tmp_path):
     path = tmp_path / "missing" / "ready.json"
-    with ServerProcess("--ready-file", str(path), wait=False) as server:
-        assert server.wait() == 2
-        assert f"pyps: the ready file {path} cannot be written: {path.parent} is no folder" in server.output()
-        assert "Traceback" not in server.output()
-
-
-@pytest.mark.parametrize("flag", ["--port", "--control-port", "--metrics-port"])
-def test_a_busy_port_is_one_error_with_the_port_and_the_flag(flag):
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
-        port = holder.getsockname()[1]
-        with ServerProcess(flag, str(port), wait=False) as server:
-            assert server.wait() == 2
+    refused = [
+        (["--ready-file", str(path)], [f"the ready file {path} cannot be written: {path.parent} is no folder"]),
+        (["--optimizer", "sgd:momentum=1"], ["--optimizer", "momentum", "learning_rate"]),
+        (["--host", "no.such.host.invalid", "--insecure"], ["no.such.host.invalid"]),
+        (["--host", "0.0.0.0"], ["--token-file", "--insecure"]),
+        (["--local-socket", str(tmp_path / "absent")], ["which is no folder to write in"]),
+    ]
+    with contextlib.ExitStack() as stack:
+        for flag in ("--port", "--control-port", "--metrics-port"):
+            holder = stack.enter_context(contextlib.closing(socket.create_server(("127.0.0.1", 0))))
+            port = holder.getsockname()[1]
+            refused.append(([flag, str(port)], [f"port {port} is taken", flag]))
+        for flags, words in refused:
+            server = stack.enter_context(ServerProcess(*flags, wait=False))
+            assert server.wait() == 2, flags
             [line] = server.output().splitlines()
-            assert line.startswith("pyps:")
-            assert f"port {port} " in line
-            assert flag in line
-
-
-def test_a_second_server_cannot_share_the_port(start_server_process):
-    port = start_server_process().data.rpartition(":")[2]
-    with ServerProcess("--port", port, wait=False) as second:
-        assert second.wait() == 2
-        assert f"port {port} " in second.output()
+            assert line.startswith("pyps:") and all(word in line for word in words), line
 
 
 def test_kubernetes_variables_are_ignored_with_a_warning(start_python, tmp_path):
@@ -87,31 +72,18 @@ def test_kubernetes_variables_are_ignored_with_a_warning(start_python, tmp_path)
     assert server.terminate() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_with_0(start_server_process, number):
-    server = start_server_process()
-    with WireWorker(server.data) as worker:
-        worker.join()
-        began = time.monotonic()
-        server.signal(number)
-        assert server.wait(20) == 0
-        assert time.monotonic() - began < 10
-    assert "Traceback" not in server.output()
+def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start_server_process):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        server = start_server_process()
+        with WireWorker(server.data) as worker:
+            worker.join()
+            pull = parked_pull(worker, 1)
+            assert worker.heartbeat().known
+            server.signal(number)
+            assert refusal_of(list, pull)[0] == "UNAVAILABLE"
 
-
-def test_sigterm_ends_parked_pulls_and_open_streams_with_unavailable(start_server_process):
-    server = start_server_process()
-    with WireWorker(server.data) as worker:
-        worker.join()
-        want = wire.PullRequest.Want(shard_id=0, held_version=0, min_version=1)
-        request = wire.PullRequest(sender=worker.sender, wants=[want], wait_milliseconds=60_000)
-        pull = worker.stub.Pull(request, timeout=70)
-        assert worker.heartbeat().known
-        server.signal(signal.SIGTERM)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(pull)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert server.wait(20) == 0
+            assert server.wait(60) == 0
+        assert "Traceback" not in server.output()
 
 
 def test_a_second_signal_ends_the_server_at_once(start_server_process):
@@ -127,57 +99,13 @@ def test_a_second_signal_ends_the_server_at_once(start_server_process):
         server.wait_for_output("server ends")
         assert server.running
         server.signal(signal.SIGTERM)
-        assert server.wait(20) == 128 + signal.SIGTERM
+        assert server.wait(60) == 128 + signal.SIGTERM
         pull.cancel()
 
 
-def test_sigterm_saves_and_resume_goes_on_bit_for_bit(start_server_process, tmp_path):
-    flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    first = start_server_process(*flags)
-    with WireWorker(first.data) as worker:
-        worker.join(value=5.0)
-        request = worker.push_request(0.3)
-        [receipt] = worker.push(request)
-        before = worker.pull()[0].payload
-        assert first.terminate() == 0
-    second = start_server_process(*flags, "--resume")
-    assert second.ready["run_id"] == "run-1"
-    assert "open until" not in second.output()
-    with WireWorker(second.data) as again:
-        again.sender.CopyFrom(worker.sender)
-        reply = again.hello()
-        assert (reply.state, reply.epoch) == (common.RUN_STATE_READY, 1)
-        [shard] = again.pull()
-        assert (shard.version, shard.payload) == (1, before)
-        # Applied before the restart: the original receipt, though it is of the old epoch.
-        [duplicate] = again.push(request)
-        assert duplicate.duplicate
-        assert duplicate.version_after == receipt.version_after
-        old = again.push_request(1.0, sequence=request.sequence + 1)
-        old.epoch = 0
-        assert again.push(old)[0].reason == common.REASON_EPOCH
-
-
-def test_a_folder_with_checkpoints_is_not_mixed_with_a_new_run(start_server_process, tmp_path):
-    flags = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
-    first = start_server_process(*flags)
-    with WireWorker(first.data) as worker:
-        worker.join()
-        worker.push(worker.push_request(1.0))
-    assert first.terminate() == 0
-    with ServerProcess(*flags, wait=False) as second:
-        assert second.wait() == 2
-        assert "--resume" in second.output()
-        assert "Traceback" not in second.output()
-    with ServerProcess(*flags, "--resume", "--optimizer", "sgd:learning_rate=5", wait=False) as third:
-        assert third.wait() == 2
-        assert "the checkpoint's optimizer differs from --optimizer" in third.output()
-        assert "learning_rate of group 0: 5 here, 1 there" in third.output()
-
-
-def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server_process, tmp_path):
+def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server, tmp_path):
     folder = tmp_path / "checkpoints"
-    server = start_server_process("--stop-after", "updates=3", "--checkpoint-dir", str(folder))
+    server = start_server("--stop-after", "updates=3", "--checkpoint-dir", str(folder))
     with WireWorker(server.data) as worker:
         worker.join(value=5.0)
         receipts = worker.push(*[worker.push_request(1.0, base_version=version) for version in range(5)])
@@ -195,46 +123,37 @@ def test_stop_after_updates_finishes_the_run_and_tells_the_workers(start_server_
         assert worker.pull([want], wait_seconds=20)[0].version == 3
 
 
-def test_stop_after_examples_and_seconds_finish_the_run(start_server_process):
-    by_examples = start_server_process("--stop-after", "examples=64")
+def test_stop_after_examples_and_seconds_finish_the_run(start_server):
+    by_examples = start_server("--stop-after", "examples=64")
     with WireWorker(by_examples.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0, example_count=63))
         assert worker.heartbeat().command != Command.COMMAND_STOP
         worker.push(worker.push_request(1.0, base_version=1, example_count=1))
         assert worker.heartbeat().command == Command.COMMAND_STOP
-    by_seconds = start_server_process("--stop-after", "seconds=0.2")
+    by_seconds = start_server("--stop-after", "seconds=0.2")
     with WireWorker(by_seconds.data) as worker:
         worker.join()
         wait_until(lambda: worker.heartbeat().command == Command.COMMAND_STOP, 20, "the stop")
 
 
-def test_exit_when_done_waits_for_all_expected_workers(start_server_process):
-    server = start_server_process("--exit-when-done", "--expected-workers", "2")
+def test_exit_when_done_waits_for_all_expected_workers(start_server):
+    server = start_server("--exit-when-done", "--expected-workers", "2")
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         first.join()
         first.leave()
         second.join()
         assert server.running
         second.leave(wire.LeaveRequest.CAUSE_FAILED)
-        assert server.wait(20) == 0
+        assert server.wait(60) == 0
     assert "all workers are done" in server.output()
 
 
-def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server_process):
-    server = start_server_process("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "0.5")
+def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
+    server = start_server("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "0.5")
     with WireWorker(server.data) as worker:
         worker.join()
-        assert server.wait(20) == 0
-
-
-def test_health_on_both_ports_tells_that_the_server_serves(start_server_process):
-    server = start_server_process()
-    for address in (server.data, server.control):
-        with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-            request = health_pb2.HealthCheckRequest(service="pyps.v1.ParameterServer")
-            reply = health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
-            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert server.wait(60) == 0
 
 
 def test_json_logs_are_one_object_a_line(start_server_process):
@@ -246,29 +165,6 @@ def test_json_logs_are_one_object_a_line(start_server_process):
     assert events[0] == "server started"
     assert "run ready" in events
     assert events[-1] == "server ended"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--port", "x"], ["--port", "'x'", "whole number"]),
-        (["--protocol", "nonsense"], ["--protocol", "nonsense", "async"]),
-        (["--staleness", "nonsense"], ["--staleness", "nonsense", "divide"]),
-        (["--optimizer", "lion"], ["--optimizer", "lion", "adagrad"]),
-        (["--optimizer", "sgd:momentum=1"], ["--optimizer", "momentum", "learning_rate"]),
-        (["--stop-after", "soon"], ["--stop-after", "'soon'", "updates=N"]),
-        (["--resume"], ["--resume", "--checkpoint-dir"]),
-        (["--config", "/nowhere.toml"], ["/nowhere.toml", "cannot be read"]),
-        (["--host", "no.such.host.invalid", "--insecure"], ["no.such.host.invalid"]),
-    ],
-)
-def test_a_bad_setting_is_one_sentence_without_a_traceback(flags, words):
-    with PythonProcess("-m", "pyps", "serve", "--control-port", "0", "--metrics-port", "0", *flags) as process:
-        assert process.wait() == 2
-        [line] = [line for line in process.output().splitlines() if line.startswith("pyps:")]
-        for word in words:
-            assert word in line
-        assert "Traceback" not in process.output()
 
 
 def test_an_unknown_instruction_set_is_refused_at_the_start():
