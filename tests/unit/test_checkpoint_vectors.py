@@ -13,16 +13,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from checkpointed import HEADER
-from machines import BYTES_MAX, Driver, make_machine, make_shards
 from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, RestoredRun
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps.core.vector_machine import VectorMachine
 from pyps.run import RuleSettings
 from shards import run_together
+from vector_world import BYTES_MAX, Driver, make_machine, make_shards
 
 LENGTHS = (16, 16)
 SIZE = sum(LENGTHS)
-# The shards of `machines` have no slots.
+# The shards of these machines have no slots.
 HEAD = dataclasses.replace(HEADER, optimizer=RuleSettings.make("sgd", ({"learning_rate": 1.0},)))
 
 

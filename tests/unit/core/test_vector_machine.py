@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from machines import LENGTHS, Driver, make_machine
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished
 from shards import pull, refusal
+from vector_world import LENGTHS, Driver, make_machine
 
 F32, F64 = Precision.FLOAT32, Precision.FLOAT64
 SIZE = sum(LENGTHS)
