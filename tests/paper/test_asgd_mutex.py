@@ -1,4 +1,7 @@
-"""ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): a mutex around handing out and updating the model."""
+"""ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): a mutex around handing out and updating the model.
+
+That every pull is a model that was is U2, in test_universal_invariants.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
 from pyps.core.update_rules import Sgd
-from shards import Log, crew, gradient, make_behaviour, make_shard, run_together
+from shards import crew, gradient, make_behaviour, run_together
 
 # Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
 LENGTH = 200_000
@@ -68,25 +71,3 @@ def test_no_update_meets_another_update_or_a_read() -> None:
 
     run_together([lambda: pusher("a"), lambda: pusher("b"), reader, reader])
     assert (owners.most, owners.entries) == (1, 4 * rounds)
-
-
-def test_every_pull_returns_a_model_that_was() -> None:
-    """A torn read would mix two versions: every update moves all parameters by the same 1."""
-    shard = make_shard(np.zeros(LENGTH), recorder=Log())
-    values = -np.ones(LENGTH, np.float32)
-    torn: list[int] = []
-
-    def whole(version: int, parameters: Floats) -> None:
-        if not (parameters == version).all():
-            torn.append(version)
-
-    def pusher(worker_id: str) -> None:
-        for sequence in range(60):
-            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), roster=crew(2))
-
-    def reader() -> None:
-        while shard.version < 120:
-            shard.read(whole)
-
-    run_together([lambda: pusher("a"), lambda: pusher("b"), reader])
-    assert torn == []

@@ -217,19 +217,6 @@ def test_the_parts_together_are_the_model(net: Dense | Patches, parts: int) -> N
     assert sum(tensor.size for tensor in join(gradients).values()) == net.num_parameters
 
 
-@pytest.mark.parametrize(("begin", "come"), [(1, "0 to 2"), (3, "0 to 1")])
-def test_numbers_that_come_twice_or_from_nobody_are_refused(begin: int, come: str) -> None:
-    blocks = [Block("w", (first,), (5,), np.ones(2)) for first in (0, begin)]
-
-    with pytest.raises(ValueError, match=f"numbers of w come from {come} parts"):
-        join([[block] for block in blocks])
-
-
-def test_more_parts_than_columns_are_refused() -> None:
-    with pytest.raises(ValueError, match="6 cannot be cut into 7 parts"):
-        Dense((6, 6), minibatch=1).parts(7)
-
-
 # P5: a minibatch is complete only when all parts are done.
 
 

@@ -6,6 +6,7 @@ A worker's clock is the number of steps that it has finished; the update of its 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,16 +52,18 @@ def clocks_at_each_pull(run: Cluster) -> list[tuple[str, Counter[str]]]:
 # R1.
 
 
-@pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize("s", [0, 1, 3])
-def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest(s: int, speed: str) -> None:
+def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest() -> None:
     """Rule 1: a worker at clock c proceeds iff c - min_q c_q <= s; so no clock is ever more than s + 1 ahead."""
-    run = cluster(f"ssp:s={s}", workers=plans(SPEEDS[speed])).run()
-    leads = [clocks[worker_id] - min(clocks.values()) for worker_id, clocks in clocks_at_each_pull(run)]
-    spreads = [max(clocks.values()) - min(clocks.values()) for _, clocks in clocks_at_each_pull(run)]
-    assert max(leads) == s
-    assert max(spreads) <= s + 1
-    assert [run.steps(name(index)) for index in range(L)] == [STEPS] * L
+    for s, speed in itertools.product((0, 1, 3), SPEEDS):
+        run = cluster(f"ssp:s={s}", workers=plans(SPEEDS[speed])).run()
+        leads = [clocks[worker_id] - min(clocks.values()) for worker_id, clocks in clocks_at_each_pull(run)]
+        spreads = [max(clocks.values()) - min(clocks.values()) for _, clocks in clocks_at_each_pull(run)]
+        assert max(leads) == s, speed
+        assert max(spreads) <= s + 1, speed
+        assert [run.steps(name(index)) for index in range(L)] == [STEPS] * L
+        # What the bound is not: while one step runs, each of the others may finish as many as 2s + 1.
+        assert s < max(run.staleness()) <= (2 * s + 1) * (L - 1), (s, speed)
+        assert all(receipt.outcome == Outcome.APPLIED for receipt in run.simulation.receipts())
 
 
 def test_r1_holds_with_one_that_joins_late_whatever_its_count() -> None:
@@ -89,26 +92,16 @@ class Tags:
         return Computed({0: mark.ravel()})
 
 
-@pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize("s", [0, 1, 3])
-def test_r2_a_read_at_clock_c_contains_every_update_of_clock_c_less_s_less_1_and_before(s: int, speed: str) -> None:
-    """Rule 2; a read may contain newer ones, and each update once."""
-    tags = Tags()
-    cluster(f"ssp:s={s}", parameters=[np.zeros(L * STEPS)], workers=plans(SPEEDS[speed]), compute=tags).run()
-    assert len(tags.seen) == L * STEPS
-    for _, clock, visible in tags.seen:
-        assert (visible[:, : max(0, clock - s)] == 1).all()
-        assert np.isin(visible, (0, 1)).all()
-
-
-@pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize("s", [0, 1, 3])
-def test_r3_a_worker_reads_its_own_updates(s: int, speed: str) -> None:
-    """Rule 3, read-my-writes: exactly its own steps of clock 0 to c - 1."""
-    tags = Tags()
-    cluster(f"ssp:s={s}", parameters=[np.zeros(L * STEPS)], workers=plans(SPEEDS[speed]), compute=tags).run()
-    for worker, clock, visible in tags.seen:
-        assert visible[worker].tolist() == [1.0] * clock + [0.0] * (STEPS - clock)
+def test_r2_r3_a_read_at_clock_c_contains_all_updates_of_clock_c_less_s_less_1_and_before_and_its_own() -> None:
+    """Rule 2: a read may contain newer ones, and each update once. Rule 3, read-my-writes: exactly its own steps."""
+    for s, speed in itertools.product((0, 1, 3), SPEEDS):
+        tags = Tags()
+        cluster(f"ssp:s={s}", parameters=[np.zeros(L * STEPS)], workers=plans(SPEEDS[speed]), compute=tags).run()
+        assert len(tags.seen) == L * STEPS
+        for worker, clock, visible in tags.seen:
+            assert (visible[:, : max(0, clock - s)] == 1).all(), (s, speed)
+            assert np.isin(visible, (0, 1)).all(), (s, speed)
+            assert visible[worker].tolist() == [1.0] * clock + [0.0] * (STEPS - clock), (s, speed)
 
 
 @pytest.mark.parametrize(("protocol", "newer"), [("ssp:s=1", True), ("ssp:s=0,strict_bsp=true", False)])
@@ -141,20 +134,6 @@ def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int,
     assert len(set(ends.values())) == 1
 
 
-def test_r4_with_any_number_of_workers_they_agree_to_rounding() -> None:
-    ends = []
-    for protocol, rate in (("ssp:s=0,strict_bsp=true", 0.3 / 7), ("hardsync:weighting=equal", 0.3)):
-        run = cluster(
-            protocol,
-            parameters=[np.linspace(-1, 1, 33)],
-            workers=crew(7, steps=20),
-            compute=noisy,
-            settings={"learning_rate": rate},
-        ).run()
-        ends.append(run.parameters())
-    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5, atol=1e-6)
-
-
 # R5.
 
 
@@ -181,18 +160,6 @@ def test_r5_nobody_waits_for_a_worker_that_has_finished() -> None:
 def test_a_worker_that_waits_is_told_whom_it_waits_for() -> None:
     run = cluster("ssp:s=1", workers=plans(SPEEDS["a straggler"])).run()
     assert {event.note for event in run.events(Kind.WAIT) if event.time > 0} == {"for a"}
-
-
-# What the bound is not.
-
-
-@pytest.mark.parametrize("speed", SPEEDS)
-@pytest.mark.parametrize("s", [0, 2])
-def test_the_bound_on_clocks_bounds_staleness_by_far_more_than_s(s: int, speed: str) -> None:
-    """While one step runs, each of the others may finish as many as 2s + 1."""
-    run = cluster(f"ssp:s={s}", workers=plans(SPEEDS[speed])).run()
-    assert s < max(run.staleness()) <= (2 * s + 1) * (L - 1)
-    assert all(receipt.outcome == Outcome.APPLIED for receipt in run.simulation.receipts())
 
 
 def test_a_wider_bound_never_costs_throughput() -> None:

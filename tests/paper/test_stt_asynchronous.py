@@ -16,12 +16,7 @@ def test_two_workers_that_pulled_the_same_parameters_both_move_them() -> None:
     """The result is W + D_{n+1}(W) + D_n(W): the second is evaluated "at the wrong location"."""
     shard = make_shard(W)
     push(shard, GRADIENT_N, worker_id="gpu-n", base_version=0)
-    push(shard, GRADIENT_N_PLUS_1, worker_id="gpu-n+1", base_version=0)
+    late = push(shard, GRADIENT_N_PLUS_1, worker_id="gpu-n+1", base_version=0)
+    assert late.staleness == 1
     d_n, d_n_plus_1 = -GRADIENT_N, -GRADIENT_N_PLUS_1
     assert pull(shard)[1].tolist() == (W + d_n_plus_1 + d_n).tolist()
-
-
-def test_the_second_of_them_is_one_update_late() -> None:
-    shard = make_shard(W)
-    push(shard, GRADIENT_N, worker_id="gpu-n", base_version=0)
-    assert push(shard, GRADIENT_N_PLUS_1, worker_id="gpu-n+1", base_version=0).staleness == 1
