@@ -20,30 +20,15 @@ def test_without_parts_every_shard_goes_by_the_same_roster() -> None:
     assert (roster.counts("a"), roster.counts("c")) == (True, False)
 
 
-def test_a_part_is_counted_by_the_processes_that_hold_it() -> None:
-    roster = whole_roster([process("r", 0), process("r", 1), process("s", 0)], Expectation(0))
+def test_a_part_is_counted_by_the_processes_that_hold_it_and_the_run_by_replicas() -> None:
+    held = [process("r", 0), process("r", 1, counts=False), process("s", 0), process("s", 1), worker("a")]
+    roster = whole_roster(held, Expectation(4))
 
-    assert roster.of_part(0).workers == ("r/0", "s/0")
-    assert roster.of_part(1).workers == ("r/1",)
-
-
-def test_the_run_counts_replicas_however_many_processes_they_have() -> None:
-    roster = whole_roster([process("r", 0), process("r", 1), worker("a")], Expectation(3))
-
-    assert (roster.workers, roster.missing, roster.num_expected) == (("a", "r"), 1, 3)
-
-
-def test_a_worker_that_holds_the_whole_model_counts_for_every_part() -> None:
-    roster = whole_roster([worker("a"), process("r", 0)], Expectation(0))
-
-    assert roster.of_part(0).workers == ("a", "r/0")
-    assert roster.of_part(7).workers == ("a",)
-
-
-def test_a_process_counts_by_its_own_name() -> None:
-    roster = whole_roster([process("r", 0), process("r", 1, counts=False)], Expectation(0))
-
-    assert [roster.counts(worker_id) for worker_id in ("r/0", "r/1", "r")] == [True, False, False]
+    assert (roster.workers, roster.missing, roster.num_expected) == (("a", "r", "s"), 1, 4)
+    # A worker that holds the whole model counts for every part.
+    assert [roster.of_part(part).workers for part in (0, 1, 7)] == [("a", "r/0", "s/0"), ("a", "s/1"), ("a",)]
+    counting = [roster.counts(worker_id) for worker_id in ("r/0", "r/1", "r", "a")]
+    assert counting == [True, False, False, True], "by its own name"
 
 
 def test_a_part_misses_the_replicas_whose_process_for_it_has_yet_to_push() -> None:

@@ -36,12 +36,9 @@ def updated(
     return target.parameters, slots
 
 
-def test_the_shares_make_a_mean() -> None:
+def test_the_shares_make_a_mean_and_sgd_divides_each_gradient_by_its_own_staleness() -> None:
     parameters, _ = updated("sgd", 1, part([1.0]), part([3.0]))
     assert parameters.tolist() == [-2.0]
-
-
-def test_sgd_divides_each_gradient_by_its_own_staleness() -> None:
     parameters, _ = updated("sgd", 1, part([8.0], rate_scale=1.0), part([8.0], rate_scale=0.25))
     assert parameters.tolist() == [pytest.approx(-(0.5 * 8.0 + 0.5 * 8.0 * 0.25))]
     parameters, _ = updated("sgd", 1, part([2.0], rate_scale=0.0), part([4.0], rate_scale=0.0))
@@ -54,9 +51,11 @@ def test_an_adaptive_rule_shortens_the_step_and_keeps_its_slots_clean() -> None:
     assert (slots["accumulator"][0], parameters[0]) == (9.0, -0.25)
 
 
-def test_a_weight_multiplies_the_gradient_itself() -> None:
+def test_a_weight_multiplies_the_gradient_itself_and_a_delta_may_share_its_update() -> None:
     parameters, slots = updated("adagrad", 1, part([2.0], share=1.0, weight=0.5))
     assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0)
+    parameters, slots = updated("adagrad", 1, part([2.0]), part([3.0], kind=PayloadKind.DELTA))
+    assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0 + 1.5)
 
 
 def test_what_no_gradient_covers_is_left_alone() -> None:
@@ -68,11 +67,6 @@ def test_what_no_gradient_covers_is_left_alone() -> None:
     )
     assert slots["accumulator"].tolist() == [1.0, 9.0, 0.0, 0.0, 4.0]
     assert parameters.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]
-
-
-def test_gradients_and_deltas_may_share_an_update() -> None:
-    parameters, slots = updated("adagrad", 1, part([2.0]), part([3.0], kind=PayloadKind.DELTA))
-    assert (slots["accumulator"][0], parameters[0]) == (1.0, -1.0 + 1.5)
 
 
 def test_gradients_are_added_in_the_order_of_the_parts() -> None:

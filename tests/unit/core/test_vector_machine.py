@@ -71,20 +71,13 @@ def test_sums_are_of_all_shards_and_norm_inf_is_the_largest():
         assert norm_inf == np.abs(x).max(), precisions
 
 
-def test_gram_answers_row_by_row_and_agrees_with_dot():
+def test_gram_answers_row_by_row_and_combine_sums_into_a_target_that_may_be_among_its_vectors():
     driver = make_machine()
-    for seed, name in enumerate("abc"):
-        thirds(driver, name, F64 if name == "b" else F32, seed)
+    a, b, _ = (thirds(driver, name, F32 if name == "c" else F64, seed) for seed, name in enumerate("abc"))
 
     gram = driver.execute(Instruction(Operation.GRAM, names=("a", "b"), others=("a", "b", "c")))
     dots = driver.execute(*(Instruction(Operation.DOT, left=left, right=right) for left in "ab" for right in "abc"))
-
     assert gram == dots
-
-
-def test_combine_sums_scalars_times_vectors_into_a_target_that_may_be_among_them():
-    driver = make_machine()
-    a, b = (thirds(driver, name, F64, seed) for seed, name in enumerate("ab"))
 
     driver.execute(Instruction(Operation.COMBINE, target="a", names=("a", "b", "b"), scalars=(0.5, -2.0, 3.0)))
 
@@ -155,6 +148,8 @@ def test_the_history_is_pushed_as_the_newest_pair_and_dropped_as_the_oldest():
 
     assert driver.machine.names == ("s2", "s3", "y2", "y3")
     assert driver.held("s2")[0] == 2 and driver.held("y3")[0] == -3
+    with pytest.raises(BadRequest, match="forgets 's2', which is of the history"):
+        driver.execute(Instruction(Operation.FREE, target="s2"))
     driver.execute(Instruction(Operation.DROP_OLDEST), Instruction(Operation.DROP_OLDEST))
     # Numbers go on growing where the history was emptied: a pair's name is never used twice.
     driver.make("a", np.zeros(SIZE))
@@ -237,16 +232,6 @@ def test_a_program_makes_no_more_than_there_is_room_for_also_of_what_it_frees():
         with pytest.raises(LimitExceeded, match="raise --max-vector-bytes"):
             driver.execute(*program)
         assert driver.machine.names == ()
-
-
-def test_a_pair_of_the_history_is_not_freed_by_name():
-    driver = make_machine()
-    for name in "sy":
-        driver.make(name, np.ones(SIZE))
-    driver.execute(I(O.PUSH_HISTORY, left="s", right="y"))
-
-    with pytest.raises(BadRequest, match="forgets 's1', which is of the history"):
-        driver.execute(I(O.FREE, target="s1"))
 
 
 def test_an_empty_program_and_a_state_without_a_commit_are_refused():

@@ -126,13 +126,10 @@ def test_wolfe_finds_the_least_point_of_a_parabola_in_two_trials() -> None:
         assert len(line.steps) == 2
 
 
-def test_wolfe_takes_the_best_step_where_trials_run_out() -> None:
+def test_wolfe_takes_the_best_step_where_trials_run_out_and_comes_back_to_it_within_those_allowed() -> None:
     found, line, start = search(StrongWolfe(c2=0.01, trials_max=3), parabola(1000.0))
     assert require_armijo(found, start).step == line.steps[-1]
     assert len(line.steps) == len(set(line.steps)), "it stands at the best step: no pass is made again"
-
-
-def test_wolfe_comes_back_to_the_best_step_within_the_trials_allowed() -> None:
     # The slope stays steep up to the wall, so that every trial beyond it leads away from the best step.
     found, line, start = search(StrongWolfe(c2=0.01, trials_max=6), walled(parabola(1000.0), 1.5, math.inf))
     assert require_armijo(found, start).step == line.steps[-1]
