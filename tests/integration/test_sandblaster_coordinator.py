@@ -154,10 +154,14 @@ def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
 @pytest.mark.parametrize(
     ("sizes", "flags"),
     [
-        pytest.param({1_000: 256, 1_000_000: 250_000}, ("--history", "10", "--portions", "4"), id="thousand, million"),
+        pytest.param(
+            {1_000: 256, 1_000_000: 250_000},
+            ("--history", "10", "--portions", "4", "--iterations", "4"),
+            id="thousand, million",
+        ),
         pytest.param(
             {1_000_000: 1_047_552, 100_000_000: 1_047_552},
-            ("--history", "2", "--portions", "2"),
+            ("--history", "2", "--portions", "2", "--iterations", "3"),
             id="up to 100 million",
             marks=pytest.mark.extended,
         ),
@@ -170,7 +174,7 @@ def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
     for num_parameters, shard_size in sizes.items():
         job = Coordinated(start_server, start_python)
         job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
-        coordinator = job.coordinate("--iterations", "4", *flags, "--copies", "1")
+        coordinator = job.coordinate(*flags, "--copies", "1")
         summary(coordinator)
         said[num_parameters] = figures(coordinator)
         for line in said[num_parameters]:
