@@ -112,6 +112,8 @@ def test_parameters_change_in_the_workers_own_steps_only(start_server, transport
         remote(models[1], server.data, run_id="r", worker_id="b", transport=transport) as second,
     ):
         before = parameters_of(models[0])
+        # The second worker began with the run's, not its own.
+        np.testing.assert_array_equal(parameters_of(models[1]), before)
         for batch in batches(5):
             backward(models[1], batch)
             second.step()
