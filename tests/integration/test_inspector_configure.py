@@ -25,14 +25,6 @@ def configure(server: AnyServer, **changes: Any) -> pb.ConfigureReply:
     return inspect(server.control, "Configure", pb.ConfigureRequest(**changes))
 
 
-def refusal(server: AnyServer, **changes: Any) -> str:
-    """The text with which a change is refused as a bad request."""
-    with pytest.raises(grpc.RpcError) as refused:
-        configure(server, **changes)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    return str(refused.value.details())
-
-
 def events(server: AnyServer, **wanted: int) -> pb.ListEventsReply:
     return inspect(server.control, "ListEvents", pb.ListEventsRequest(**wanted))
 
@@ -90,33 +82,6 @@ def test_gradients_that_wait_are_settled_and_counted(start_server: Start, tmp_pa
     assert server.stop() == 0
     replayed = replay(log_paths(tmp_path)[0])
     assert (replayed.difference, replayed.ended, replayed.updates) == ("", True, 2)
-
-
-def test_what_cannot_be_is_refused_before_anything_changes(start_server: Start) -> None:
-    server = start_server("--staleness", "divide")
-    with WireWorker(server.data) as worker:
-        worker.join()
-        worker.push(worker.push_request(1.0))
-        assert "nothing to configure: name a protocol" in refusal(server)
-        assert "'bulk' is unknown; expected one of" in refusal(server, protocol="bulk")
-        assert "hardsync" in refusal(server, protocol="bulk")
-        assert "softsync" in refusal(server, protocol="softsync:n=0", staleness="none")
-        assert "backup:b=2 leaves nobody" in refusal(server, protocol="backup:b=2")
-        assert "learning_rate is -1" in refusal(server, learning_rate=-1.0, staleness="none")
-        assert "'sometimes' is unknown" in refusal(server, protocol="hardsync", schedule="sometimes")
-        told = status(server)
-        assert (told.protocol, told.staleness, told.schedule) == ("async", "divide", "constant")
-        assert told.learning_rates[0].base == 1.0
-        assert not [event for event in events(server).events if event.kind == "configured"]
-
-
-def test_a_whole_model_mutex_is_refused_on_one_of_two_servers(start_server: Start) -> None:
-    server = start_server()
-    with WireWorker(server.data, num_servers=2) as worker:
-        worker.join()
-        assert status(server).num_shards == 1
-        assert "needs one server" in refusal(server, protocol="asgd:mutex=whole")
-        assert configure(server, protocol="asgd:mutex=shard").protocol.startswith("asgd:mutex=shard")
 
 
 def test_nothing_can_be_configured_without_a_run(start_server: Start) -> None:
