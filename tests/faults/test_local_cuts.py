@@ -40,10 +40,8 @@ def wait_for_nothing(worker: LocalWorker) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
 @pytest.mark.parametrize("come_back", [attach_anew, join_anew])
 @pytest.mark.parametrize("until", [wait_for_the_first_update, wait_for_nothing])
-def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(
-    start_server_process, protocol, come_back, until
-):
-    server = start_server_process("--staleness", "none", "--protocol", protocol)
+def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(start_server, protocol, come_back, until):
+    server = start_server("--staleness", "none", "--protocol", protocol)
     with local_worker(server.data, model=MODEL) as worker:
         mine, at_start = worker.parameters[0], {shard.shard_id: 0.0 for shard in worker.plan.shards}
         for _ in range(3):
@@ -73,8 +71,8 @@ def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(
         assert "bug" not in server.output()
 
 
-def test_a_request_whose_caller_has_gone_is_not_begun(start_server_process):
-    server = start_server_process()
+def test_a_request_whose_caller_has_gone_is_not_begun(start_server):
+    server = start_server()
     with local_worker(server.data) as worker:
         worker.gradients[0][0][:] = 1.0
         for _ in range(20):

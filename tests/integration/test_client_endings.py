@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from support import PythonProcess, ServerProcess, wait_until
+from support import PythonProcess, ServerThread, wait_until
 from training import workers
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
 
 # What a wait for the lease would last; nobody may wait for it.
@@ -51,9 +51,9 @@ while True:
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
 def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
-    start_server_process: Start, start_python: StartPython, protocol: str, number: int, status: int
+    start_server: Start, start_python: StartPython, protocol: str, number: int, status: int
 ) -> None:
-    server = start_server_process("--protocol", protocol, *FLAGS)
+    server = start_server("--protocol", protocol, *FLAGS)
     ended = start_python("-c", WORKER, server.data, "-1")
     with make_client(server.data, worker_id="stays", run_id="shared") as client:
         client.push(gradients_like(small_model(), 0), examples=1)
@@ -70,9 +70,9 @@ def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
 
 
 def test_a_worker_that_fails_while_the_others_wait_lets_them_go_on(
-    start_server_process: Start, start_python: StartPython
+    start_server: Start, start_python: StartPython
 ) -> None:
-    server = start_server_process("--protocol", "hardsync", *FLAGS)
+    server = start_server("--protocol", "hardsync", *FLAGS)
     failed = start_python("-c", WORKER, server.data, "1")
     with make_client(server.data, worker_id="stays", run_id="shared") as client:
         # Of the third round on it is alone.
@@ -82,9 +82,9 @@ def test_a_worker_that_fails_while_the_others_wait_lets_them_go_on(
 
 
 def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
-    start_server_process: Start, start_python: StartPython
+    start_server: Start, start_python: StartPython
 ) -> None:
-    server = start_server_process("--protocol", "hardsync", *FLAGS)
+    server = start_server("--protocol", "hardsync", *FLAGS)
     ended = start_python("-c", OVERLAPPED, server.data)
     ended.wait_for_output("joined")
     wait_until(lambda: workers(server)["ends"].pushes_pending, what="its first push")
@@ -97,9 +97,9 @@ def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
 
 
 def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
-    start_server_process: Start, start_python: StartPython
+    start_server: Start, start_python: StartPython
 ) -> None:
-    server = start_server_process()
+    server = start_server()
     code = (
         "import os, signal, sys\n"
         "from client_support import make_client\n"

@@ -42,9 +42,9 @@ from pyps_client import (
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.initialization import Initialization
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 
 # How long an initialiser may be silent is bounded by the lease.
 SHORT_LEASE = ("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
@@ -71,9 +71,9 @@ make_client(sys.argv[1], tensors=small_model(seed=1), worker_id="first")
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_racing_workers_initialise_once_and_see_the_same_bits(start_server_process: Start, num_servers: int) -> None:
+def test_racing_workers_initialise_once_and_see_the_same_bits(start_server: Start, num_servers: int) -> None:
     """Each comes with parameters of its own, and pushes as soon as it can: no run name is given to anybody."""
-    servers = addresses(start_servers(start_server_process, num_servers))
+    servers = addresses(start_servers(start_server, num_servers))
     meeting = threading.Barrier(4)
     pulled = threading.Barrier(4)
 
@@ -94,9 +94,9 @@ def test_racing_workers_initialise_once_and_see_the_same_bits(start_server_proce
             np.testing.assert_array_equal(other[name], tensor)
 
 
-def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_server_process: Start) -> None:
+def test_racing_workers_may_push_at_once_though_nobody_named_the_run(start_server: Start) -> None:
     """A worker that came while the server was empty belongs to the run, however quickly others push."""
-    servers = addresses(start_servers(start_server_process, 2))
+    servers = addresses(start_servers(start_server, 2))
     meeting = threading.Barrier(4)
 
     def work(worker: int) -> str:
@@ -125,9 +125,9 @@ def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
 
 
 def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
-    start_server_process: Start, monkeypatch: pytest.MonkeyPatch
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = addresses(start_servers(start_server_process, 2, *SHORT_LEASE))
+    servers = addresses(start_servers(start_server, 2, *SHORT_LEASE))
     send_to = Initialization.send_to
     others: list[object] = []
 
@@ -146,11 +146,11 @@ def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
     others[1].close()  # type: ignore[attr-defined]
 
 
-def test_a_worker_may_come_before_its_servers(start_server_process: Start) -> None:
+def test_a_worker_may_come_before_its_servers(start_server: Start) -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(make_client, f"127.0.0.1:{port}")
-        start_server_process("--port", str(port))
+        start_server("--port", str(port))
 
         with early.result(60) as client:
             assert client.push(gradients_like(small_model(), 0))
@@ -171,14 +171,14 @@ def test_a_host_without_a_name_is_told_so() -> None:
         make_client("no-such-host.invalid:7610", start_wait_seconds=0.3)
 
 
-def test_a_run_that_nobody_initialises_is_told_so(start_server_process: Start) -> None:
+def test_a_run_that_nobody_initialises_is_told_so(start_server: Start) -> None:
     with pytest.raises(WaitTimedOut, match=r"for the first parameters on server 0 .*no worker has finished"):
-        Observer(start_server_process().data, start_wait_seconds=0.3)
+        Observer(start_server().data, start_wait_seconds=0.3)
 
 
-def test_the_control_port_is_recognised(start_server_process: Start) -> None:
+def test_the_control_port_is_recognised(start_server: Start) -> None:
     with pytest.raises(ProtocolMismatch, match=r"is no pyps data port.*by default 7610"):
-        make_client(start_server_process().control)
+        make_client(start_server().control)
 
 
 def refusals() -> dict[str, tuple[dict[str, object], type[PypsError], str]]:
@@ -205,9 +205,9 @@ def refusals() -> dict[str, tuple[dict[str, object], type[PypsError], str]]:
 
 
 @pytest.mark.parametrize("case", refusals())
-def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server_process: Start, case: str) -> None:
+def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server: Start, case: str) -> None:
     options, error, words = refusals()[case]
-    server = start_server_process()
+    server = start_server()
     with make_client(server.data, run_id="mine") as client:
         client.push(gradients_like(small_model(), 0))
 
@@ -218,30 +218,30 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server_
         assert "Traceback" not in server.output()
 
 
-def test_an_unknown_rule_is_refused_by_an_empty_server_too(start_server_process: Start) -> None:
+def test_an_unknown_rule_is_refused_by_an_empty_server_too(start_server: Start) -> None:
     with pytest.raises(UnsupportedOptimizer, match="lion"):
-        make_client(start_server_process().data, optimizer=("lion", {"learning_rate": 0.1}))
+        make_client(start_server().data, optimizer=("lion", {"learning_rate": 0.1}))
 
 
-def test_another_number_of_servers_is_refused(start_server_process: Start) -> None:
-    one, two = start_servers(start_server_process, 2)
+def test_another_number_of_servers_is_refused(start_server: Start) -> None:
+    one, two = start_servers(start_server, 2)
     with make_client(one.data), pytest.raises(ModelMismatch, match="servers"):
         make_client(f"{one.data},{two.data}", worker_id="second")
 
 
 def test_another_protocol_version_is_refused_with_both_versions(
-    start_server_process: Start, monkeypatch: pytest.MonkeyPatch
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
 
     with pytest.raises(ProtocolMismatch, match=r"speaks protocol version 1.*version 99: install the same release"):
-        make_client(start_server_process().data)
+        make_client(start_server().data)
 
 
-def test_tokens_are_asked_for_and_compared(start_server_process: Start, tmp_path: Path) -> None:
+def test_tokens_are_asked_for_and_compared(start_server: Start, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("correct-horse\n")
-    server = start_server_process("--token-file", str(token))
+    server = start_server("--token-file", str(token))
 
     with pytest.raises(NotAuthenticated, match="wants a token: set PYPS_TOKEN_FILE"):
         make_client(server.data)
@@ -251,8 +251,8 @@ def test_tokens_are_asked_for_and_compared(start_server_process: Start, tmp_path
         client.push(gradients_like(small_model(), 0))
 
 
-def test_a_newer_process_of_the_same_name_takes_over(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> None:
+    server = start_server()
     older = make_client(server.data, run_id="mine")
     with make_client(server.data, run_id="mine") as newer:
         with pytest.raises(Superseded, match="worker"):
@@ -264,12 +264,10 @@ def test_a_newer_process_of_the_same_name_takes_over(start_server_process: Start
 @pytest.mark.parametrize("shard_size", [20_000, 200_000])
 @pytest.mark.parametrize("narrow", [0, 1])
 def test_a_model_beyond_the_message_limit_is_refused_before_anything_is_sent(
-    start_server_process: Start, shard_size: int, narrow: int
+    start_server: Start, shard_size: int, narrow: int
 ) -> None:
     """Whether the server would have said so itself, or gRPC, in words of its own."""
-    servers = [
-        start_server_process(*(("--max-message-bytes", "65536") if index == narrow else ())) for index in range(2)
-    ]
+    servers = [start_server(*(("--max-message-bytes", "65536") if index == narrow else ())) for index in range(2)]
     big = {"w": np.zeros(2 * shard_size, np.float32)}
 
     with pytest.raises(
@@ -290,8 +288,8 @@ def test_settings_of_the_launch_are_checked_at_once() -> None:
         make_client("nowhere:x")
 
 
-def test_a_worker_that_leaves_is_gone_at_once(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_a_worker_that_leaves_is_gone_at_once(start_server: Start) -> None:
+    server = start_server()
     with make_client(server.data, worker_id="stays") as stays:
         with make_client(server.data, worker_id="leaves") as leaves:
             # A worker counts from its first push.

@@ -24,9 +24,9 @@ from client_support import (
 from inspection import inspect
 from pyps_client import Observer, RunFinished, ServerUnavailable, StateLost
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 MakeProxy = Callable[[str], CuttingProxy]
 
 
@@ -44,13 +44,11 @@ def make_proxy() -> Iterator[MakeProxy]:
 
 
 @pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
-def test_a_push_cut_midway_is_applied_exactly_once(
-    start_server_process: Start, make_proxy: MakeProxy, protocol: str
-) -> None:
+def test_a_push_cut_midway_is_applied_exactly_once(start_server: Start, make_proxy: MakeProxy, protocol: str) -> None:
     """Shards that had arrived before the cut keep their receipts; the others are sent again."""
     tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
     reference = Reference(tensors, "adagrad")
-    server = start_server_process("--protocol", protocol)
+    server = start_server("--protocol", protocol)
     proxy = make_proxy(server.data)
     with make_client(proxy.address, tensors=tensors, shard_size=50_000, transport="grpc") as client:
         for step in range(4):
@@ -66,11 +64,11 @@ def test_a_push_cut_midway_is_applied_exactly_once(
 
 
 def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
-    start_server_process: Start, make_proxy: MakeProxy
+    start_server: Start, make_proxy: MakeProxy
 ) -> None:
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    servers = start_servers(start_server_process, 2)
+    servers = start_servers(start_server, 2)
     proxies = [make_proxy(server.data) for server in servers]
     with (
         make_client(",".join(proxy.address for proxy in proxies), transport="grpc") as client,
@@ -97,10 +95,10 @@ def test_a_push_whose_receipts_were_lost_is_answered_again_not_applied_again(
         reference.check(client.pull())
 
 
-def test_a_pull_cut_midway_asks_again_for_the_rest(start_server_process: Start, make_proxy: MakeProxy) -> None:
+def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, make_proxy: MakeProxy) -> None:
     tensors = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
     reference = Reference(tensors, "adagrad")
-    proxy = make_proxy(start_server_process().data)
+    proxy = make_proxy(start_server().data)
     with (
         make_client(proxy.address, tensors=tensors, shard_size=50_000, transport="grpc") as client,
         ThreadPoolExecutor(1) as pool,
@@ -221,10 +219,10 @@ def test_closing_ends_a_wait_for_a_lost_server(start_server_process: Start, capl
 
 
 def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membership(
-    start_server_process: Start, make_proxy: MakeProxy
+    start_server: Start, make_proxy: MakeProxy
 ) -> None:
     """Over a slow link heartbeats pass beside the gradient, not behind it."""
-    server = start_server_process("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
+    server = start_server("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
     proxy = make_proxy(server.data)
     tensors = {"w": np.zeros(40_000, np.float32)}
     with make_client(proxy.address, tensors=tensors, transport="grpc") as client:
@@ -238,8 +236,8 @@ def test_a_gradient_that_takes_longer_than_the_lease_does_not_cost_the_membershi
     assert "lease ran out" not in server.output()
 
 
-def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server_process: Start) -> None:
-    server = start_server_process("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
+def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server: Start) -> None:
+    server = start_server("--stop-after", "updates=2", "--heartbeat-seconds", "0.1")
     with make_client(server.data, worker_id="a") as a, make_client(server.data, worker_id="b") as b:
         for step in range(2):
             a.push(gradients_like(small_model(), step))
@@ -251,8 +249,8 @@ def test_a_finished_run_tells_workers_and_still_gives_parameters(start_server_pr
         np.testing.assert_array_equal(b.pull()["embed"], a.pull()["embed"])
 
 
-def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server_process: Start) -> None:
-    server = start_server_process("--lease-seconds", "1", "--heartbeat-seconds", "0.2")
+def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server: Start) -> None:
+    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.2")
     with make_client(server.data) as client:
         client.report(loss=0.5)
         began = inspect(server.control, "GetStatus").uptime_seconds
@@ -264,10 +262,8 @@ def test_heartbeats_keep_a_silent_worker_and_carry_its_figures(start_server_proc
         assert {receipt.num_workers for receipt in client.push(gradients_like(small_model(), 0))} == {1}
 
 
-def test_proxy_variables_are_ignored_unless_asked_for(
-    start_server_process: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = start_server_process()
+def test_proxy_variables_are_ignored_unless_asked_for(start_server: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start_server()
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with make_client(server.data) as client:
@@ -277,9 +273,9 @@ def test_proxy_variables_are_ignored_unless_asked_for(
         make_client(server.data, use_proxy=True, start_wait_seconds=0.3)
 
 
-def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server_process: Start) -> None:
+def test_a_server_without_memory_to_spare_makes_workers_wait_not_fail(start_server: Start) -> None:
     tensors = {"w": np.zeros(800_000, np.float32)}
-    server = start_server_process("--max-in-flight-bytes", "1100000")
+    server = start_server("--max-in-flight-bytes", "1100000")
     with ThreadPoolExecutor(6) as pool:
 
         def work(worker: int) -> int:

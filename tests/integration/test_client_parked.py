@@ -15,9 +15,9 @@ from inspection import inspect
 from pyps_client import Client, RunFinished, WaitTimedOut
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, REASON_STALE
-from support import ServerProcess, wait_until
+from support import ServerThread, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 RATE = 0.05
 
 
@@ -52,7 +52,7 @@ def bring_to_the_wait(protocol: str, quick: Client, slow: Client) -> None:
 
 
 def park(
-    pool: ThreadPoolExecutor, server: ServerProcess, quick: Client, slow: Client, protocol: str = "hardsync"
+    pool: ThreadPoolExecutor, server: ServerThread, quick: Client, slow: Client, protocol: str = "hardsync"
 ) -> Future[Any]:
     """Lets one pull on a thread, where it has to wait for the other; returns once the server tells of the wait."""
     bring_to_the_wait(protocol, quick, slow)
@@ -62,10 +62,8 @@ def park(
     return pulling
 
 
-def test_a_lost_connection_does_not_end_the_wait_for_a_round(
-    start_server_process: Start, pool: ThreadPoolExecutor
-) -> None:
-    server = start_server_process("--protocol", "hardsync")
+def test_a_lost_connection_does_not_end_the_wait_for_a_round(start_server: Start, pool: ThreadPoolExecutor) -> None:
+    server = start_server("--protocol", "hardsync")
     proxy = CuttingProxy(server.data)
     with client_of(proxy.address, "quick") as quick, client_of(server.data, "slow") as slow:
         pulling = park(pool, server, quick, slow)
@@ -79,10 +77,10 @@ def test_a_lost_connection_does_not_end_the_wait_for_a_round(
 
 
 def test_a_lost_connection_neither_stops_the_turns_nor_lets_two_have_one(
-    start_server_process: Start, pool: ThreadPoolExecutor
+    start_server: Start, pool: ThreadPoolExecutor
 ) -> None:
     """A question that nobody hears gives up its place; asked again, it is after those that came in between."""
-    server = start_server_process("--protocol", "serial")
+    server = start_server("--protocol", "serial")
     proxy = CuttingProxy(server.data)
 
     def go_on(client: Client) -> set[tuple[int, int]]:
@@ -109,14 +107,14 @@ def test_a_lost_connection_neither_stops_the_turns_nor_lets_two_have_one(
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial", "ssp:s=0"])
 def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(
-    start_server_process: Start,
+    start_server: Start,
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     protocol: str,
 ) -> None:
     monkeypatch.setattr("pyps_client.parking.PARK_SECONDS", 0.2)
-    server = start_server_process("--protocol", protocol)
+    server = start_server("--protocol", protocol)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:
         bring_to_the_wait(protocol, quick, slow)
         waiting = pool.submit(quick.pull)
@@ -133,8 +131,8 @@ def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(
         handed_on.result(30)
 
 
-def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server_process: Start) -> None:
-    server = start_server_process("--protocol", "serial")
+def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server: Start) -> None:
+    server = start_server("--protocol", "serial")
     with client_of(server.data, "first") as first, client_of(server.data, "second", wait_seconds=0.5) as second:
         first.pull()
 
@@ -147,8 +145,8 @@ def test_the_wait_ends_at_the_launchs_deadline_with_the_names(start_server_proce
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
-def test_closing_ends_a_wait_for_others(start_server_process: Start, pool: ThreadPoolExecutor, protocol: str) -> None:
-    server = start_server_process("--protocol", protocol)
+def test_closing_ends_a_wait_for_others(start_server: Start, pool: ThreadPoolExecutor, protocol: str) -> None:
+    server = start_server("--protocol", protocol)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, protocol)
 
@@ -160,9 +158,9 @@ def test_closing_ends_a_wait_for_others(start_server_process: Start, pool: Threa
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
 def test_a_run_that_finishes_ends_the_waits_of_its_workers(
-    start_server_process: Start, pool: ThreadPoolExecutor, protocol: str
+    start_server: Start, pool: ThreadPoolExecutor, protocol: str
 ) -> None:
-    server = start_server_process("--protocol", protocol)
+    server = start_server("--protocol", protocol)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, protocol)
 
@@ -177,15 +175,15 @@ def test_a_run_that_finishes_ends_the_waits_of_its_workers(
 
 
 def test_a_restart_from_a_checkpoint_ends_the_wait_for_a_round_of_the_epoch_before(
-    start_server_process: Start, pool: ThreadPoolExecutor, tmp_path: Path
+    start_server: Start, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     flags = ("--protocol", "hardsync", "--checkpoint-dir", str(tmp_path / "checkpoints"))
-    server = start_server_process(*flags)
+    server = start_server(*flags)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:
         pulling = park(pool, server, quick, slow)
 
-        server.terminate()
-        start_server_process(*flags, "--resume", "--port", server.data.rsplit(":", 1)[1])
+        server.stop()
+        start_server(*flags, "--resume", "--port", server.data.rsplit(":", 1)[1])
 
         pulling.result(60)
         assert quick.session.held_versions.epochs == (1,)
@@ -197,9 +195,9 @@ def test_a_restart_from_a_checkpoint_ends_the_wait_for_a_round_of_the_epoch_befo
 
 @pytest.mark.parametrize(("before", "after"), [("hardsync", "async"), ("serial", "async"), ("hardsync", "ssp:s=2")])
 def test_a_change_of_protocol_ends_the_waits_of_the_one_before(
-    start_server_process: Start, pool: ThreadPoolExecutor, before: str, after: str
+    start_server: Start, pool: ThreadPoolExecutor, before: str, after: str
 ) -> None:
-    server = start_server_process("--protocol", before)
+    server = start_server("--protocol", before)
     with client_of(server.data, "slow") as slow, client_of(server.data, "quick") as quick:
         pulling = park(pool, server, quick, slow, before)
 
@@ -208,9 +206,9 @@ def test_a_change_of_protocol_ends_the_waits_of_the_one_before(
         assert pulling.result(30).keys() == small_model().keys()
 
 
-def test_64_workers_under_hardsync_complete_on_the_default_server(start_server_process: Start) -> None:
+def test_64_workers_under_hardsync_complete_on_the_default_server(start_server: Start) -> None:
     num_workers, num_steps = 64, 3
-    server = start_server_process("--protocol", "hardsync", "--expected-workers", f"{num_workers}")
+    server = start_server("--protocol", "hardsync", "--expected-workers", f"{num_workers}")
 
     def work(index: int) -> set[int]:
         with client_of(server.data, f"worker-{index}", shard_size=4096) as client:
@@ -223,11 +221,9 @@ def test_64_workers_under_hardsync_complete_on_the_default_server(start_server_p
         assert set().union(*workers.map(work, range(num_workers))) == {num_steps}
 
 
-def test_two_workers_never_wait_for_each_other_at_two_shards(
-    start_server_process: Start, pool: ThreadPoolExecutor
-) -> None:
+def test_two_workers_never_wait_for_each_other_at_two_shards(start_server: Start, pool: ThreadPoolExecutor) -> None:
     """Each is late at one shard and early at the other, as when both join while a round of the others ends."""
-    server = start_server_process("--protocol", "hardsync")
+    server = start_server("--protocol", "hardsync")
     with client_of(server.data, "a", wait_seconds=20) as first, client_of(server.data, "b", wait_seconds=20) as second:
         for client in (first, second, first):
             step(client)

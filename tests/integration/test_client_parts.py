@@ -30,9 +30,9 @@ from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client import Launch, ModelMismatch, RunFinished, Session, lost_replica
 from pyps_client.looking import model_of_run
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 
 # Of shards that the parts of CUT make: those of part 0 lie on server 0 of two, those of part 1 on server 1.
 SHARDS = ([0, 1, 2], [3, 4])
@@ -46,9 +46,9 @@ def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
-    start_server_process: Start, transport: str
+    start_server: Start, transport: str
 ) -> None:
-    servers = start_servers(start_server_process, 2)
+    servers = start_servers(start_server, 2)
     told = addresses(servers)
     meeting = Meeting("r", 2)
 
@@ -83,10 +83,10 @@ def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
     wait_until(lambda: {w.state for s in servers for w in workers_of(s).values()} == {"finished"}, what="all left")
 
 
-def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(start_server_process: Start) -> None:
+def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(start_server: Start) -> None:
     """Somebody has to: a later worker would take a server that knows of no run for one that lost it."""
     model = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)
-    servers = start_servers(start_server_process, 3)
+    servers = start_servers(start_server, 3)
     told = addresses(servers)
 
     def work(peers: ThreadPeers) -> None:
@@ -101,9 +101,9 @@ def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(st
     assert [sorted(workers_of(server)) for server in servers] == [["r/0", "r/1"], ["r/1"], ["r/0"]]
 
 
-def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server_process: Start) -> None:
+def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server: Start) -> None:
     """Each shard's round takes the workers that hold its part: two processes of one part each, and one of both."""
-    servers = start_servers(start_server_process, 2, "--protocol", "hardsync", "--expected-workers", "3")
+    servers = start_servers(start_server, 2, "--protocol", "hardsync", "--expected-workers", "3")
     told = addresses(servers)
     replicas = [Meeting("r", 2), Meeting("s", 2)]
 
@@ -130,8 +130,8 @@ def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server_
     assert_equal(snapshot(told), moved(-3.0), atol=1e-5)
 
 
-def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server_process: Start) -> None:
-    told = addresses(start_servers(start_server_process, 2))
+def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server: Start) -> None:
+    told = addresses(start_servers(start_server, 2))
     on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__().close())
     other = Model((*CUT.tensors[:2], Tensor("shift", (8,), 0), *CUT.tensors[3:]), shard_size=80)
 
@@ -154,8 +154,8 @@ def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process: S
     assert str(errors[0]) == str(errors[1])
 
 
-def test_a_look_at_the_run_tells_its_cut(start_server_process: Start) -> None:
-    told = addresses(start_servers(start_server_process, 2))
+def test_a_look_at_the_run_tells_its_cut(start_server: Start) -> None:
+    told = addresses(start_servers(start_server, 2))
     launch = Launch(servers=tuple(told.split(",")), worker_id="looks")
     assert model_of_run(launch) is None
     on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__().close())
@@ -166,8 +166,8 @@ def test_a_look_at_the_run_tells_its_cut(start_server_process: Start) -> None:
     assert (model, optimizer.rule) == (CUT, "sgd")
 
 
-def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2, "--clip-norm", "1.0")
+def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, "--clip-norm", "1.0")
     told = addresses(servers)
 
     def work(peers: ThreadPeers) -> None:
@@ -179,8 +179,8 @@ def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server_process: S
     assert_equal(snapshot(told), moved(-1 / np.sqrt(CUT.num_parameters)))
 
 
-def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2, "--stop-after", "updates=3", *QUICK)
+def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, "--stop-after", "updates=3", *QUICK)
     told = addresses(servers)
 
     def work(peers: ThreadPeers) -> list[bool]:
@@ -200,8 +200,8 @@ def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server_proces
     assert_equal(snapshot(told), moved(-3.0))
 
 
-def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2, "--protocol", "serial", "--expected-workers", "2")
+def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, "--protocol", "serial", "--expected-workers", "2")
     told = addresses(servers)
 
     def work(peers: ThreadPeers) -> None:
@@ -220,8 +220,8 @@ def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_s
     assert_equal(snapshot(told), moved(-6.0))
 
 
-def test_portions_of_data_are_refused_to_a_replica(start_server_process: Start) -> None:
-    told = addresses(start_servers(start_server_process, 2))
+def test_portions_of_data_are_refused_to_a_replica(start_server: Start) -> None:
+    told = addresses(start_servers(start_server, 2))
 
     def work(peers: ThreadPeers) -> str:
         with session_of(told, peers) as session:

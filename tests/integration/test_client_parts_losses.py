@@ -28,9 +28,9 @@ from peer_threads import Meeting, ThreadPeers, on_all
 from pyps.launcher.ports import free_port
 from pyps_client import Session, Superseded, lost_replica
 from pyps_wire.errors import ReplicaLost
-from support import ServerProcess, wait_until
+from support import ServerThread, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +39,19 @@ def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_replica, "GRACE_SECONDS", 3600.0)
 
 
-def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(
-    start_server_process: Start, tmp_path: Path
-) -> None:
+def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_server: Start, tmp_path: Path) -> None:
     ports = [free_port(), free_port()]
 
-    def start(index: int, *flags: str) -> ServerProcess:
+    def start(index: int, *flags: str) -> ServerThread:
         folder = str(tmp_path / f"server-{index}")
-        return start_server_process("--port", str(ports[index]), "--checkpoint-dir", folder, *QUICK, *flags)
+        return start_server("--port", str(ports[index]), "--checkpoint-dir", folder, *QUICK, *flags)
 
     servers = [start(0), start(1)]
     told = addresses(servers)
 
     def restart() -> None:
         for index in (0, 1):
-            servers[index].terminate()
+            servers[index].stop()
             start(index, "--resume")
 
     def work(peers: ThreadPeers) -> None:
@@ -79,11 +77,9 @@ def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(
-    start_server_process: Start, failing: int
-) -> None:
+def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_server: Start, failing: int) -> None:
     """Process 1 pushes and pulls on server 1 alone, which knows nothing of process 0: its heartbeat brings the news."""
-    servers = start_servers(start_server_process, 2, *QUICK)
+    servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
     meeting = Meeting("r", 2)
 
@@ -115,8 +111,8 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(
         assert len(session.exchange(ones(session), pulled(session))) == 5
 
 
-def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server_process: Start) -> None:
-    servers = start_servers(start_server_process, 2, *QUICK)
+def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, *QUICK)
     told = addresses(servers)
     old = on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__())
 

@@ -13,9 +13,9 @@ import pytest
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import ForkedClient, Observer
-from support import PythonProcess, ServerProcess, child_environment, wait_until
+from support import AnyServer, PythonProcess, child_environment, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
 
 WORKER = """
@@ -68,8 +68,8 @@ print("steps", client.global_step, flush=True)
 """
 
 
-def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(start_server: Start) -> None:
+    server = start_server()
     with make_client(server.data) as client:
         reader, writer = os.pipe()
         child = os.fork()
@@ -116,10 +116,8 @@ def test_no_step_of_the_others_waits_for_a_worker_that_was_killed(
         assert float(found[1]) < lease_seconds / 2
 
 
-def test_a_data_loader_with_forked_workers_runs_beside_a_client(
-    start_server_process: Start, start_python: StartPython
-) -> None:
-    worker = start_python("-c", LOADER, start_server_process("--heartbeat-seconds", "0.05").data)
+def test_a_data_loader_with_forked_workers_runs_beside_a_client(start_server: Start, start_python: StartPython) -> None:
+    worker = start_python("-c", LOADER, start_server("--heartbeat-seconds", "0.05").data)
 
     assert worker.wait(90) == 0, worker.output()
     assert "steps 16" in worker.output()
@@ -134,9 +132,9 @@ def test_a_data_loader_with_forked_workers_runs_beside_a_client(
     ],
 )
 def test_a_worker_leaves_at_its_programs_end_and_says_how(
-    start_server_process: Start, start_python: StartPython, ending: str, state: str, status: int
+    start_server: Start, start_python: StartPython, ending: str, state: str, status: int
 ) -> None:
-    server = start_server_process()
+    server = start_server()
     worker = start_python("-c", f"{WORKER}\n{ending}\n", server.data, "short-lived")
 
     assert worker.wait(60) == status, worker.output()
@@ -161,8 +159,8 @@ def test_a_worker_whose_server_is_gone_still_ends_soon(
     assert worker.wait(20) == 0, worker.output()
 
 
-def test_an_observer_reads_without_counting_as_a_worker(start_server_process: Start) -> None:
-    server = start_server_process()
+def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> None:
+    server = start_server()
     with make_client(server.data) as client, Observer(server.data) as observer:
         client.push(gradients_like(small_model(), 0))
         expected = client.pull()

@@ -23,9 +23,9 @@ from pyps_wire.common_pb2 import (
     REASON_EPOCH,
     REASON_NOT_FINITE,
 )
-from support import ServerProcess, wait_until
+from support import AnyServer, wait_until
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., AnyServer]
 
 # Several shards, and frames large enough for more than one of HTTP/2's.
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
@@ -59,13 +59,13 @@ def exchanged(client: Any) -> tuple[Any, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("num_servers", [1, 2])
 @pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
 def test_exchanges_are_what_pushes_and_pulls_are(
-    start_server_process: Start, transport: str, num_servers: int, protocol: str
+    start_server: Start, transport: str, num_servers: int, protocol: str
 ) -> None:
     if num_servers == 2 and protocol != "async":
         pytest.skip("one mutex for the model takes one server")
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    servers = start_servers(start_server_process, num_servers, "--protocol", protocol)
+    servers = start_servers(start_server, num_servers, "--protocol", protocol)
     with make_client(addresses(servers), transport=transport) as client:
         assert client.session.transport == transport
         assert client.session.checks_first == (transport == "shm" and num_servers == 1)
@@ -85,9 +85,9 @@ def test_exchanges_are_what_pushes_and_pulls_are(
             reference.check(client.pull())
 
 
-def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server_process: Start) -> None:
+def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server: Start) -> None:
     reference = Reference(LARGE, "adagrad")
-    with make_client(start_server_process().data, tensors=LARGE, shard_size=50_000) as client:
+    with make_client(start_server().data, tensors=LARGE, shard_size=50_000) as client:
         session, _, _ = exchanged(client)
         assert session.transport == "shm"
         mine = np.empty(400_000, np.float32)
@@ -99,15 +99,13 @@ def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server_
 
 
 @pytest.mark.parametrize(("codec", "number"), [("float16", CODEC_FLOAT16), ("bfloat16", CODEC_BFLOAT16)])
-def test_parameters_and_gradients_of_two_bytes(
-    start_server_process: Start, transport: str, codec: str, number: int
-) -> None:
+def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: str, codec: str, number: int) -> None:
     def rounded(values: np.ndarray) -> np.ndarray:
         return decode(encode(values, number), number).reshape(values.shape)
 
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    with make_client(start_server_process().data, transport=transport, codec=codec, pull_codec=codec) as client:
+    with make_client(start_server().data, transport=transport, codec=codec, pull_codec=codec) as client:
         for step in range(3):
             gradients = gradients_like(tensors, step)
             reference.step({name: rounded(gradient) for name, gradient in gradients.items()})
@@ -118,11 +116,9 @@ def test_parameters_and_gradients_of_two_bytes(
         reference.check(client.snapshot())
 
 
-def test_a_round_that_waits_for_others_brings_parameters_with_the_pull(
-    start_server_process: Start, transport: str
-) -> None:
+def test_a_round_that_waits_for_others_brings_parameters_with_the_pull(start_server: Start, transport: str) -> None:
     tensors = small_model()
-    server = start_server_process("--protocol", "hardsync", "--expected-workers", "2", "--stall-seconds", "120")
+    server = start_server("--protocol", "hardsync", "--expected-workers", "2", "--stall-seconds", "120")
     with ThreadPoolExecutor(2) as pool:
 
         def work(name: str) -> dict[str, np.ndarray]:
@@ -141,10 +137,10 @@ def test_a_round_that_waits_for_others_brings_parameters_with_the_pull(
 
 
 def test_an_exchange_cut_midway_goes_on_with_what_had_no_answer(
-    start_server_process: Start, proxy_to: Callable[[str], CuttingProxy]
+    start_server: Start, proxy_to: Callable[[str], CuttingProxy]
 ) -> None:
     reference = Reference(LARGE, "adagrad")
-    proxy = proxy_to(start_server_process().data)
+    proxy = proxy_to(start_server().data)
     with make_client(proxy.address, tensors=LARGE, shard_size=50_000, transport="grpc") as client:
         for step in range(4):
             gradients = gradients_like(LARGE, step)
@@ -156,11 +152,11 @@ def test_an_exchange_cut_midway_goes_on_with_what_had_no_answer(
 
 
 def test_an_exchange_whose_answers_were_lost_is_not_applied_again_and_brings_its_parameters(
-    start_server_process: Start, proxy_to: Callable[[str], CuttingProxy]
+    start_server: Start, proxy_to: Callable[[str], CuttingProxy]
 ) -> None:
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    server = start_server_process()
+    server = start_server()
     proxy = proxy_to(server.data)
     with make_client(proxy.address, transport="grpc") as client, ThreadPoolExecutor(1) as pool:
         client.exchange(gradients_like(tensors, 0))
@@ -240,8 +236,8 @@ def test_a_server_killed_amid_rounds_takes_over_the_same_memory(start_server_pro
     client.close()
 
 
-def test_one_nan_refuses_the_whole_push_where_it_is_checked_first(start_server_process: Start) -> None:
-    with make_client(start_server_process().data, tensors=LARGE, shard_size=50_000) as client:
+def test_one_nan_refuses_the_whole_push_where_it_is_checked_first(start_server: Start) -> None:
+    with make_client(start_server().data, tensors=LARGE, shard_size=50_000) as client:
         session, gradient, parameters = exchanged(client)
         assert session.checks_first
         before = parameters.copy()
@@ -253,10 +249,10 @@ def test_one_nan_refuses_the_whole_push_where_it_is_checked_first(start_server_p
         np.testing.assert_array_equal(parameters, before)
 
 
-def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server_process: Start) -> None:
+def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server: Start) -> None:
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    with make_client(start_server_process().data, transport="shm") as client:
+    with make_client(start_server().data, transport="shm") as client:
         session, gradient, parameters = exchanged(client)
         held = parameters.copy()
         descriptor = session._servers.connections[0].link._socket.fileno()
@@ -287,9 +283,9 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
 
 
 def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_way(
-    start_server_process: Start, transport: str
+    start_server: Start, transport: str
 ) -> None:
-    server = start_server_process("--protocol", "async")
+    server = start_server("--protocol", "async")
     client = make_client(server.data, transport=transport)
     session, gradient, parameters = exchanged(client)
     with ThreadPoolExecutor(1) as pool:
@@ -302,9 +298,9 @@ def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_w
             pulling.result(20)
 
 
-def test_vectors_are_lent_once_and_so_many(start_server_process: Start) -> None:
+def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:
     with (
-        make_client(start_server_process().data) as client,
+        make_client(start_server().data) as client,
         pytest.raises(BadRequest, match="has lent its vectors already"),
     ):
         client.session.lend()

@@ -14,18 +14,18 @@ from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
     REASON_NOT_FINITE,
 )
-from support import ServerProcess
+from support import ServerThread
 
-Start = Callable[..., ServerProcess]
+Start = Callable[..., ServerThread]
 
 # Several shards.
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
 
 
 def test_without_an_offer_gradients_go_by_grpc_and_one_line_says_so(
-    start_server_process: Start, caplog: pytest.LogCaptureFixture
+    start_server: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = start_server_process("--local-socket", "off")
+    server = start_server("--local-socket", "off")
     with caplog.at_level("INFO"), make_client(server.data) as client:
         assert client.session.transport == "grpc"
         client.exchange(gradients_like(small_model(), 0))
@@ -35,11 +35,11 @@ def test_without_an_offer_gradients_go_by_grpc_and_one_line_says_so(
         make_client(server.data, transport="shm", run_id=client.session.run_id)
 
 
-def test_a_socket_that_cannot_be_reached_means_grpc(start_server_process: Start, tmp_path: Path) -> None:
+def test_a_socket_that_cannot_be_reached_means_grpc(start_server: Start, tmp_path: Path) -> None:
     """As in a container that has the server's port, but not its folder."""
     folder = tmp_path / "sockets"
     folder.mkdir()
-    server = start_server_process("--local-socket", str(folder))
+    server = start_server("--local-socket", str(folder))
     with make_client(server.data) as client:
         assert client.session.transport == "shm"
     (path,) = folder.glob("*.sock")
@@ -49,10 +49,10 @@ def test_a_socket_that_cannot_be_reached_means_grpc(start_server_process: Start,
         assert client.exchange(gradients_like(small_model(), 0))
 
 
-def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server_process: Start) -> None:
+def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server: Start) -> None:
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    servers = [start_server_process(), start_server_process("--local-socket", "off")]
+    servers = [start_server(), start_server("--local-socket", "off")]
     with make_client(addresses(servers)) as client:
         assert client.session.transport == "mixed"
         assert not client.session.checks_first
@@ -63,16 +63,16 @@ def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server_
 
 
 def test_a_server_that_stops_sharing_is_served_by_grpc_from_then_on(
-    start_server_process: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-    server = start_server_process(*checkpoints)
+    server = start_server(*checkpoints)
     with make_client(server.data) as client:
         assert client.session.transport == "shm"
         client.exchange(gradients_like(small_model(), 0))
-        server.terminate()
+        server.stop()
         port = server.data.rsplit(":", 1)[1]
-        start_server_process(*checkpoints, "--resume", "--port", port, "--local-socket", "off")
+        start_server(*checkpoints, "--resume", "--port", port, "--local-socket", "off")
         client.pull()
         assert client.session.transport == "grpc"
         client.exchange(gradients_like(small_model(), 1))
@@ -81,10 +81,10 @@ def test_a_server_that_stops_sharing_is_served_by_grpc_from_then_on(
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto"])
-def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server_process: Start, transport: str) -> None:
+def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server: Start, transport: str) -> None:
     tensors = small_model()
     reference = Reference(tensors, "adagrad")
-    with make_client(start_server_process().data, transport=transport) as client:
+    with make_client(start_server().data, transport=transport) as client:
         link = client.session._servers.connections[0].link
         for step in range(4):
             link.close()
@@ -101,19 +101,19 @@ def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server_process
             link = client.session._servers.connections[0].link
 
 
-def start_with_socket(start_server_process: Start, folder: Path) -> tuple[ServerProcess, Path]:
+def start_with_socket(start_server: Start, folder: Path) -> tuple[ServerThread, Path]:
     """A server and the path of its local socket, without which no link can be opened again."""
     folder.mkdir()
-    server = start_server_process("--local-socket", str(folder))
+    server = start_server("--local-socket", str(folder))
     (path,) = folder.glob("*.sock")
     return server, path
 
 
 def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_where_the_link_is_lost(
-    start_server_process: Start, tmp_path: Path
+    start_server: Start, tmp_path: Path
 ) -> None:
     """By gRPC the server would refuse the shard with NaN and apply the others."""
-    server, path = start_with_socket(start_server_process, tmp_path / "sockets")
+    server, path = start_with_socket(start_server, tmp_path / "sockets")
     with make_client(server.data, tensors=LARGE, shard_size=50_000) as client:
         session, gradient, parameters = client.session, client._gradient, client._parameters
         before = parameters.copy()
@@ -135,9 +135,9 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
 
 
 def test_a_worker_that_insists_on_shared_memory_ends_rather_than_go_on_without(
-    start_server_process: Start, tmp_path: Path
+    start_server: Start, tmp_path: Path
 ) -> None:
-    server, path = start_with_socket(start_server_process, tmp_path / "sockets")
+    server, path = start_with_socket(start_server, tmp_path / "sockets")
     client = make_client(server.data, transport="shm")
     path.unlink()
     client.session._servers.connections[0].link.close()
