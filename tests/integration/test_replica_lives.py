@@ -35,7 +35,7 @@ Values = list[npt.NDArray[np.float32]]
 
 QUICK = ("--heartbeat-seconds", "0.1")
 # A lease that is soon over, and yet longer than a busy machine lets anybody be silent.
-SHORT = ("--heartbeat-seconds", "0.2", "--lease-seconds", "4")
+SHORT = ("--heartbeat-seconds", "0.2", "--lease-seconds", "10")
 
 
 def session_of(
@@ -161,8 +161,7 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_pro
         push(session)
         servers[1].signal(signal.SIGSTOP)
         try:
-            for name in ("silent", "silent too"):
-                outlast_a_lease(servers[0], name, servers=told, run_id=session.run_id)
+            outlast_a_lease(servers[0], "silent", servers=told, run_id=session.run_id)
             assert workers_of(servers[0])["plain"].state == "alive"
             assert "worker=plain silent_seconds" not in servers[0].output()
         finally:

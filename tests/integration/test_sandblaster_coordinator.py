@@ -115,7 +115,7 @@ def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
 def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
     start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
-    leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "3")
+    leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
     job = Coordinated(start_server, start_python, server_flags=leases)
     # Both are amid their first portions.
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "go"))
@@ -311,6 +311,11 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
     job.workers.clear()
     # One that has nothing to do waits for nobody.
     assert summary(job.coordinate(*fewer))["iterations"] == 2
+    # One that has says so, and does not wait for ever.
+    alone = job.coordinate(*FLAGS, env={"PYPS_START_WAIT_SECONDS": "1"})
+    assert alone.wait() == 2
+    told = alone.output().splitlines()[-1]
+    assert re.fullmatch(r"pyps: waited \d+ s for workers, and none took a portion: start workers, or raise .*", told)
 
     coordinator = job.coordinate(*FLAGS)
     coordinator.wait_for_output("no worker is there, and this coordinator waits for one: start workers", END_SECONDS)
@@ -319,21 +324,6 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
 
     assert summary(coordinator)["iterations"] == ITERATIONS
     assert job.bits() == undisturbed
-
-
-def test_a_coordinator_to_which_no_worker_comes_does_not_end_well(
-    start_server: StartServer, start_python: StartPython
-) -> None:
-    job = Coordinated(start_server, start_python)
-    job.hire()
-    summary(job.coordinate("--iterations", "1"))
-    job.bits()
-
-    coordinator = job.coordinate("--iterations", "2", env={"PYPS_START_WAIT_SECONDS": "1"})
-
-    assert coordinator.wait() == 2
-    told = coordinator.output().splitlines()[-1]
-    assert re.fullmatch(r"pyps: waited \d+ s for workers, and none took a portion: start workers, or raise .*", told)
 
 
 def test_an_interrupted_coordinator_says_how_to_go_on(

@@ -135,22 +135,6 @@ def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pa
         assert all(parameter.grad is None for parameter in worker.parameters())
 
 
-def bits_after(crew: Crew, **described: Any) -> Floats:
-    for _ in range(3):
-        crew.conductor.run_pass(portions=9, **described)
-        crew.conductor.step(0.7)
-    parameters = flat(crew.conductor.parameters())
-    crew.end()
-    return parameters
-
-
-def test_where_each_portion_is_a_stage_the_bits_are_the_same_with_one_worker_and_with_three(
-    hire: Callable[..., Crew],
-) -> None:
-    alone = bits_after(hire(1, num_servers=1))
-    np.testing.assert_array_equal(alone, bits_after(hire(3, num_servers=2)))
-
-
 def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Crew]) -> None:
     crew = hire(1)
     _, gradient = mean_loss_and_gradient(make_model())
@@ -372,7 +356,7 @@ def loss(outputs, targets):
     if sys.argv[2] == "hangs":
         print("computes", flush=True)
         import threading
-        threading.Event().wait(300)
+        threading.Event().wait(120)
     return nn.functional.cross_entropy(outputs, targets)
 
 pyps_client.sandblaster(
@@ -402,7 +386,7 @@ def test_a_worker_that_is_killed_or_interrupted_amid_a_portion_costs_nothing_but
     hire: Callable[..., Crew], start_python: StartPython, how: str
 ) -> None:
     """B8: killing a worker amid a pass changes nothing but time."""
-    crew = hire(1, flags=("--lease-seconds", "5", "--heartbeat-seconds", "1"))
+    crew = hire(1, flags=("--lease-seconds", "10", "--heartbeat-seconds", "1"))
     expected = crew.conductor.run_pass(portions=6).loss_sum
     worker = start_python("-c", WORKER, addresses(crew.servers), "hangs")
     wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
