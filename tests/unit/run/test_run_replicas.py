@@ -169,12 +169,12 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
     contributors = {worker_id for shard in replicas.run.shards.values() for worker_id in shard.contributors}
     assert contributors == {"a/0", "a/1"}
 
-    again = Replicas(protocol="hardsync")
     content = replicas.run._content
     assert content is not None
-    again.run.conduct.begin(replace(content, initializer=None))
-
-    assert again.run.roster.missing == 1
+    for told, missing in (("0", 1), ("3", 3)):
+        again = Replicas(protocol="hardsync", expected_workers=told)
+        again.run.conduct.begin(replace(content, initializer=None))
+        assert again.run.roster.missing == missing, told
 
 
 def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_changes() -> None:

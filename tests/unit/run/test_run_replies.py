@@ -87,6 +87,10 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
     with pytest.raises(BadRequest, match="shard 0"):
         run.push(gradient(np.ones(3, np.float32)), 0)
     assert (run.version_max, run.roster.num_workers) == (0, 0)
+    whole = serving(protocol="asgd")
+    with pytest.raises(BadRequest, match="shard 1"):
+        whole.push_whole([(0, gradient(ones())), (1, gradient(np.ones(3, np.float32)))])
+    assert (whole.version_max, whole.roster.num_workers) == (0, 0)
 
 
 def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path: Path) -> None:
