@@ -1,24 +1,31 @@
-"""A worker of a few lines, straight on the generated stubs: what tests of the server speak."""
+"""Workers of a few lines, straight on the generated stubs: what tests of the server speak, and what it says of them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from inspection import inspect
 from pyps_wire import common_pb2 as common
-from pyps_wire import framing
+from pyps_wire import framing, inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PROTOCOL_VERSION
 from pyps_wire.errors import METADATA_KEY
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Partition, Tensor, partition
+from support import AnyServer, wait_until
 
+T = TypeVar("T")
 Floats = npt.NDArray[np.float32]
 
 SMALL = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (7,))))
@@ -272,3 +279,76 @@ def refusal_of(call: Callable[..., object], *arguments: object, **keywords: obje
     error = caught.value
     name = dict(error.trailing_metadata() or ()).get(METADATA_KEY)
     return error.code().name, name, error.details()
+
+
+# Several workers of one run at once.
+
+# A worker that is killed is forgotten within two seconds. No shorter: those that live must be heard on a busy machine.
+QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "2")
+
+
+@contextlib.contextmanager
+def crew(server: AnyServer, num_workers: int, **fields: object) -> Iterator[list[WireWorker]]:
+    """That many workers, "w0" first, all of them members of a run that serves."""
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(WireWorker(server.data, f"w{index}", **fields))  # type: ignore[arg-type]
+            for index in range(num_workers)
+        ]
+        for worker in workers:
+            worker.join()
+        for worker in workers:
+            assert worker.hello().state == common.RUN_STATE_READY
+        yield workers
+
+
+@contextlib.contextmanager
+def beating(workers: Iterable[WireWorker], seconds: float = 0.2) -> Iterator[None]:
+    """Gives signs of life for the workers, as their clients would."""
+    workers, ends = list(workers), threading.Event()
+
+    def beat() -> None:
+        while not ends.wait(seconds):
+            for worker in workers:
+                worker.heartbeat()
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        heart.join(60)
+
+
+def at_once(calls: Iterable[Callable[[], T]], deadline_seconds: float = 60.0) -> list[T]:
+    """Makes the calls from a thread each; their results, in order."""
+    calls = list(calls)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.result(deadline_seconds) for future in futures]
+
+
+def status_of(server: AnyServer) -> inspector_pb2.Status:
+    """The server at a glance."""
+    return inspect(server.control, "GetStatus")
+
+
+def configure(server: AnyServer, **fields: object) -> inspector_pb2.ConfigureReply:
+    """Changes settings of the running server."""
+    return inspect(server.control, "Configure", inspector_pb2.ConfigureRequest(**fields))  # type: ignore[arg-type]
+
+
+def events_of(server: AnyServer, kind: str) -> list[str]:
+    """The messages of the events of that kind so far."""
+    events = inspect(server.control, "ListEvents", inspector_pb2.ListEventsRequest(limit=1000)).events
+    return [event.message for event in events if event.kind == kind]
+
+
+def wait_for_event(server: AnyServer, kind: str, text: str = "", deadline_seconds: float = 60.0) -> str:
+    """The first event of that kind with that text in its message."""
+
+    def found() -> str:
+        return next((message for message in events_of(server, kind) if text in message), "")
+
+    return wait_until(found, deadline_seconds, f"an event {kind!r} with {text!r}")

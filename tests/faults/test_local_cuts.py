@@ -11,10 +11,12 @@ import pytest
 from local_worker import LocalSocket, LocalWorker, local_worker, maps_of
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import status_of
+from wire_worker import status_of
 
-MODEL = Model((Tensor("x", (12_000_000,)),), shard_size=500_000)
-PROTOCOLS = {"by shard": "async", "whole model": "asgd:mutex=whole"}
+# Large enough for a round to be met in its midst.
+MODEL = Model((Tensor("x", (2_000_000,)),), shard_size=250_000)
+LARGE = Model((Tensor("x", (12_000_000,)),), shard_size=500_000)
+PROTOCOLS = ("async", "asgd:mutex=whole")
 
 
 def attach_anew(worker: LocalWorker) -> None:
@@ -37,14 +39,19 @@ def wait_for_nothing(worker: LocalWorker) -> None:
     """Cuts the link at once."""
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
-@pytest.mark.parametrize("come_back", [attach_anew, join_anew])
-@pytest.mark.parametrize("until", [wait_for_the_first_update, wait_for_nothing])
-def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(start_server, protocol, come_back, until):
+@pytest.mark.parametrize("model", [MODEL, pytest.param(LARGE, marks=pytest.mark.extended)], ids=["small", "large"])
+def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(start_server, model):
+    for protocol in PROTOCOLS:
+        for come_back in (attach_anew, join_anew):
+            for until in (wait_for_the_first_update, wait_for_nothing):
+                cut_requests(start_server, model, protocol, come_back=come_back, until=until)
+
+
+def cut_requests(start_server, model, protocol, *, come_back, until):
     server = start_server("--staleness", "none", "--protocol", protocol)
-    with local_worker(server.data, model=MODEL) as worker:
+    with local_worker(server.data, model=model) as worker:
         mine, at_start = worker.parameters[0], {shard.shard_id: 0.0 for shard in worker.plan.shards}
-        for _ in range(3):
+        for _ in range(5 if model is MODEL else 3):
             worker.gradients[0][0][:] = 1.0
             worker.link.send(worker.exchange_request())
             until(worker)
@@ -69,6 +76,7 @@ def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(start_ser
         worker.gradients[0][0][:] = 0.0
         worker.exchange()
         assert "bug" not in server.output()
+    server.stop()
 
 
 def test_a_request_whose_caller_has_gone_is_not_begun(start_server):

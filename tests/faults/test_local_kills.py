@@ -11,7 +11,7 @@ import pytest
 from local_worker import descriptors_of, local_worker, maps_of, segments_of
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import QUICK_LEASES, beating, status_of, wait_for_event
+from wire_worker import QUICK_LEASES, beating, status_of, wait_for_event
 
 MODELS = {
     "small": Model((Tensor("x", (10_000,)),)),

@@ -15,8 +15,20 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import QUICK_LEASES, at_once, beating, crew, events_of, status_of, wait_for_event
-from wire_worker import CHANNEL_OPTIONS, WireWorker, parked_pull, refusal_of, values_of
+from wire_worker import (
+    CHANNEL_OPTIONS,
+    QUICK_LEASES,
+    WireWorker,
+    at_once,
+    beating,
+    crew,
+    events_of,
+    parked_pull,
+    refusal_of,
+    status_of,
+    values_of,
+    wait_for_event,
+)
 
 HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 

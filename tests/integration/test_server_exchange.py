@@ -16,8 +16,7 @@ from pyps_wire.contract import METHODS
 from pyps_wire.inspector_pb2 import ConfigureRequest
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import at_once, crew, status_of
-from wire_worker import WireWorker, refusal_of, sgd, values_of
+from wire_worker import WireWorker, at_once, crew, refusal_of, sgd, status_of, values_of
 
 # Four shards of a megabyte each: their work is done on threads.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)

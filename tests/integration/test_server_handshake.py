@@ -9,8 +9,7 @@ import time
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import QUICK_LEASES
-from wire_worker import WireWorker, refusal_of, sgd, values_of
+from wire_worker import QUICK_LEASES, WireWorker, refusal_of, sgd, values_of
 
 
 def test_only_one_of_two_workers_is_elected(start_server):

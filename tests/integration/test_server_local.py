@@ -16,8 +16,7 @@ from pyps_wire.codecs import decode, encode
 from pyps_wire.errors import BadRequest, NotInitialized
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import at_once, configure, crew, status_of
-from wire_worker import SMALL, WireWorker, values_of
+from wire_worker import SMALL, WireWorker, at_once, configure, crew, status_of, values_of
 
 # Several shards in either group: more than is handled on the event loop.
 LARGE = Model((Tensor("x", (500_000,)), Tensor("y", (300_000,), group=1)), shard_size=160_000)

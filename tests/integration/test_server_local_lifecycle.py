@@ -18,7 +18,7 @@ from pyps_wire import inspector_pb2
 from pyps_wire.errors import NotInitialized, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import status_of
+from wire_worker import status_of
 
 LARGE = Model((Tensor("x", (8_000_000,)),))
 

@@ -21,8 +21,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotAllowed, PypsError, UnknownWorker
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import QUICK_LEASES, beating, status_of
-from wire_worker import SMALL
+from wire_worker import QUICK_LEASES, SMALL, beating, status_of
 
 LARGE = Model((Tensor("x", (400_000,)),), shard_size=160_000)
 PAGE = mmap.PAGESIZE

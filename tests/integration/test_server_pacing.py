@@ -6,8 +6,7 @@ import contextlib
 import threading
 
 from support import wait_until
-from wire_crew import QUICK_LEASES, beating, crew, events_of, status_of, wait_for_event
-from wire_worker import WireWorker, refusal_of
+from wire_worker import QUICK_LEASES, WireWorker, beating, crew, events_of, refusal_of, status_of, wait_for_event
 
 
 def asking(worker: WireWorker, clock: int, seconds: float = 100.0):

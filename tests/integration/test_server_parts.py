@@ -14,13 +14,23 @@ import grpc
 import pytest
 
 from cut_model import CUT
+from inspection import inspect
 from pyps_wire import common_pb2 as common
-from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from support import ServerProcess, wait_until
-from wire_crew import QUICK_LEASES, at_once, beating, configure, events_of, inspector, status_of, wait_for_event
 from wire_replica import WireProcess, join, replica
-from wire_worker import WireWorker, refusal_of, values_of
+from wire_worker import (
+    QUICK_LEASES,
+    WireWorker,
+    at_once,
+    beating,
+    configure,
+    events_of,
+    refusal_of,
+    status_of,
+    values_of,
+    wait_for_event,
+)
 
 HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 FAILED = wire.LeaveRequest.CAUSE_FAILED
@@ -42,9 +52,8 @@ def outcomes(receipts: list[common.Receipt]) -> list[tuple[str, int]]:
 
 def versions_of(server: ServerProcess) -> list[int]:
     """The versions of all shards: three of part 0, then two of part 1."""
-    with inspector(server) as stub:
-        shards = stub.ListShards(inspector_pb2.ListShardsRequest(), timeout=20).shards
-        return [shard.version for shard in sorted(shards, key=lambda shard: shard.shard_id)]
+    shards = inspect(server.control, "ListShards").shards
+    return [shard.version for shard in sorted(shards, key=lambda shard: shard.shard_id)]
 
 
 def test_a_round_of_a_part_is_complete_with_the_pushes_of_those_that_hold_it(start_server):

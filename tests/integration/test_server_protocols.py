@@ -11,8 +11,7 @@ from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_crew import at_once, crew, status_of
-from wire_worker import WireWorker, refusal_of, values_of
+from wire_worker import WireWorker, at_once, crew, refusal_of, status_of, values_of
 
 STEPS = 6
 # Two shards.

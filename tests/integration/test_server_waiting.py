@@ -16,8 +16,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
 from pyps_wire.partition import Model, Tensor
 from support import server_loop, wait_until
-from wire_crew import crew, status_of
-from wire_worker import CHANNEL_OPTIONS, WireWorker, parked_pull, refusal_of
+from wire_worker import CHANNEL_OPTIONS, WireWorker, crew, parked_pull, refusal_of, status_of
 
 # Four shards of a megabyte each.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)

@@ -15,8 +15,7 @@ from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.partition import Model, Tensor
 from support import AnyServer
 from wire_coordinator import WireCoordinator, instruction
-from wire_crew import CHANNEL_OPTIONS
-from wire_worker import WireWorker, values_of
+from wire_worker import CHANNEL_OPTIONS, WireWorker, values_of
 
 Start = Callable[..., AnyServer]
 MODEL = Model((Tensor("layer.weight", (10, 7)),), shard_size=16)

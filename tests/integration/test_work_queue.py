@@ -9,9 +9,8 @@ import urllib.request
 from inspection import inspect, shell
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
-from wire_crew import QUICK_LEASES, beating, crew, status_of, wait_for_event
-from wire_portions import TRAIN, Coordinator, Portions, counted, opened, wait_for_waits, work_of
-from wire_worker import CALL_SECONDS, WireWorker, refusal_of
+from wire_coordinator import TRAIN, Coordinator, Portions, counted, opened, wait_for_waits, work_of
+from wire_worker import CALL_SECONDS, QUICK_LEASES, WireWorker, beating, crew, refusal_of, status_of, wait_for_event
 
 
 def test_workers_share_an_epoch_and_then_the_next(start_server):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from inspection import inspect
 from pyps_wire import work_pb2 as wire
-from wire_coordinator import WireCoordinator
-from wire_crew import crew
-from wire_portions import COORDINATED, Coordinator, Portions, opened, wait_for_waits, work_of
-from wire_worker import refusal_of
+from wire_coordinator import COORDINATED, Coordinator, Portions, WireCoordinator, opened, wait_for_waits, work_of
+from wire_worker import crew, refusal_of
 
 
 def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
