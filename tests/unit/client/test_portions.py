@@ -94,6 +94,8 @@ def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_pus
         train(worker, portions)
     assert [pushed.minibatch_count for pushed in worker.session.pushes] == [4, 4, 4, 1] * 2
     assert [pushed.example_count for pushed in worker.session.pushes] == [16, 16, 16, 2] * 2
+    # A pull before the first, and one with each.
+    assert worker.session.pulls == 1 + 8
 
 
 def test_batches_grow_with_the_epochs_where_the_servers_say_so() -> None:
