@@ -175,6 +175,9 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
         again = Replicas(protocol="hardsync", expected_workers=told)
         again.run.conduct.begin(replace(content, initializer=None))
         assert again.run.roster.missing == missing, told
+        # Those that live have said so by then.
+        again.pass_time(31)
+        assert again.run.roster.missing == 0, told
 
 
 def test_a_backup_that_leaves_nobody_for_a_part_is_refused_before_anything_changes() -> None:

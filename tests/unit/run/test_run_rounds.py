@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest, LimitExceeded, ScheduleOwned, WaitTimedOut
@@ -78,6 +79,19 @@ def test_a_change_is_checked_as_a_whole_before_anything_changes():
     assert crew.events("configured") == []
 
 
+def test_a_restored_run_says_whose_settings_are_in_force():
+    kept, told = Behaviour.parse(protocol="async"), Behaviour.parse(protocol="hardsync")
+    for in_force, words in (
+        (told, "the server was told other settings than the checkpoint holds"),
+        (kept, "what was changed while the run went on is still in force"),
+    ):
+        crew = Crew("a")
+        crew.run.conduct.go_on(in_force, kept=kept, told=told)
+        assert crew.run.behaviour == in_force
+        [message] = crew.events("configured")
+        assert message.startswith(words)
+
+
 def test_a_change_ends_the_warm_up_and_tells_what_it_settled():
     crew = Crew("a", "b", protocol="async", warmup="updates=9,protocol=hardsync", expected_workers="2")
     crew.push("a")
@@ -132,7 +146,7 @@ def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
 
 def test_a_gate_at_which_nobody_waits_stays_shut():
     crew = Crew("a", protocol="hardsync", expected_workers="2", stall_seconds="10")
-    crew.pass_seconds(25, "a")
+    crew.pass_seconds(35, "a")
     assert crew.run.roster.missing == 2
     assert crew.events("stalled") == []
 
