@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# Each environment takes minutes to build.
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = {
     "oldest": ["protobuf==5.26.1", "grpcio==1.62.3", "numpy==1.26.4"],
@@ -122,9 +125,9 @@ def test_the_client_loads_and_sends_under(name, tmp_path):
 @pytest.mark.compat
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_a_worker_trains_on_the_server_under(name, start_server_process):
+def test_a_worker_trains_on_the_server_under(name, start_server):
     python = environment_python(name, ENVIRONMENTS[name])
-    server = start_server_process()
+    server = start_server()
     output = run(str(python), "-c", WORKER, server.data)
     assert output.splitlines() == ["[-0.5, -0.5, -0.5, -0.5]", "DirectStream QueuedStream"]
 

@@ -108,7 +108,7 @@ def stop_run(servers: Sequence[ServerThread]) -> None:
 def goes_on(worker: Worker, steps: int = 3) -> None:
     """Waits for so many more steps."""
     before = worker.num_steps
-    wait_until(lambda: worker.num_steps >= before + steps, 20, "further steps")
+    wait_until(lambda: worker.num_steps >= before + steps, 100, "further steps")
 
 
 def states(server: ServerThread) -> dict[str, str]:
@@ -293,6 +293,8 @@ def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(start_server: S
     servers = start_servers(start_server, 2, "--heartbeat-seconds", "0.2", "--expected-workers", f"{NUM_WORKERS}")
     workers = [Worker(addresses(servers), number, 0) for number in range(NUM_WORKERS)]
     training = begin(pool, workers)
+    for worker in workers:
+        goes_on(worker)
     for protocol in ["hardsync", "ssp:s=1", "backup:b=1", "serial", "softsync:n=1", "hardsync", "async"]:
         before = [worker.steps_under[protocol] for worker in workers]
         for server in servers:
