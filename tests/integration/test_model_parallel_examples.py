@@ -48,7 +48,8 @@ def test_bands_of_unequal_height_train_as_the_whole_network_and_send_no_node_twi
     assert whole[-1] < whole[0] / 2
 
 
-@pytest.mark.parametrize("cut", ["tensor", pytest.param("pipeline", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("cut", ["tensor", "pipeline"])
 def test_two_replicas_of_two_processes_train_a_transformer(
     start_server: StartServer, start_python: Start, cut: str
 ) -> None:

@@ -17,7 +17,7 @@ from pyps.simulation.worker import Computed, Step, WorkerPlan
 from simulated import Cluster, cluster, crew, name, noisy
 
 L = 30
-GRADIENTS = 4_000
+GRADIENTS = 3_000
 
 
 def mean_staleness(run: Cluster) -> float:
