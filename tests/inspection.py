@@ -44,7 +44,10 @@ def checksums(address: str) -> dict[int, tuple[int, str]]:
 
 
 def shell(*arguments: str, status: int = 0, **environment: str) -> str:
-    """Runs a `pyps` command in this process: what it printed, once it has ended with that status."""
+    """Runs a `pyps` command in this process: what it printed, once it has ended with that status.
+
+    Not `pyps bench` and what else changes its process, which ignores Ctrl-C at its end.
+    """
     output, ended = io.StringIO(), 0
     with mock.patch.dict(os.environ, environment), redirect_stdout(output), redirect_stderr(output):
         try:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect, shell
+from inspection import inspect
 from pyps.cli.rounds import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
@@ -85,14 +85,16 @@ def test_bench_measures_each_way_and_leaves_the_servers_empty(
         assert server.wait() == 0
 
 
-def test_bench_refuses_servers_that_are_somebodys_and_leaves_them_alone(start_server: Start) -> None:
+def test_bench_refuses_servers_that_are_somebodys_and_leaves_them_alone(
+    start_server: Start, start_python: StartPython
+) -> None:
     servers = start_servers(start_server, 2)
     promised = start_server("--run-id", "digits")
-    assert f"{promised.data} waits for run 'digits'" in shell("bench", "--servers", promised.data, *QUICK, status=1)
+    assert f"{promised.data} waits for run 'digits'" in run_bench(start_python, promised.data, status=1)
     with make_client(servers[0].data, run_id="mine") as client:
         client.push(gradients_like(small_model(), seed=1))
         before = inspect(servers[0].control, "ListShards")
-        refused = shell("bench", "--servers", f"{servers[1].data},{servers[0].data}", *QUICK, status=1)
+        refused = run_bench(start_python, f"{servers[1].data},{servers[0].data}", status=1)
         assert inspect(servers[0].control, "ListShards") == before
         assert {worker.worker_id for worker in inspect(servers[0].control, "ListWorkers").workers} == {"worker"}
     assert f"{servers[0].data} holds run 'mine', which must not be disturbed" in refused
