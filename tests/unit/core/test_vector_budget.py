@@ -26,7 +26,8 @@ def refusal(plan: Plan, bytes_max: int) -> str:
 
 
 def test_a_plan_that_just_fits_is_taken_and_costs_what_it_says():
-    assert require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=cost(PLAN)) == cost(PLAN)
+    for plan in (PLAN, replace(PLAN, stages=0), replace(PLAN, history_pairs=0, vectors_float64=0)):
+        assert require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=cost(plan)) == cost(plan)
 
 
 def test_every_setting_that_a_refusal_names_fits_then():
