@@ -116,7 +116,6 @@ def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_giv
         optimizer.close()
 
 
-@pytest.mark.extended
 def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server, start_python) -> None:
     """A4: b(e) never falls, and an epoch has ceil(N / (K b(e))) updates, whoever makes them."""
     num_examples, accumulate, epochs = 100, 2, 4
