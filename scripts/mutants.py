@@ -3,8 +3,9 @@
 python scripts/mutants.py [NAME ...] [--whole] [--out TABLE.md]
 python scripts/mutants.py --check
 
-A mutant is one file with one text replaced. Its near-by tests run until the first fails; with --whole all tests
-run where none of these does. Exits with 1 where a mutant survives. Files are restored whatever happens.
+A mutant is one file with one text replaced. Its near-by tests run until the first fails, those of `make test` before the
+extended ones; with --whole all tests run where none of these does. Exits with 1 where a mutant survives. Files are
+restored whatever happens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ TEST_SECONDS = 60
 NEAR_SECONDS = 900
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "-o", f"timeout={TEST_SECONDS}"]
 # As `make test` has it.
-ALL_TESTS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--ignore=tests/compose"]
+ALL_TESTS = ["-n", "2", "--dist", "worksteal", "--ignore=tests/compose", "tests"]
+TIERS = {"make test": "not extended", "make test-all": "extended"}
 PIP = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
 # Installed for good: each build in an environment of its own would begin from nothing.
 BUILDERS = [*PIP, "--constraint", "constraints.txt", "scikit-build-core", "pybind11"]
@@ -64,13 +66,15 @@ class Mutant:
         return "" if count == 1 else f"{self.name}: the old text stands {count} times in {self.file}; expected once"
 
     def find(self, *, whole: bool) -> str:
-        """The first test that fails under it, empty where it survives."""
+        """The first test that fails under it and what runs that test, empty where it survives."""
         near = [place for place in self.near if (ROOT / place.partition("::")[0]).exists()]
-        found = _first_failure(near, seconds=NEAR_SECONDS) if near else ""
-        if not found and whole:
-            tiers: list[list[str]] = [["-m", "not extended"], ["-m", "extended"]] if _has_tiers() else [[]]
-            found = next((test for tier in tiers if (test := _first_failure([*ALL_TESTS, *tier]))), "")
-        return found
+        for tests in ([near] if near else []) + ([ALL_TESTS] if whole else []):
+            for tier, marked in TIERS.items():
+                if found := _first_failure(
+                    ["-m", marked, *tests], seconds=None if tests is ALL_TESTS else NEAR_SECONDS
+                ):
+                    return f"{found} | {tier}"
+        return ""
 
 
 def load() -> list[Mutant]:
@@ -113,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(mutants: Sequence[Mutant], *, whole: bool, out: Path | None) -> int:
     """Tries mutants and tells of each; returns how many survive."""
     survivors = 0
-    lines = ["| mutant | file | first test that found it | seconds |", "|---|---|---|---|"]
+    lines = ["| mutant | file | first test that found it | run by | seconds |", "|---|---|---|---|---|"]
     for mutant in mutants:
         began = time.monotonic()
         with _seeded(mutant):
@@ -121,7 +125,7 @@ def _run(mutants: Sequence[Mutant], *, whole: bool, out: Path | None) -> int:
             found = mutant.find(whole=whole)
         survivors += not found
         seconds = time.monotonic() - began
-        lines.append(f"| {mutant.name} | {mutant.file} | {found or '**survived**'} | {seconds:.0f} |")
+        lines.append(f"| {mutant.name} | {mutant.file} | {found or '**survived** | none'} | {seconds:.0f} |")
         print(f"{mutant.name}: {found or 'SURVIVED'} ({seconds:.0f} s)", flush=True)
         if out is not None:
             out.write_text("\n".join(lines) + "\n")
@@ -148,7 +152,7 @@ def _build_anew(native: bool) -> None:
         (ROOT / ".venv" / ".installed").touch()
 
 
-def _first_failure(tests: Sequence[str], *, seconds: float | None = None) -> str:
+def _first_failure(tests: Sequence[str], *, seconds: float | None) -> str:
     """Runs tests until one fails; its name, empty where none does."""
     # Compiled files of a mutant must not outlive it.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -167,10 +171,6 @@ def _first_failure(tests: Sequence[str], *, seconds: float | None = None) -> str
     if ran.returncode < 0 and begun:
         return f"{begun[-1]} (it ended the interpreter)"
     raise RuntimeError(f"pytest ended with {ran.returncode}:\n{ran.stdout[-2000:]}")
-
-
-def _has_tiers() -> bool:
-    return re.search(r"^\s+extended\b", (ROOT / "pytest.ini").read_text(), re.MULTILINE) is not None
 
 
 def _output(*command: str) -> str:

@@ -76,6 +76,12 @@ def test_every_command_exists_with_the_flags_shown() -> None:
             assert flag in options, f"pyps {command} has no {flag}"
 
 
+def test_every_file_that_the_tests_page_names_is_there() -> None:
+    named = re.findall(r"`([a-z]+/[a-z_/]+\.py)`", (ROOT / "tests" / "README.md").read_text())
+    assert len(named) > 50
+    assert [name for name in named if not ((ROOT / "tests" / name).exists() or (ROOT / name).exists())] == []
+
+
 def test_every_make_target_and_every_linked_file_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for document in DOCUMENTS:
