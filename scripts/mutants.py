@@ -3,8 +3,8 @@
 python scripts/mutants.py [NAME ...] [--whole] [--out TABLE.md]
 python scripts/mutants.py --check
 
-A mutant is one file with one text replaced. Its near-by tests run until the first fails, those of `make test` before the
-extended ones; with --whole all tests run where none of these does. Exits with 1 where a mutant survives. Files are
+A mutant is one file with one text replaced. Its near-by tests run until the first fails, those of `make test` before
+the extended ones; with --whole all tests run where none of these does. Exits with 1 where a mutant survives. Files are
 restored whatever happens.
 """
 
