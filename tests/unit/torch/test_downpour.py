@@ -241,7 +241,8 @@ def test_local_steps_of_half_precision_parameters_add_up_in_float32() -> None:
         session = RecordingSession([np.ones(SIZE, np.float32)])
         worker = Downpour(session, layout, pace=Pace(pull_every=100), local_rates=lambda: [0.0001])
         worker.start()
-        for _ in range(80):
+        # The last 80 of them since the second pull.
+        for _ in range(180):
             worker.step([torch.ones(1, SIZE, dtype=dtype)])
         # Each step is lost in half precision: 1 - 0.0001 is 1.
         assert model.weight.tolist() == [torch.tensor([1 - 0.008] * SIZE).to(dtype).tolist()]
