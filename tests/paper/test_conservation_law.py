@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-import pytest
-
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
-from pyps.simulation.timing import exponential, lognormal
+from pyps.simulation.timing import exponential
 from simulated import Cluster, cluster, crew
 
 PROTOCOLS = (
@@ -52,24 +50,6 @@ def test_the_law_holds_to_the_last_update_under_every_protocol() -> None:
         run = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=300)
         told, from_the_log = both_sides(run)
         assert told == from_the_log, protocol
-
-
-# L is the number of workers between pull and push: all of them where nobody waits, one where they take turns.
-MEANS = {
-    "async": WORKERS - 1,
-    "asgd": WORKERS - 1,
-    "softsync:n=1": (WORKERS - 1) / 6,
-    "softsync:n=3": (WORKERS - 1) / 2,
-    "hardsync": 0,
-    "serial": 0,
-    "ssp:s=0,strict_bsp=true": 0,
-}
-
-
-def test_the_mean_is_l_less_one_over_c() -> None:
-    for protocol, mean in MEANS.items():
-        ages = cluster(protocol, workers=crew(WORKERS, lognormal(sigma=0.3))).run(pushes=1500).staleness()[300:]
-        assert sum(ages) / len(ages) == pytest.approx(mean, rel=0.01), protocol
 
 
 def test_backup_workers_make_no_stale_update() -> None:

@@ -147,14 +147,3 @@ def test_warm_start_trains_alone_and_then_lets_the_others_in_with_the_slots_as_t
     again = run.fresh_shard()
     replay(run.log, again)
     assert again.state().slots["accumulator"].tobytes() == run.shards[0].state().slots["accumulator"].tobytes()
-
-
-def test_warm_start_may_release_the_workers_one_after_the_other() -> None:
-    run = cluster("downpour", warmup="updates=4,protocol=serial,release_every=10").run(pushes=120)
-    first_parallel: dict[str, int] = {}
-    for event in run.events(Kind.PULL):
-        if event.version >= 4:
-            first_parallel.setdefault(event.worker_id, event.version)
-    # Rank r in the order of joining begins no sooner than 4 + 10 r updates.
-    assert [first_parallel[name(rank)] >= 4 + 10 * rank for rank in range(4)] == [True] * 4
-    assert first_parallel[name(3)] <= 4 + 10 * 3 + 4

@@ -6,15 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
 
 from losses import bowl, digits, quadratic, rosenbrock, rosenbrock_start
 from pyps.core.instructions import Instruction, Operation, Precision
-from pyps.work.formulas import DIRECTION, GRADIENT, TRIAL_GRADIENT, add_scaled, copy, dot, subtract
+from pyps.work.formulas import DIRECTION, GRADIENT, TRIAL_GRADIENT, add_scaled, dot, subtract
 from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps.work.lbfgs_state import Pair
 from pyps.work.line_search import Found, Line, LineSearch, Start
@@ -106,16 +104,6 @@ def test_the_direction_is_that_of_a_single_node_in_float64(form, layout) -> None
     assert slope == pytest.approx(expected @ gradient, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_pairs", [1, 2, 10])
-def test_the_vector_free_form_makes_the_direction_of_the_two_loop_recursion(num_pairs: int) -> None:
-    """Chen et al. 2014."""
-    world, pairs = loaded(*make_history(20_000, num_pairs))
-    slope = two_loop(world, pairs)
-    world.execute(Instruction(Operation.ALLOC, target="twin", precision=Precision.FLOAT64), copy("twin", DIRECTION))
-    assert vector_free(world, pairs) == pytest.approx(slope, rel=1e-9)
-    assert distance(world, DIRECTION, "twin") <= 1e-9
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_history_whose_numbers_overflow_gives_no_direction(form) -> None:
     gradient, history = make_history(100, 2)
@@ -137,20 +125,6 @@ def test_a_direction_takes_4m_commands_in_2m_messages_and_a_vector_free_one_2_me
     for num_pairs in (1, 5, 10):
         assert sent_by(two_loop, num_pairs) == (2 * num_pairs + 1, 4 * num_pairs + 4)
         assert sent_by(vector_free, num_pairs) == (2, 3)
-
-
-@pytest.mark.parametrize(("free", "most"), [(False, 2 * 4 + 1 + 4), (True, 2 + 4)])
-def test_an_iteration_adds_a_few_commands_to_those_of_the_direction(free: bool, most: int) -> None:
-    """One trial: MOVE, BEGIN_PASS, what is measured of the trial, and the commit; one more after the last."""
-    world = VectorWorld(rosenbrock_start(20))
-    starts: list[int] = []
-    settings = LbfgsSettings(history=4, iterations_max=15, vector_free=free)
-    lbfgs = Lbfgs(
-        world, Passes(world, rosenbrock), settings, on_iteration=lambda report: starts.append(len(world.sent))
-    )
-    lbfgs.run(*world.attach())
-    assert len(starts) == 15
-    assert min(b - a for a, b in pairwise(starts[5:])) == most
 
 
 # B5: down, always.
@@ -185,28 +159,6 @@ def test_every_step_goes_down_and_holds_the_conditions_of_its_line_search(line_s
             assert abs(found.slope) <= 0.9 * abs(start.slope)
     losses = [report.loss for report in reports]
     assert losses == sorted(losses, reverse=True)
-
-
-@pytest.mark.parametrize("line_search", ["armijo", "wolfe"])
-def test_logistic_regression_on_the_digits_falls_with_every_iteration(line_search: str) -> None:
-    portion_loss, size = digits()
-    summary, reports = minimise(VectorWorld(np.zeros(size)), portion_loss, iterations_max=20, line_search=line_search)
-    losses = [math.log(10.0), *(report.loss for report in reports)]
-    assert losses == sorted(losses, reverse=True)
-    assert all(report.slope < 0.0 for report in reports)
-    assert (summary.iterations, summary.converged) == (20, False)
-    assert summary.loss <= 1.02 * scipys_loss(portion_loss, size, iterations=20)
-
-
-def scipys_loss(portion_loss: PortionLoss, size: int, *, iterations: int) -> float:
-    """How far a well-known L-BFGS on one node comes in as many iterations."""
-
-    def mean(parameters: Doubles) -> tuple[float, Doubles]:
-        losses, gradients, counts = zip(*(portion_loss(parameters, portion) for portion in range(3)), strict=True)
-        return sum(losses) / sum(counts), np.sum(gradients, axis=0) / sum(counts)
-
-    options = {"maxiter": iterations, "maxcor": 10}
-    return float(minimize(mean, np.zeros(size), jac=True, method="L-BFGS-B", options=options).fun)
 
 
 def test_the_first_step_along_the_gradient_is_short() -> None:
@@ -350,18 +302,3 @@ def test_it_ends_where_an_iteration_gains_next_to_nothing() -> None:
     assert summary.converged
     assert summary.reason == "the last iteration lowered the loss by no more than 0.5 of it"
     assert reports[-1].decrease <= 0.5 * reports[-1].loss
-
-
-def test_passes_are_told_what_people_want_to_know() -> None:
-    world = VectorWorld(rosenbrock_start(4))
-    passes = Passes(world, rosenbrock)
-    reports: list[IterationReport] = []
-    summary = Lbfgs(world, passes, LbfgsSettings(iterations_max=3), on_iteration=reports.append).run(*world.attach())
-    assert len(passes.notes) == summary.passes == 1 + sum(report.trials for report in reports)
-    assert passes.notes[0] == {"iteration": 0, "step_length": 0.0}
-    assert passes.notes[-1] == {
-        "iteration": 3.0,
-        "loss": reports[1].loss,
-        "gradient_norm": reports[1].gradient_norm,
-        "step_length": reports[2].step_length,
-    }

@@ -226,11 +226,6 @@ def test_the_state_comes_back_from_its_text_with_the_same_bits() -> None:
     assert LbfgsState.from_text(odd.to_text()) == odd
 
 
-def test_the_state_of_a_long_history_fits_into_a_commit() -> None:
-    pairs = tuple(Pair(10_000 + k, -1.2345678901234567e-300, -1.2345678901234567e-300) for k in range(500))
-    assert len(LbfgsState(pairs=pairs).to_text()) < 64 * 1024
-
-
 def test_a_state_that_another_version_wrote_is_refused_in_a_sentence() -> None:
     for text in ("{", "[]", '{"format":1}', '{"format":2}', '{"format":1,"pairs":[[1]],"commit":[]}'):
         with pytest.raises(BadRequest, match=r"state on server 0 .*; start the coordinator in the version"):

@@ -94,13 +94,6 @@ def test_pitfall_11_a_fresh_gradient_keeps_its_rate_under_every_policy_but_the_c
     assert push(shard_of("constant"), np.ones(16), workers=crew(4)).rate_scale == 1 / 4
 
 
-def test_pitfall_11_divide_and_divide_plus_one_differ_by_two_at_a_staleness_of_one() -> None:
-    divide, divide_plus_one = (
-        push(shard_of(policy), np.ones(16), base_version=VERSION - 1).rate for policy in ("divide", "divide_plus_one")
-    )
-    assert divide == 2 * divide_plus_one == 0.125
-
-
 # Pitfall 12: the order of modulation, mean and momentum.
 
 
@@ -128,14 +121,6 @@ def test_per_update_divides_the_mean_by_the_mean_staleness() -> None:
     }
     np.testing.assert_allclose(moved["per_update"], moved["none"] / mean_staleness, rtol=1e-5)
     assert not np.allclose(moved["divide"], moved["per_update"], rtol=1e-2)
-
-
-def test_the_receipt_that_makes_an_update_tells_what_the_update_as_a_whole_lost() -> None:
-    shard = shard_of("per_update", protocol="softsync:n=2")
-    first = push(shard, np.ones(16), workers=crew(4), worker_id="w00", base_version=VERSION - 2)
-    second = push(shard, np.ones(16), workers=crew(4), worker_id="w01", base_version=VERSION - 6)
-    assert (first.outcome, first.rate_scale) == (Outcome.PENDING, 1.0)
-    assert (second.outcome, second.rate_scale, second.rate) == (Outcome.APPLIED, 1 / 4, 0.125 / 4)
 
 
 # Pitfall 13: rules that divide by the gradients' size.
@@ -190,15 +175,6 @@ def correction(step: int) -> float:
 
 
 # Policies by name.
-
-
-def test_constant_gives_softsync_one_rate_for_the_run() -> None:
-    """Gupta et al. 2016: alpha0 / n, whatever the staleness; n is the split that is in effect."""
-    rates = [
-        push(shard_of("constant", protocol="softsync:n=2"), np.ones(16), workers=crew(4), base_version=version).rate
-        for version in (VERSION, VERSION - 30)
-    ]
-    assert rates == [0.125 / 2, 0.125 / 2]
 
 
 def test_drop_refuses_what_is_more_than_its_spread_old() -> None:

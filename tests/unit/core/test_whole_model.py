@@ -1,4 +1,4 @@
-"""One mutex for the whole model: its owners and reads under threads are in tests/paper/test_asgd_whole_model.py."""
+"""One mutex for the whole model: its owners and reads under threads are in tests/paper/test_asgd.py."""
 
 from __future__ import annotations
 

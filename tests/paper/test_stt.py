@@ -1,7 +1,8 @@
-"""The hybrid and synchronous modes of the STT (DeepSpeech) documentation, chapter "Parallel Optimization".
+"""The modes of the STT (DeepSpeech) documentation, chapter "Parallel Optimization".
 
 Its "hybrid" is everybody else's synchronous training, here `hardsync`; its "synchronous" is one worker at a
-time, here `serial`. The invariants H1 to H4 of the algorithm notes, section 2.1.
+time, here `serial`. The invariants H1 to H3 of the algorithm notes, section 2.1; H4 is in
+tests/unit/core/test_protocols.py.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import pytest
 
 from pyps.core.arrays import Floats
 from pyps.simulation.event import Kind
-from pyps.simulation.timing import Timing, fixed, lognormal, scripted
+from pyps.simulation.timing import fixed, lognormal, scripted
 from pyps.simulation.worker import Computed, Step, WorkerPlan
-from shards import gradient, make_shard, pull, roster
-from simulated import Cluster, cluster, crew, name
+from shards import gradient, make_shard, pull, push, roster
+from simulated import cluster, crew, name
 
 W = np.array([0.5, -1.25, 3.0], np.float32)
 # Exact in float32 at learning rate 1, so that the order of two additions cannot show.
@@ -28,6 +29,14 @@ def test_hybrid_moves_the_parameters_by_the_mean_of_both() -> None:
     shard.push(gradient(GRADIENT_N, worker_id="gpu-n"), roster=roster("gpu-n", "gpu-n+1"))
     shard.push(gradient(GRADIENT_N_PLUS_1, worker_id="gpu-n+1"), roster=roster("gpu-n", "gpu-n+1"))
     assert pull(shard)[1].tolist() == (W - (GRADIENT_N + GRADIENT_N_PLUS_1) / 2).tolist()
+
+
+def test_asynchronous_workers_that_pulled_the_same_parameters_both_move_them() -> None:
+    """The result is W + D_{n+1}(W) + D_n(W): the second is evaluated "at the wrong location"."""
+    shard = make_shard(W)
+    push(shard, GRADIENT_N, worker_id="gpu-n", base_version=0)
+    assert push(shard, GRADIENT_N_PLUS_1, worker_id="gpu-n+1", base_version=0).staleness == 1
+    assert pull(shard)[1].tolist() == (W - GRADIENT_N_PLUS_1 - GRADIENT_N).tolist()
 
 
 # H1: hybrid(G, b) is one worker with the minibatch G * b.
@@ -77,54 +86,16 @@ def test_h1_four_gpus_with_a_minibatch_each_are_one_worker_with_all_four(rule: s
     assert max(gaps) < 1e-5
 
 
-# H2 and H3: everybody computes on the same version, and the slowest sets the pace.
-
-
-def hybrid_rounds(timings: list[Timing], steps: int) -> Cluster:
-    plans = [WorkerPlan(name(index), timing, steps=steps) for index, timing in enumerate(timings)]
-    return cluster("hybrid", workers=plans).run()
-
-
-def test_h2_all_staleness_is_zero() -> None:
-    run = hybrid_rounds([lognormal(sigma=0.5)] * GPUS, steps=30)
-    assert run.staleness() == [0] * (30 * GPUS)
-    assert run.shards[0].version == 30
-
-
-def test_h3_a_round_takes_as_long_as_its_slowest_worker() -> None:
+def test_h2_h3_all_staleness_is_zero_and_a_round_takes_as_long_as_its_slowest_worker() -> None:
     seconds = np.random.default_rng(4).uniform(0.5, 2.0, (GPUS, 20))
-    run = hybrid_rounds([scripted(list(of_worker)) for of_worker in seconds], steps=20)
+    plans = [WorkerPlan(name(index), scripted(list(times)), steps=20) for index, times in enumerate(seconds)]
+    run = cluster("hybrid", workers=plans).run()
+    # H2: everybody computes on the same version.
+    assert run.staleness() == [0] * (20 * GPUS)
     ends = [
         event.time for event in run.events(Kind.PUSH) if event.receipt and event.receipt.version_after > event.version
     ]
     assert np.diff([0.0, *ends]) == pytest.approx(seconds.max(axis=0))
-
-
-# H4: unequal last minibatches.
-
-COUNTS = {"a": 8, "b": 8, "c": 3}
-
-
-def unequal(step: Step) -> Computed:
-    count = COUNTS[step.worker_id]
-    values = np.random.default_rng(ord(step.worker_id)).standard_normal((count, 5))
-    return Computed({0: values.mean(axis=0).astype(np.float32)}, examples=count)
-
-
-def all_values() -> list[Floats]:
-    return [np.random.default_rng(ord(worker)).standard_normal((count, 5)) for worker, count in COUNTS.items()]
-
-
-def test_h4_by_count_is_the_mean_over_all_examples() -> None:
-    run = cluster("hardsync", parameters=[np.zeros(5)], workers=3, compute=unequal).run(pushes=3)
-    np.testing.assert_allclose(run.parameters(), -np.concatenate(all_values()).mean(axis=0), rtol=1e-5)
-
-
-def test_h4_equal_is_the_mean_of_the_means_which_differs() -> None:
-    run = cluster("hardsync:weighting=equal", parameters=[np.zeros(5)], workers=3, compute=unequal).run(pushes=3)
-    mean_of_means = np.mean([values.mean(axis=0) for values in all_values()], axis=0)
-    np.testing.assert_allclose(run.parameters(), -mean_of_means, rtol=1e-5)
-    assert not np.allclose(mean_of_means, np.concatenate(all_values()).mean(axis=0), rtol=0.01)
 
 
 # A straggler.

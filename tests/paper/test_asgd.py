@@ -1,23 +1,27 @@
-"""ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): one mutex around handing out and updating the whole model.
+"""ASGD: Zhang, Zhang, You, Zheng, Xu (ICASSP 2013): a mutex around handing out and updating the model.
 
-The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2.
+The invariants A1, A2, A5 and A6 of the algorithm notes, section 2.2, under one mutex for the whole model; and that of
+a shard.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
+from pyps.core.arrays import Floats
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
+from pyps.core.update_rules import Sgd
 from pyps.core.whole_model import WholeModel
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import fixed
 from pyps.simulation.worker import Computed, Step
-from shards import digest, gradient, make_shard, pull, push, roster, run_together
+from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together
 from simulated import cluster, crew
 
 # Long enough for threads to meet inside a kernel, which runs without the interpreter's lock.
@@ -150,3 +154,64 @@ def test_the_speed_up_of_four_clients_grows_with_the_minibatch() -> None:
     speed_ups = [speed_up(batch / 1024) for batch in (16, 128, 1024)]
     assert speed_ups == sorted(speed_ups)
     assert speed_ups[0] < 2 < 3.5 < speed_ups[-1] <= 4.0
+
+
+# One mutex a shard.
+
+# Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.
+LENGTH = 200_000
+
+
+class Owners:
+    """Counts who is inside; neither += is atomic, so a second owner also shows as a lost count."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.most = 0
+        self.entries = 0
+
+    def __enter__(self) -> None:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entries += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.inside -= 1
+
+
+class WatchedSgd(Sgd):
+    """SGD that notes who is inside an update."""
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners = owners
+
+    def apply(self, *arguments: Any, **named: Any) -> int:
+        with self.owners:
+            return super().apply(*arguments, **named)
+
+
+def test_no_update_meets_another_update_or_a_read() -> None:
+    owners, rounds = Owners(), 60
+    shard = Shard(
+        0,
+        np.zeros(LENGTH, np.float32),
+        rule=WatchedSgd(owners),
+        hyperparameters={"learning_rate": 1.0},
+        behaviour=make_behaviour(),
+    )
+    values = np.ones(LENGTH, np.float32)
+
+    def copy(version: int, parameters: Floats) -> None:
+        with owners:
+            parameters.copy()
+
+    def pusher(worker_id: str) -> None:
+        for sequence in range(rounds):
+            shard.push(gradient(values, worker_id=worker_id, sequence=sequence), roster=roster("a", "b"))
+
+    def reader() -> None:
+        for _ in range(rounds):
+            shard.read(copy)
+
+    run_together([lambda: pusher("a"), lambda: pusher("b"), reader, reader])
+    assert (owners.most, owners.entries) == (1, 4 * rounds)
