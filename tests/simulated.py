@@ -45,9 +45,8 @@ class Cluster:
 
     def fresh_shard(self, shard_id: int = 0) -> Shard:
         """Returns a shard as the cluster's own was before its first push."""
-        return build_shard(
-            shard_id, self.first[shard_id], behaviour=self.behaviour, rule=self.rule, settings=self.settings
-        )
+        first, rule = self.first[shard_id], RULES[self.rule]
+        return Shard(shard_id, first, rule=rule, hyperparameters=self.settings, behaviour=self.behaviour)
 
     def run(self, **until: Any) -> Cluster:
         """Runs the simulation and returns the cluster."""
@@ -107,12 +106,6 @@ def cluster(
         recorder=log,
     )
     return Cluster(behaviour, rule, settings, first, log, simulation.shards, simulation)
-
-
-def build_shard(
-    shard_id: int, values: Floats, *, behaviour: Behaviour, rule: str, settings: Mapping[str, float], **others: Any
-) -> Shard:
-    return Shard(shard_id, values, rule=RULES[rule], hyperparameters=settings, behaviour=behaviour, **others)
 
 
 def crew(count: int, timing: Timing | None = None, **fields: Any) -> list[WorkerPlan]:

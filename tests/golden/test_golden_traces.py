@@ -55,18 +55,6 @@ def hardsync_with_a_stalled_worker() -> Cluster:
     return cluster("hardsync", workers=plans, server=ServerPlan(expected_workers=3, stall_seconds=4.0)).run()
 
 
-def hardsync_without_one_that_never_comes() -> Cluster:
-    """Three are expected and two come: after stall_seconds of waiting the first round closes with those two."""
-    server = ServerPlan(expected_workers=3, stall_seconds=4.0)
-    return cluster("hardsync", workers=crew(2, steps=3), server=server).run()
-
-
-def serial_without_one_that_never_comes() -> Cluster:
-    """Three are expected and two come: after stall_seconds of waiting the turns begin with those two."""
-    server = ServerPlan(expected_workers=3, stall_seconds=4.0)
-    return cluster("serial", workers=crew(2, steps=2), server=server).run()
-
-
 def backup() -> Cluster:
     """The first two of three gradients make the update; the slow worker's come late and are dropped."""
     return cluster("backup:b=1", workers=ONE_IS_SLOW).run()
@@ -80,12 +68,6 @@ def ssp() -> Cluster:
 def ssp_with_a_death() -> Cluster:
     """The dead worker's clock stands still, and so do the others until its lease has run out."""
     return cluster("ssp:s=1", workers=ONE_DIES_ONE_IS_LATE, server=SHORT_LEASE).run()
-
-
-def ssp_with_a_stalled_worker() -> Cluster:
-    """One lives and does not finish its step: after stall_seconds of waiting the others go on without its clock."""
-    plans = [*crew(2, steps=5), WorkerPlan("stalls", scripted([1.0, 9.0, 1.0]), steps=4)]
-    return cluster("ssp:s=1", workers=plans, server=ServerPlan(expected_workers=3, stall_seconds=4.0)).run()
 
 
 def serial() -> Cluster:
@@ -115,20 +97,9 @@ def switches() -> Cluster:
     return run.run()
 
 
-def torn_push() -> Cluster:
-    """A worker dies between the messages of a push, and its second life joins before its first one's lease is out."""
-    plans = [
-        WorkerPlan("a", fixed(1.0), dies_at=1.3),
-        WorkerPlan("a", fixed(1.0), joins_at=2.0, incarnation=2, steps=2),
-        WorkerPlan("b", fixed(1.4), steps=3),
-    ]
-    return cluster("async", parameters=[[0.0], [0.0]], workers=plans, server=ServerPlan(transfer_seconds=0.2)).run()
-
-
 STORIES: tuple[Callable[[], Cluster], ...] = (
     *(asynchronous, softsync, hardsync, hardsync_with_a_stalled_worker, backup, ssp, ssp_with_a_death, serial, asgd),
-    *(hardsync_without_one_that_never_comes, serial_without_one_that_never_comes),
-    *(ssp_with_a_stalled_worker, warm_up, switches, torn_push),
+    *(warm_up, switches),
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,18 +47,6 @@ def test_the_minibatch_never_shrinks_and_its_text_names_exactly_that_growth(
     assert growth.start <= growth.size(examples) <= growth.size(examples + more) <= growth.maximum
     assert BatchGrowth.parse(growth.text) == growth
     assert BatchGrowth.parse(growth.text).text == growth.text
-
-
-@settings(max_examples=50)
-@given(growth=growths, accumulate=st.integers(1, 8))
-def test_an_epoch_takes_as_many_updates_as_pushes_fit_into_it(growth: BatchGrowth, accumulate: int) -> None:
-    """A4: updates an epoch = ceil(N / (K * b(e))), while b stays the same throughout the epoch."""
-    growth = BatchGrowth(growth.start, growth.maximum, math.ceil(growth.every), growth.lr_scaling, EPOCH)
-    examples = updates = 0
-    while examples < EPOCH:
-        examples += accumulate * growth.size(examples)
-        updates += 1
-    assert updates == math.ceil(EPOCH / (accumulate * growth.start))
 
 
 def test_a_growths_text_leaves_out_defaults_and_has_the_last_word_on_how_long_an_epoch_is() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from pyps.core.arrays import aligned, aligned_copy, aligned_zeros, read_only
+from pyps.core.arrays import aligned, aligned_zeros, read_only
 from pyps.core.gradient import EXTENTS_MAX, Extent, require_fitting
 from pyps_wire.errors import PypsError
 from shards import gradient, refusal
@@ -43,21 +42,6 @@ def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
 def test_a_payload_index_leads_to_its_parameter() -> None:
     partial = gradient([0.0] * 3, extents=(Extent(1, 2), Extent(6, 1)))
     assert [partial.parameter_index(index) for index in range(3)] == [1, 2, 6]
-
-
-def test_arrays_begin_on_a_cache_line_and_share_nothing_with_their_originals() -> None:
-    for length in (1, 7, 16, 4097):
-        zeros = aligned_zeros(length)
-        assert (zeros.ctypes.data % 64, zeros.tolist()) == (0, [0.0] * length)
-    original = np.ones(3, np.float32)
-    copy = aligned_copy(original)
-    original[:] = 2.0
-    assert (copy.tolist(), copy.ctypes.data % 64) == ([1.0, 1.0, 1.0], 0)
-    with pytest.raises(AssertionError, match="float64"):
-        aligned_copy(np.ones(3))  # type: ignore[arg-type]
-    view = read_only(copy)
-    copy[0] = 5.0
-    assert (view[0], view.flags.writeable, copy.flags.writeable) == (5.0, False, True)
 
 
 def test_an_array_that_fits_is_taken_as_it_is_and_another_copied() -> None:

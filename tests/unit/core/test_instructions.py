@@ -29,11 +29,3 @@ def test_an_instruction_is_the_same_after_its_way_through_json():
     again = Instruction.from_plain(json.loads(json.dumps(instruction.to_plain())))
 
     assert again == instruction
-
-
-def test_the_plain_form_leaves_out_what_is_at_its_default():
-    assert Instruction(Operation.COPY, target="q", left="g").to_plain() == {
-        "operation": "COPY",
-        "target": "q",
-        "left": "g",
-    }

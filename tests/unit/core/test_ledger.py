@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pyps.core.ledger import FORGOTTEN, Ledger, LedgerState
 from pyps.core.receipt import Outcome, Reason, Receipt
-from shards import Log, gradient, make_shard, pull, restored, roster
+from shards import gradient, make_shard, pull, restored, roster
 
 
 def receipt(sequence: int) -> Receipt:
@@ -146,14 +146,3 @@ def test_each_push_is_applied_as_often_as_its_first_answer_says_and_answered_so_
     for (life, sequence), answer in first.items():
         assert applied[life, sequence] == (answer.outcome == Outcome.APPLIED)
     assert applied.sum() == shard.version
-
-
-@given(st.lists(st.permutations(range(8)), min_size=1, max_size=4))
-@settings(max_examples=20, deadline=None)
-def test_no_push_is_refused_that_was_overtaken_by_fewer_than_eight(blocks: list[list[int]]) -> None:
-    log = Log()
-    shard = make_shard([0.0], recorder=log)
-    order = [8 * block + place for block, places in enumerate(blocks) for place in places]
-    for sequence in order:
-        shard.push(gradient([1.0], sequence=sequence), roster=roster())
-    assert len(log.applied(0)) == len(order)

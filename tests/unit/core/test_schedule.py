@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,14 +97,6 @@ def test_a_schedules_text_names_exactly_that_schedule(texts: list[str], version:
     schedule = parse("+".join(texts), epoch_examples=1437)
     assert parse(schedule.text) == schedule
     assert schedule.factor(version, version) >= 0
-
-
-@settings(max_examples=30)
-@given(st.sampled_from(["step:every={}", "exponential:decay=0.5,every={}", "cosine:length={}"]), lengths)
-def test_a_falling_curve_never_rises(text: str, length: float) -> None:
-    falling = factors(text.format(repr(length)), *range(0, 1000, 7))
-    assert all(math.isfinite(factor) for factor in falling)
-    assert falling == sorted(falling, reverse=True)
 
 
 def test_a_wrong_setting_is_refused_in_one_sentence() -> None:

@@ -20,12 +20,6 @@ def everything(shard: Shard) -> tuple[object, ...]:
     return state.version, state.parameters.tobytes(), slots, state.ledger, state.pending, configured
 
 
-def test_a_push_subtracts_the_learning_rate_times_the_gradient() -> None:
-    shard = make_shard([1.0, 2.0], settings={"learning_rate": 0.5})
-    push(shard, [2.0, -4.0])
-    assert pull(shard)[1].tolist() == [0.0, 4.0]
-
-
 def test_a_receipt_tells_all_of_an_applied_push() -> None:
     shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
     receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=crew(2))

@@ -25,7 +25,6 @@ from shards import (
     nothing,
     pull,
     replay,
-    roster,
     run_together,
 )
 
@@ -167,23 +166,3 @@ def test_the_log_of_real_threads_gives_the_same_bits(first: str) -> None:
     replay(log, again)
     assert digest(pull(again)[1]) == digest(pull(shard)[1])
     assert slots(again) == slots(shard)
-
-
-def test_one_worker_alone_has_the_same_bits_under_every_protocol_and_policy() -> None:
-    """U6, on the shard alone: no share, weight or rate scale but 1 may enter."""
-
-    def trained(protocol: str, policy: str) -> tuple[str, dict[str, str]]:
-        settings = {"learning_rate": 0.1}
-        shard = make_shard(np.ones(LENGTH), rule="adam", settings=settings, protocol=protocol, policy=policy)
-        random = np.random.default_rng(1)
-        for sequence in range(10):
-            values = random.standard_normal(LENGTH).astype(np.float32)
-            sent = gradient(values, sequence=sequence, base_version=sequence, example_count=7 + sequence % 3)
-            assert shard.push(sent, roster=roster()).version_after == sequence + 1, (protocol, policy)
-        return digest(pull(shard)[1]), slots(shard)
-
-    expected = trained("async", "none")
-    barriers = ("hardsync", "hardsync:weighting=equal", "backup:b=0", "ssp:s=0,strict_bsp=true")
-    for protocol in ("async", "softsync:n=1", "ssp:s=0", "serial", "asgd", *barriers):
-        for policy in ("none", "divide", "constant", "per_update", "drop:spread=3"):
-            assert trained(protocol, policy) == expected, (protocol, policy)

@@ -84,12 +84,6 @@ def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_wou
             np.testing.assert_array_equal(parameters, pull(alone)[1])
 
 
-def test_a_gradient_of_some_extents_brings_the_whole_shard_back() -> None:
-    shard = make_shard([1, 2, 3, 4])
-    _, answer = exchange(shard, gradient([1, 1], extents=(Extent(1, 1), Extent(3, 1))))
-    np.testing.assert_array_equal(answer.parameters, floats(1, 1, 3, 3))
-
-
 def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet() -> None:
     shard = make_shard([1, 2])
     _, answer = exchange(shard, nothing(), held_version=0)
@@ -201,13 +195,6 @@ def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_paramet
     # Who asks again hears the same.
     memory[:] = 1.0
     assert shard.push(pushed, roster=roster()) == receipt._replace(duplicate=True)
-
-
-def test_what_changes_between_scan_and_apply_without_being_wrong_is_applied_as_it_is() -> None:
-    shard = make_shard(np.zeros(8))
-    pushed, memory = volatile(np.ones(8))
-    receipt = shard.push(pushed, roster=roster(), answer=Meddling(shard, memory, 5.0, 3))
-    assert (receipt.message, pull(shard)[1][3]) == ("", -5.0)
 
 
 def test_a_volatile_gradient_that_waits_is_kept_as_it_was() -> None:

@@ -41,18 +41,6 @@ def test_hardsync_applies_the_mean_of_all_workers_as_one_update() -> None:
     assert pull(shard)[1].tolist() == [-2.0]
 
 
-def test_the_order_of_arrival_changes_no_bit_of_a_round() -> None:
-    """Float sums depend on their order; these numbers show it."""
-    numbers = {"a": 1e8, "b": 1.0, "c": -1e8}
-    results = set()
-    for order in ("abc", "acb", "bac", "bca", "cab", "cba"):
-        shard = make_shard([0.1], protocol="ssp:s=0,strict_bsp=true")
-        for worker_id in order:
-            push(shard, [numbers[worker_id]], worker_id=worker_id, workers=THREE)
-        results.add(pull(shard)[1].tobytes())
-    assert len(results) == 1
-
-
 def test_a_receipt_names_eight_of_those_waited_for_at_most() -> None:
     shard = hardsync()
     receipt = push(shard, [1.0], worker_id="w00", workers=crew(20))
@@ -98,37 +86,9 @@ def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it() -> Non
     assert shard.complete(THREE) == 0
     assert shard.complete(TWO) == 1
     assert (calls, pull(shard)[1].tolist()) == ([1], [-2.0])
-
-
-def test_a_round_keeps_the_gradient_of_a_worker_that_dies_after_it() -> None:
-    shard = hardsync()
-    push(shard, [1.0], worker_id="dead", workers=roster("a", "dead"))
-    assert shard.complete(roster("a")) == 0
-    push(shard, [3.0], workers=roster("a"))
-    assert pull(shard)[1].tolist() == [-2.0]
     # The last is applied when nobody is left.
     push(shard, [1.0], sequence=1, workers=TWO)
     assert shard.complete(Roster()) == 1
-
-
-def test_a_late_joiner_counts_from_its_first_push_and_pulls_again_where_a_round_has_ended() -> None:
-    shard, three = hardsync(), roster("a", "b", "late")
-    push(shard, [1.0], workers=TWO)
-    push(shard, [1.0], worker_id="late", workers=three)
-    assert push(shard, [1.0], worker_id="b", workers=three).outcome == Outcome.APPLIED
-    assert pull(shard)[1].tolist() == [-1.0]
-    later = push(shard, [1.0], worker_id="later", base_version=0, workers=roster("a", "later"))
-    assert (later.reason, later.min_version) == (Reason.STALE, 1)
-
-
-def test_expected_workers_gate_the_first_update_until_they_come_or_are_given_up() -> None:
-    shard = hardsync()
-    assert push(shard, [1.0], workers=roster("a", missing=2)).outcome == Outcome.PENDING
-    assert push(shard, [1.0], worker_id="b", workers=roster("a", "b", missing=1)).outcome == Outcome.PENDING
-    assert shard.complete(roster("a", "b", missing=1)) == 0
-    other = restored(shard, shard.state())
-    assert push(shard, [1.0], worker_id="c", workers=THREE).outcome == Outcome.APPLIED
-    assert other.complete(TWO) == 1
 
 
 def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
@@ -138,15 +98,6 @@ def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
     assert shard.complete(crew(2)) == 2
     assert pull(shard)[1].tolist() == [-1.5 - 6.0]
     assert [waiting.gradient.sequence for waiting in shard.state().pending] == [4]
-
-
-def test_backup_drops_the_late_and_never_applies_them() -> None:
-    shard = make_shard([0.0], protocol="backup:b=1")
-    push(shard, [1.0], worker_id="c", workers=THREE)
-    push(shard, [3.0], worker_id="a", workers=THREE)
-    late = push(shard, [100.0], worker_id="b", base_version=0, workers=THREE)
-    assert (late.outcome, late.reason, late.min_version) == (Outcome.REJECTED, Reason.DROPPED, 1)
-    assert pull(shard)[1].tolist() == [-2.0]
 
 
 def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier() -> None:
@@ -159,14 +110,6 @@ def test_a_finished_shard_completes_no_round_and_calls_those_at_its_barrier() ->
 
 
 # Pushes of nothing.
-
-
-def test_a_worker_with_nothing_for_the_shard_completes_the_round() -> None:
-    shard = hardsync()
-    push(shard, [2.0], workers=TWO)
-    receipt = shard.push(nothing(worker_id="b"), roster=TWO)
-    assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
-    assert pull(shard)[1].tolist() == [-1.0]
 
 
 def test_a_round_of_nothing_is_an_update_that_touches_no_number() -> None:
@@ -201,14 +144,6 @@ def test_a_round_survives_a_restore_and_its_worker_is_told_that_it_gave_already(
     assert push(later, [5.0], epoch=1, sequence=1, workers=TWO).reason == Reason.REPEATED
     push(later, [3.0], worker_id="b", epoch=1, workers=TWO)
     assert pull(later)[1].tolist() == [-2.0]
-
-
-def test_what_waits_is_counted_in_bytes() -> None:
-    shard = make_shard([0.0] * 5, protocol="hardsync")
-    push(shard, [1.0] * 5, workers=TWO)
-    assert (shard.pending_bytes, shard.num_pending) == (20, 1)
-    push(shard, [1.0] * 5, worker_id="b", workers=TWO)
-    assert (shard.pending_bytes, shard.num_pending) == (0, 0)
 
 
 def test_the_recorder_hears_of_a_completion_only_where_there_is_one() -> None:

@@ -147,11 +147,3 @@ def test_a_reply_holds_what_the_whole_update_made() -> None:
         left_out = apply_update(target, parts, reply=Reply(buffer, 3, codec))
         expected = _kernels.encode(target.parameters, codec)
         assert (left_out, buffer[3 : 3 + len(expected)]) == (0, expected), (name, codec)
-
-
-def test_numbers_that_changed_after_the_scan_are_left_out() -> None:
-    settled = validate("sgd", {"learning_rate": 1.0})
-    target = Target(floats(7.0, 8.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
-    changed = part([np.nan, 1.0], volatile=True)
-    assert apply_update(target, [changed, part([2.0, 2.0])]) == 2
-    assert target.parameters.tolist() == [6.0, 7.0]

@@ -127,22 +127,6 @@ def test_settings_default_to_those_of_torch() -> None:
         assert validate(rule, {}) == {name: defaults[names.get(name, name)] for name in RULES[rule].settings}
 
 
-def test_nesterov_serves_the_look_ahead_point() -> None:
-    """Sutskever et al. 2013: v' = m v - a grad(theta + m v), theta' = theta + v'; served is theta + m v."""
-    bowl, rate, momentum = Bowl(), 0.05, 0.9
-    theta, velocity = bowl.start.astype(np.float64), np.zeros(LENGTH)
-    shard = make_shard(bowl.start, rule="nesterov", settings={"learning_rate": rate, "momentum": momentum})
-    for step in range(STEPS):
-        ahead = (theta + momentum * velocity).astype(np.float32)
-        velocity = momentum * velocity - rate * bowl.gradient(ahead, step)
-        theta = theta + velocity
-        push(shard, bowl.gradient(pull(shard)[1], step), sequence=step)
-
-    served = pull(shard)[1]
-
-    assert np.linalg.norm(served - (theta + momentum * velocity)) <= 1e-5 * np.linalg.norm(theta)
-
-
 def test_settings_that_a_rule_does_not_have_or_that_cannot_be_are_refused_with_those_there_are() -> None:
     def refused(*arguments: Any) -> str:
         return refusal(validate, *arguments, error=UnsupportedOptimizer)

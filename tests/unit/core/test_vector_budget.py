@@ -61,13 +61,6 @@ def test_a_refusal_names_the_bytes_and_what_they_are_for():
     )
 
 
-def test_where_neither_a_shorter_history_nor_fewer_stages_is_enough_both_are_named():
-    # Six vectors take 28 bytes a parameter, a pair 8, a stage 4: the pairs alone are too much, and so are the stages.
-    message = refusal(PLAN, 50_000)
-
-    assert "--history 1 with --portions 3 (3 staged sums at once)" in message
-
-
 def test_where_nothing_would_do_only_more_memory_is_named():
     message = refusal(PLAN, 30_000)
 

@@ -36,11 +36,6 @@ def numbers(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(SIZE).astype(np.float32)
 
 
-def test_a_stage_is_complete_with_its_last_shard(driver):
-    assert driver.stage(numbers(1)) == [False, False, True]
-    assert driver.machine.num_stages == 1
-
-
 def test_stages_are_folded_in_the_order_named_and_divided_by_the_examples(driver):
     values = {stage_id: numbers(stage_id) for stage_id in (3, 1, 2)}
     for portion_id, (stage_id, whole) in enumerate(values.items()):

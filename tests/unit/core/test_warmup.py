@@ -86,15 +86,6 @@ def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_i
     assert push(shard, [1.0], sequence=1, workers=TWO).min_version == 0
 
 
-def test_slots_go_on_through_the_change_of_protocols() -> None:
-    """Warm start carries the sum of squares on, else the first pushes would each take a full step."""
-    behaviour = staged("updates=1,protocol=serial")
-    shard = make_shard([0.0], rule="adagrad", settings={"learning_rate": 0.1}, behaviour=behaviour)
-    push(shard, [3.0])
-    push(shard, [4.0], sequence=1)
-    assert shard.state().slots["accumulator"].tolist() == [25.0]
-
-
 def test_the_split_is_that_of_the_stage() -> None:
     shard = make_shard(np.zeros(1), behaviour=staged("updates=1,protocol=serial", "async", "constant"))
     rates = [push(shard, [1.0], sequence=sequence, workers=crew(4)).rate for sequence in range(2)]

@@ -196,17 +196,6 @@ def test_a_call_that_waits_is_no_sign_of_life():
     assert crew.run.membership.get("b").alive
 
 
-def test_gradients_that_nobody_waited_for_become_updates_when_fewer_workers_count():
-    crew = Crew("a", "b", "c", protocol="softsync:n=1", expected_workers="3")
-    crew.push("a")
-    crew.push("b")
-    crew.run.leave("r", "c", 1, failed=False, message="")
-    crew.run.conduct.complete_rounds()
-    assert crew.versions() == [1, 0]
-    [message] = crew.events("round")
-    assert message.startswith("gradients that waited became updates, as fewer workers count: ")
-
-
 def test_the_end_of_a_run_comes_with_an_update_that_no_push_brought():
     crew = Crew("a", "b", protocol="hardsync", expected_workers="2", stop_after="updates=2")
     for shard_id in (0, 1):

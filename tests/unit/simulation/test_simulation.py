@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pyps.simulation.event import Kind
+from pyps.simulation.scheduler import Scheduler
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import Timing, exponential, fixed, lognormal, normal, scripted
 from pyps.simulation.worker import Computed, Step, WorkerPlan
@@ -46,11 +47,6 @@ def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Tim
     random = [np.random.default_rng([3, index]) for index in range(workers)]
     largest = [max(timing(step, numbers) for numbers in random) for step in range(ROUNDS)]
     assert run.simulation.now == pytest.approx(sum(largest))
-
-
-def test_a_hardsync_round_of_exponential_times_takes_the_lth_harmonic_number() -> None:
-    run = cluster("hardsync", workers=crew(8, exponential(), steps=250)).run()
-    assert run.simulation.now / 250 == pytest.approx(sum(1 / k for k in range(1, 9)), rel=0.05)
 
 
 @pytest.mark.parametrize(("workers", "service"), [(2, 0.1), (8, 0.1), (8, 0.25), (20, 0.1)])
@@ -99,3 +95,32 @@ def test_a_worker_that_waits_for_a_round_is_released_when_the_run_is_finished() 
     run.simulation.at(50.0, run.simulation.server.run.finish)
     run.run()
     assert {event.worker_id for event in run.events(Kind.LEAVE)} == {"a", "slow"}
+
+
+# What comes first.
+
+
+def test_at_equal_times_the_worker_whose_name_is_first_goes_first_then_what_was_asked_first() -> None:
+    scheduler, called = Scheduler(), []
+    for worker_id, what in (("b", "b1"), ("a", "a1"), ("b", "b2"), ("a", "a2"), ("", "operator")):
+        scheduler.at(1.0, lambda what=what: called.append(what), worker_id=worker_id)  # type: ignore[misc]
+    while scheduler.step():
+        pass
+    assert called == ["operator", "a1", "a2", "b1", "b2"]
+
+
+def test_what_is_asked_for_in_the_past_is_done_now() -> None:
+    scheduler, called = Scheduler(), []
+    scheduler.at(5.0, lambda: scheduler.at(1.0, lambda: called.append(scheduler.now)))
+    while scheduler.step():
+        pass
+    assert called == [5.0]
+
+
+def test_the_next_time_is_infinite_when_nothing_is_left() -> None:
+    scheduler = Scheduler()
+    scheduler.at(2.0, lambda: None)
+    assert scheduler.next_time == 2.0
+    assert scheduler.step()
+    assert scheduler.next_time == float("inf")
+    assert not scheduler.step()

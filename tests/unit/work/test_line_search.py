@@ -5,8 +5,6 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pyps.work.lbfgs_settings import LbfgsSettings
 from pyps.work.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
@@ -145,16 +143,6 @@ def test_wolfe_makes_no_more_passes_than_it_may() -> None:
         if found is not None:
             assert (found.loss, found.slope) == curve(line.steps[-1]), (curve, trials_max)
             require_armijo(found, start)
-
-
-@settings(max_examples=50)
-@given(least=st.floats(1e-3, 1e3), step=st.floats(1e-3, 1e3), bend=st.floats(0.1, 100.0))
-def test_wolfe_holds_both_conditions_on_any_convex_curve(least: float, step: float, bend: float) -> None:
-    def curve(a: float) -> tuple[float, float]:
-        return bend * (math.hypot(1.0, a - least) - 1.0), bend * (a - least) / math.hypot(1.0, a - least)
-
-    found, _, start = search(STRICT, curve, step=step)
-    assert abs(require_armijo(found, start).slope) <= 0.1 * abs(start.slope)
 
 
 def test_a_setting_out_of_range_is_refused_by_name() -> None:

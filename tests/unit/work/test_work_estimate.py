@@ -99,17 +99,3 @@ def test_the_estimate_holds_with_two_workers_slowed_eightfold(seed, share):
     begin(queue, num_portions=200)
     told, was = simulated(queue, speeds, look_at=share * ideal)
     assert told == pytest.approx(was, rel=0.25)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_backup_copies_keep_the_makespan_near_the_ideal(seed):
-    """E5: 20 workers, two of them eight times as slow, 10 portions a worker."""
-    speeds = crew(seed)
-    ideal = 4000 / sum(speeds.values())
-    makespans = {}
-    for copies_max in (1, 2):
-        queue = coordinated(4000)
-        begin(queue, num_portions=200, copies_max=copies_max)
-        makespans[copies_max] = simulated(queue, speeds, look_at=0.0)[1] / ideal
-    assert makespans[2] <= 1.15
-    assert makespans[1] > makespans[2]
