@@ -1,4 +1,4 @@
-"""What the client's tests share: a numpy reference of the update rules, servers in numbers, a cutting proxy."""
+"""What the client's tests share: a numpy reference of Adagrad, servers in numbers, a cutting proxy."""
 
 from __future__ import annotations
 
@@ -20,25 +20,20 @@ Server = TypeVar("Server", bound=AnyServer)
 
 ADAGRAD = ("adagrad", {"learning_rate": 0.05, "eps": 1e-10, "initial_accumulator_value": 0.1})
 SGD = ("sgd", {"learning_rate": 0.05})
-OPTIMIZERS = {"adagrad": ADAGRAD, "sgd": SGD}
 
 
 class Reference:
-    """The rules as the papers write them, in float32: what a single worker must get, bit for bit."""
+    """Adagrad as the paper writes it, in float32: what a single worker must get, bit for bit."""
 
-    def __init__(self, tensors: Mapping[str, Array], rule: str) -> None:
-        self.rule = rule
+    def __init__(self, tensors: Mapping[str, Array]) -> None:
         self.parameters = {name: tensor.copy() for name, tensor in tensors.items()}
         self.accumulators = {name: np.full_like(tensor, 0.1) for name, tensor in tensors.items()}
 
     def step(self, gradients: Mapping[str, Array]) -> None:
         rate, eps = np.float32(0.05), np.float32(1e-10)
         for name, g in gradients.items():
-            step = rate * g
-            if self.rule == "adagrad":
-                self.accumulators[name] += g * g
-                step = step / (np.sqrt(self.accumulators[name]) + eps)
-            self.parameters[name] -= step
+            self.accumulators[name] += g * g
+            self.parameters[name] -= rate * g / (np.sqrt(self.accumulators[name]) + eps)
 
     def check(self, pulled: Mapping[str, Array]) -> None:
         assert list(pulled) == list(self.parameters)
@@ -54,12 +49,8 @@ def small_model(seed: int = 0) -> dict[str, Array]:
 
 
 def gradients_like(tensors: Mapping[str, Array], seed: int) -> dict[str, Array]:
-    return small_gradients({name: tensor.shape for name, tensor in tensors.items()}, seed)
-
-
-def small_gradients(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Array]:
     random = np.random.default_rng(1000 + seed)
-    return {name: np.asarray(random.standard_normal(shape), np.float32) for name, shape in shapes.items()}
+    return {name: np.asarray(random.standard_normal(tensor.shape), np.float32) for name, tensor in tensors.items()}
 
 
 def start_servers(start: Callable[..., Server], count: int, *flags: str) -> list[Server]:

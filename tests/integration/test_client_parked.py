@@ -1,8 +1,10 @@
-"""Waits for other workers that are disturbed: by losses, restarts, closing, and by nobody coming."""
+"""Waits for other workers: disturbed by losses, restarts, pauses, other protocols, closing, and by nobody coming."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_support import CuttingProxy, gradients_like, make_client, small_model
+from client_support import Clock, CuttingProxy, addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
 from pyps_client import Client, RunFinished, WaitTimedOut
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, REASON_STALE
-from support import ServerThread, wait_until
+from support import PythonProcess, ServerThread, wait_until
 
 Start = Callable[..., ServerThread]
 RATE = 0.05
+# A worker that is to be stopped: a process, which tells of each step.
+WORKER = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_client_parked import Worker
+Worker(sys.argv[1], 1, 0, tell=lambda step: print("step", step, flush=True)).train()
+"""
 
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
+    executor = ThreadPoolExecutor(6)
+    yield executor
+    # After a failure they train until their servers are gone.
+    executor.shutdown(wait=False, cancel_futures=True)
 
 
 def client_of(address: str, worker_id: str, **options: Any) -> Client:
@@ -38,6 +49,36 @@ def step(client: Client, seed: int = 0) -> None:
     """One step of a worker."""
     client.pull()
     client.push(gradients_like(small_model(), seed), examples=1)
+
+
+class Worker:
+    """Worker number W, which takes so many steps (0: without end), or ends with the run."""
+
+    def __init__(self, servers: str, number: int, steps: int, tell: Callable[[int], object] = lambda step: None):
+        self.num_steps = 0
+        self.steps_under: Counter[str] = Counter()
+        self._servers, self._number, self._steps, self._tell = servers, number, steps, tell
+
+    def train(self) -> Worker:
+        with client_of(self._servers, f"worker-{self._number}", wait_seconds=100) as client:
+            try:
+                while not self._steps or self.num_steps < self._steps:
+                    step(client, 100 * self._number + self.num_steps)
+                    self.steps_under[client.session.protocol] += 1
+                    self.num_steps += 1
+                    self._tell(self.num_steps)
+                client.pull()
+            except RunFinished:
+                pass
+        return self
+
+
+def end_of(training: Sequence[Future[Worker]], servers: Sequence[ServerThread]) -> None:
+    """Stops the run, which ends the training."""
+    for server in servers:
+        inspect(server.control, "Stop")
+    for future in training:
+        future.result(60)
 
 
 def bring_to_the_wait(protocol: str, quick: Client, slow: Client) -> None:
@@ -206,21 +247,6 @@ def test_a_change_of_protocol_ends_the_waits_of_the_one_before(
         assert pulling.result(30).keys() == small_model().keys()
 
 
-def test_64_workers_under_hardsync_complete_on_the_default_server(start_server: Start) -> None:
-    num_workers, num_steps = 64, 3
-    server = start_server("--protocol", "hardsync", "--expected-workers", f"{num_workers}")
-
-    def work(index: int) -> set[int]:
-        with client_of(server.data, f"worker-{index}", shard_size=4096) as client:
-            for number in range(num_steps):
-                step(client, seed=num_steps * index + number)
-            client.pull()
-            return set(client.session.held_versions.values())
-
-    with ThreadPoolExecutor(num_workers) as workers:
-        assert set().union(*workers.map(work, range(num_workers))) == {num_steps}
-
-
 def test_two_workers_never_wait_for_each_other_at_two_shards(start_server: Start, pool: ThreadPoolExecutor) -> None:
     """Each is late at one shard and early at the other, as when both join while a round of the others ends."""
     server = start_server("--protocol", "hardsync")
@@ -244,3 +270,72 @@ def test_two_workers_never_wait_for_each_other_at_two_shards(start_server: Start
         for done in [pool.submit(go_on, client) for client in (first, second)]:
             done.result(60)
         assert first.refused["STALE"] == second.refused["STALE"] == 1
+
+
+def test_unequal_numbers_of_steps_hang_nobody(start_server: Start, pool: ThreadPoolExecutor) -> None:
+    steps = [2, 5, 9]
+    for protocol in ["hardsync", "backup:b=1", "ssp:s=0", "serial", "softsync:n=1", "asgd"]:
+        server = start_server("--protocol", protocol, "--expected-workers", "3")
+        workers = [Worker(server.data, number, count) for number, count in enumerate(steps)]
+        training = [pool.submit(worker.train) for worker in workers]
+
+        assert [future.result(120).num_steps for future in training] == steps, protocol
+
+
+def states(server: ServerThread) -> dict[str, str]:
+    return {worker.worker_id: worker.state for worker in inspect(server.control, "ListWorkers").workers}
+
+
+def test_a_paused_worker_stops_counting_and_comes_back(
+    start_server: Start, start_python: Callable[..., PythonProcess], pool: ThreadPoolExecutor
+) -> None:
+    clock = Clock()
+    flags = ("--lease-seconds", "10", "--heartbeat-seconds", "0.3", "--stall-seconds", "300", "--expected-workers", "2")
+    servers = {
+        protocol: start_server("--protocol", protocol, *flags, clock=clock) for protocol in ("hardsync", "serial")
+    }
+    steady = {protocol: Worker(server.data, 0, 0) for protocol, server in servers.items()}
+    training = [pool.submit(worker.train) for worker in steady.values()]
+    paused = {protocol: start_python("-c", WORKER, server.data) for protocol, server in servers.items()}
+    for process in paused.values():
+        process.wait_for_output("step 3")
+        process.signal(signal.SIGSTOP)
+
+    clock.pass_until(
+        lambda: all(states(server)["worker-1"] == "expired" for server in servers.values()),
+        *servers.values(),
+        living=("worker-0",),
+    )
+    for protocol, server in servers.items():
+        known = steady[protocol].num_steps
+        wait_until(lambda p=protocol, k=known: steady[p].num_steps >= k + 3, 100, f"further steps under {protocol}")
+        before = paused[protocol].output().count("step")
+        paused[protocol].signal(signal.SIGCONT)
+        wait_until(
+            lambda p=protocol, b=before: paused[p].output().count("step") > b + 5, 100, f"steps under {protocol}"
+        )
+        assert states(server) == {"worker-0": "alive", "worker-1": "alive"}
+        wait_until(
+            lambda s=server: all(worker.counts for worker in inspect(s.control, "ListWorkers").workers),
+            60,
+            "both to count",
+        )
+    end_of(training, list(servers.values()))
+
+
+def test_a_protocol_that_changes_while_workers_wait_hangs_nobody(start_server: Start, pool: ThreadPoolExecutor) -> None:
+    servers = start_servers(start_server, 2, "--heartbeat-seconds", "0.2", "--expected-workers", "3")
+    workers = [Worker(addresses(servers), number, 0) for number in range(3)]
+    training = [pool.submit(worker.train) for worker in workers]
+    wait_until(lambda: all(worker.num_steps >= 3 for worker in workers), what="first steps")
+    for protocol in ["hardsync", "ssp:s=1", "backup:b=1", "serial", "softsync:n=1", "hardsync", "async"]:
+        before = [worker.steps_under[protocol] for worker in workers]
+        for server in servers:
+            inspect(server.control, "Configure", pb.ConfigureRequest(protocol=protocol))
+        for worker, known in zip(workers, before, strict=True):
+            wait_until(
+                lambda worker=worker, known=known, protocol=protocol: worker.steps_under[protocol] > known + 3,
+                100,
+                f"steps of every worker under {protocol}",
+            )
+    end_of(training, servers)

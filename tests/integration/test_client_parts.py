@@ -1,38 +1,38 @@
 """Several processes as one worker: each joins with its own parts of the model, and talks to its own shards alone.
 
-The processes are threads here, with a session and connections of their own each; the servers are real.
+They lose a server or one of themselves, and come back. The processes are threads here, with a session and connections
+of their own each; the servers are real.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from client_parts import (
-    QUICK,
-    SGD,
-    assert_equal,
-    error_of,
-    moved,
-    ones,
-    pulled,
-    session_of,
-    snapshot,
-    workers_of,
-    zeros_of,
-)
 from client_support import addresses, start_servers
-from cut_model import CUT, vectors_of, whole_tensors
+from cut_model import CUT, SGD, vectors_of, whole_tensors
+from inspection import inspect
 from peer_threads import Meeting, ThreadPeers, on_all
-from pyps_client import Launch, ModelMismatch, RunFinished, Session, lost_replica
+from pyps.launcher.ports import free_port
+from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lost_replica
 from pyps_client.looking import model_of_run
+from pyps_wire.errors import ReplicaLost
+from pyps_wire.inspector_pb2 import WorkerInfo
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, wait_until
+from support import AnyServer, ServerThread, wait_until
 
 Start = Callable[..., AnyServer]
+Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
+
+QUICK = ("--heartbeat-seconds", "0.1")
+
 
 # Of shards that the parts of CUT make: those of part 0 lie on server 0 of two, those of part 1 on server 1.
 SHARDS = ([0, 1, 2], [3, 4])
@@ -42,6 +42,79 @@ SHARDS = ([0, 1, 2], [3, 4])
 def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
     monkeypatch.setattr(lost_replica, "GRACE_SECONDS", 3600.0)
+
+
+def session_of(
+    servers: str,
+    peers: ThreadPeers | None = None,
+    *,
+    seed: int = 1,
+    model: Model = CUT,
+    worker_id: str = "plain",
+    **launch: Any,
+) -> Session:
+    """A session that is one process of a replica, with the part of its index; without peers, of a whole worker."""
+    parts = () if peers is None else (peers.index,)
+    settings = {"start_wait_seconds": 60.0, "loss_wait_seconds": 60.0, "wait_seconds": 60.0} | launch
+    vectors = vectors_of(whole_tensors(seed))
+    return Session(
+        model,
+        SGD,
+        launch=Launch(servers=tuple(servers.split(",")), worker_id=worker_id, **settings),
+        initial=lambda: vectors if peers is None else [vectors[peers.index]],
+        parts=parts,
+        peers=peers,
+    )
+
+
+def in_replica(servers: str, work: Callable[[Session, ThreadPeers], T], name: str = "r") -> list[T]:
+    """What the two processes of a replica, each with its session open, make of `work`."""
+
+    def process(peers: ThreadPeers) -> T:
+        with session_of(servers, peers) as session:
+            return work(session, peers)
+
+    return on_all(Meeting(name, 2), process)
+
+
+def zeros_of(session: Session) -> list[Floats]:
+    return [np.zeros(size, np.float32) for size in session.model.group_sizes]
+
+
+def pulled(session: Session) -> list[Floats]:
+    vectors = zeros_of(session)
+    session.pull(vectors)
+    return vectors
+
+
+def ones(session: Session, value: float = 1.0) -> list[Floats]:
+    return [np.full(size, value, np.float32) for size in session.model.group_sizes]
+
+
+def snapshot(servers: str) -> dict[str, Floats]:
+    with Observer(servers) as observer:
+        return observer.snapshot()
+
+
+def moved(by: float, seed: int = 1) -> dict[str, Floats]:
+    """The first parameters after steps of plain SGD that sum up to `by` in every number."""
+    return {name: values + np.float32(by) for name, values in whole_tensors(seed).items()}
+
+
+def assert_equal(tensors: dict[str, Floats], expected: dict[str, Floats], **tolerance: float) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(tensors[name], values, err_msg=name, **({"rtol": 1e-6, "atol": 1e-6} | tolerance))
+
+
+def workers_of(server: AnyServer) -> dict[str, WorkerInfo]:
+    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
+
+
+def error_of(call: Callable[[], object]) -> PypsError:
+    with pytest.raises(PypsError) as caught:
+        call()
+    return caught.value
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
@@ -132,7 +205,7 @@ def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server:
 
 def test_a_refusal_of_the_leader_is_raised_on_all_processes(start_server: Start) -> None:
     told = addresses(start_servers(start_server, 2))
-    on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__().close())
+    in_replica(told, lambda session, peers: None)
     other = Model((*CUT.tensors[:2], Tensor("shift", (8,), 0), *CUT.tensors[3:]), shard_size=80)
 
     errors = on_all(Meeting("s", 2), lambda peers: error_of(session_of(told, peers, model=other).connect))
@@ -146,7 +219,7 @@ def test_what_is_wrong_with_one_process_is_raised_on_all(start_server_process: S
     """Here one server cannot be reached: only process 1 has to do with it once the run is there."""
     servers = start_servers(start_server_process, 2)
     told = addresses(servers)
-    on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__().close())
+    in_replica(told, lambda session, peers: None)
     servers[1].kill()
 
     errors = on_all(Meeting("s", 2), lambda peers: error_of(session_of(told, peers, start_wait_seconds=0.3).connect))
@@ -158,7 +231,7 @@ def test_a_look_at_the_run_tells_its_cut(start_server: Start) -> None:
     told = addresses(start_servers(start_server, 2))
     launch = Launch(servers=tuple(told.split(",")), worker_id="looks")
     assert model_of_run(launch) is None
-    on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__().close())
+    in_replica(told, lambda session, peers: None)
 
     found = model_of_run(launch)
     assert found is not None
@@ -169,13 +242,7 @@ def test_a_look_at_the_run_tells_its_cut(start_server: Start) -> None:
 def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server: Start) -> None:
     servers = start_servers(start_server, 2, "--clip-norm", "1.0")
     told = addresses(servers)
-
-    def work(peers: ThreadPeers) -> None:
-        with session_of(told, peers) as session:
-            parameters = pulled(session)
-            session.exchange(ones(session), parameters)
-
-    on_all(Meeting("r", 2), work)
+    in_replica(told, lambda session, peers: session.exchange(ones(session), pulled(session)))
     assert_equal(snapshot(told), moved(-1 / np.sqrt(CUT.num_parameters)))
 
 
@@ -183,19 +250,17 @@ def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server: Start
     servers = start_servers(start_server, 2, "--stop-after", "updates=3", *QUICK)
     told = addresses(servers)
 
-    def work(peers: ThreadPeers) -> list[bool]:
-        seen = []
-        with session_of(told, peers) as session:
-            parameters = pulled(session)
-            while not session.finished:
-                session.exchange(ones(session), parameters)
-                seen.append(session.finished)
-            with pytest.raises(RunFinished):
-                session.push(ones(session))
-            peers.gather("done")
+    def work(session: Session, peers: ThreadPeers) -> list[bool]:
+        seen, parameters = [], pulled(session)
+        while not session.finished:
+            session.exchange(ones(session), parameters)
+            seen.append(session.finished)
+        with pytest.raises(RunFinished):
+            session.push(ones(session))
+        peers.gather("done")
         return seen
 
-    first, second = on_all(Meeting("r", 2), work)
+    first, second = in_replica(told, work)
     assert first == second
     assert_equal(snapshot(told), moved(-3.0))
 
@@ -204,28 +269,117 @@ def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_s
     servers = start_servers(start_server, 2, "--protocol", "serial", "--expected-workers", "2")
     told = addresses(servers)
 
-    def work(peers: ThreadPeers) -> None:
-        with session_of(told, peers) as session:
-            parameters = zeros_of(session)
-            for step in range(3):
-                session.clock = step
-                session.proceed()
-                session.pull(parameters)
-                session.push(ones(session))
-            session.clock = 3
+    def work(session: Session, peers: ThreadPeers) -> None:
+        for step in range(3):
+            session.clock = step
+            session.proceed()
+            session.pull(zeros_of(session))
+            session.push(ones(session))
+        session.clock = 3
 
     with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(on_all, Meeting(name, 2), work) for name in ("r", "s")]:
+        for future in [pool.submit(in_replica, told, work, name) for name in ("r", "s")]:
             future.result()
     assert_equal(snapshot(told), moved(-6.0))
 
 
 def test_portions_of_data_are_refused_to_a_replica(start_server: Start) -> None:
     told = addresses(start_servers(start_server, 2))
+    for error in in_replica(told, lambda session, _: error_of(lambda: session.ask_first(lambda channel, stop: None))):
+        assert str(error).startswith("Replica 'r' is 2 processes, which need the same examples")
+
+
+def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_server: Start, tmp_path: Path) -> None:
+    ports = [free_port(), free_port()]
+
+    def start(index: int, *flags: str) -> ServerThread:
+        folder = str(tmp_path / f"server-{index}")
+        return start_server("--port", str(ports[index]), "--checkpoint-dir", folder, *QUICK, *flags)
+
+    servers = [start(0), start(1)]
+    told = addresses(servers)
+
+    def work(session: Session, peers: ThreadPeers) -> None:
+        parameters = pulled(session)
+        session.exchange(ones(session), parameters)
+        peers.gather("before")
+        if peers.index == 0:
+            for index in (0, 1):
+                servers[index].stop()
+                start(index, "--resume")
+        peers.gather("after")
+        # The first push after a restore may be refused as one of another epoch; then all processes pull.
+        for _ in range(10):
+            receipts = session.exchange(ones(session), parameters)
+            taken = peers.total([float(all(receipt.version_after == 2 for receipt in receipts))])[0]
+            if session.pull_needed:
+                session.pull(parameters)
+            if taken == 2:
+                break
+        np.testing.assert_allclose(parameters[0], vectors_of(moved(-2.0))[peers.index], rtol=1e-6, atol=1e-6)
+
+    in_replica(told, work)
+    assert_equal(snapshot(told), moved(-2.0))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_server: Start, failing: int) -> None:
+    """Process 1 pushes and pulls on server 1 alone, which knows nothing of process 0: its heartbeat brings the news."""
+    servers = start_servers(start_server, 2, *QUICK)
+    told = addresses(servers)
+    meeting = Meeting("r", 2)
 
     def work(peers: ThreadPeers) -> str:
-        with session_of(told, peers) as session:
-            return str(error_of(lambda: session.ask_first(lambda channel, stop: None)))
+        session = session_of(told, peers)
+        session.connect()
+        parameters = pulled(session)
+        peers.gather("joined")
+        if peers.index == failing:
+            session.close("failed", "out of memory")
+            return ""
 
-    for said in on_all(Meeting("r", 2), work):
-        assert said.startswith("Replica 'r' is 2 processes, which need the same examples")
+        def lost() -> bool:
+            try:
+                session.pull(parameters, wait_seconds=0)
+            except ReplicaLost:
+                return True
+            return False
+
+        wait_until(lost, what="the news of the lost process")
+        error = error_of(lambda: session.push(ones(session)))
+        session.close("failed", str(error))
+        return str(error)
+
+    said = on_all(meeting, work)[1 - failing]
+    assert f"'r/{failing}'" in said and "out of memory" in said
+    # The other replica's way is free.
+    with session_of(told) as session:
+        assert len(session.exchange(ones(session), pulled(session))) == 5
+
+
+def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server: Start) -> None:
+    servers = start_servers(start_server, 2, *QUICK)
+    told = addresses(servers)
+    old = on_all(Meeting("r", 2), lambda peers: session_of(told, peers).__enter__())
+
+    def work(session: Session, peers: ThreadPeers) -> int:
+        # Of one part or the other: a later life of one process is one of all.
+        wait_until(lambda: is_out(old[peers.index]), what="the end of the older life")
+        peers.gather("alone")
+        return len(session.exchange(ones(session), pulled(session)))
+
+    try:
+        assert in_replica(told, work) == [3, 2]
+    finally:
+        for session in old:
+            session.close("failed")
+    assert_equal(snapshot(told), moved(-1.0))
+
+
+def is_out(session: Session) -> bool:
+    """Whether a session has learned that it is of a life that is over."""
+    try:
+        session.pull(zeros_of(session), wait_seconds=0)
+    except (Superseded, ReplicaLost):
+        return True
+    return False

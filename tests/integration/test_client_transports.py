@@ -1,28 +1,24 @@
-"""The ways of gradients and parameters: shared memory, an open gRPC stream, and what comes when one of them ends."""
+"""The ways of gradients and parameters: shared memory, gRPC, and what comes when one of them is missing or ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from client_support import CuttingProxy, Reference, addresses, gradients_like, make_client, small_model, start_servers
+from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
 from inspection import inspect
-from pyps_client import BadRequest, ForkedClient, RunFinished, open_stream
+from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable, open_stream
+from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import decode, encode
-from pyps_wire.common_pb2 import (
-    CODEC_BFLOAT16,
-    CODEC_FLOAT16,
-    OUTCOME_APPLIED,
-    REASON_EPOCH,
-    REASON_NOT_FINITE,
-)
+from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, OUTCOME_APPLIED, REASON_NOT_FINITE
 from support import AnyServer, wait_until
 
 Start = Callable[..., AnyServer]
@@ -38,19 +34,6 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param).split()[0]
 
 
-@pytest.fixture
-def proxy_to() -> Iterator[Callable[[str], CuttingProxy]]:
-    made: list[CuttingProxy] = []
-
-    def make(target: str) -> CuttingProxy:
-        made.append(CuttingProxy(target))
-        return made[-1]
-
-    yield make
-    for proxy in made:
-        proxy.close()
-
-
 def exchanged(client: Any) -> tuple[Any, np.ndarray, np.ndarray]:
     """A client's session, and the vectors that it lent."""
     return client.session, client._gradient, client._parameters
@@ -61,7 +44,7 @@ def test_exchanges_are_what_pushes_and_pulls_are(
     start_server: Start, transport: str, num_servers: int, protocol: str
 ) -> None:
     tensors = small_model()
-    reference = Reference(tensors, "adagrad")
+    reference = Reference(tensors)
     servers = start_servers(start_server, num_servers, "--protocol", protocol)
     with make_client(addresses(servers), transport=transport) as client:
         assert client.session.transport == transport
@@ -83,7 +66,7 @@ def test_exchanges_are_what_pushes_and_pulls_are(
 
 
 def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server: Start) -> None:
-    reference = Reference(LARGE, "adagrad")
+    reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000) as client:
         session, _, _ = exchanged(client)
         assert session.transport == "shm"
@@ -101,7 +84,7 @@ def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: s
         return decode(encode(values, number), number).reshape(values.shape)
 
     tensors = small_model()
-    reference = Reference(tensors, "adagrad")
+    reference = Reference(tensors)
     with make_client(start_server().data, transport=transport, codec=codec, pull_codec=codec) as client:
         for step in range(3):
             gradients = gradients_like(tensors, step)
@@ -113,66 +96,12 @@ def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: s
         reference.check(client.snapshot())
 
 
-def test_a_round_that_waits_for_others_brings_parameters_with_the_pull(start_server: Start, transport: str) -> None:
-    tensors = small_model()
-    server = start_server("--protocol", "hardsync", "--expected-workers", "2", "--stall-seconds", "120")
-    with ThreadPoolExecutor(2) as pool:
-
-        def work(name: str) -> dict[str, np.ndarray]:
-            with make_client(server.data, worker_id=name, run_id="mine", transport=transport) as client:
-                for step in range(5):
-                    pulled = client.exchange(gradients_like(tensors, step))
-                assert client.refused == {}
-                return pulled
-
-        first, second = pool.map(work, ["a", "b"])
-    reference = Reference(tensors, "adagrad")
-    for step in range(5):
-        reference.step(gradients_like(tensors, step))
-    reference.check(first)
-    reference.check(second)
-
-
-def test_an_exchange_cut_midway_goes_on_with_what_had_no_answer(
-    start_server: Start, proxy_to: Callable[[str], CuttingProxy]
-) -> None:
-    reference = Reference(LARGE, "adagrad")
-    proxy = proxy_to(start_server().data)
-    with make_client(proxy.address, tensors=LARGE, shard_size=50_000, transport="grpc") as client:
-        for step in range(4):
-            gradients = gradients_like(LARGE, step)
-            proxy.cut_after(300_000 + 400_000 * step)
-            reference.step(gradients)
-            reference.check(client.exchange(gradients))
-            assert set(client.session.held_versions.values()) == {step + 1}
-    assert proxy.num_cuts == 4
-
-
-def test_an_exchange_whose_answers_were_lost_is_not_applied_again_and_brings_its_parameters(
-    start_server: Start, proxy_to: Callable[[str], CuttingProxy]
-) -> None:
-    tensors = small_model()
-    reference = Reference(tensors, "adagrad")
-    server = start_server()
-    proxy = proxy_to(server.data)
-    with make_client(proxy.address, transport="grpc") as client, ThreadPoolExecutor(1) as pool:
-        client.exchange(gradients_like(tensors, 0))
-        proxy.hold_replies()
-        exchanging = pool.submit(client.exchange, gradients_like(tensors, 1))
-        wait_until(
-            lambda: all(shard.version == 2 for shard in inspect(server.control, "ListShards").shards), 20, "the push"
-        )
-        proxy.cut()
-        for step in range(2):
-            reference.step(gradients_like(tensors, step))
-        reference.check(exchanging.result(30))
-
-
 def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
-    start_server_process: Start, transport: str, monkeypatch: pytest.MonkeyPatch
+    start_server_process: Start, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A stopped process keeps its connections open: only deadlines tell."""
     tensors = small_model()
-    reference = Reference(tensors, "adagrad")
+    reference = Reference(tensors)
     server = start_server_process()
     monkeypatch.setattr("pyps_client.connection.CALL_SECONDS", 0.5)
     monkeypatch.setattr("pyps_client.watchdog.NAP_SECONDS", 0.5)
@@ -180,75 +109,24 @@ def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
         gradients = gradients_like(tensors, 0)
         client.exchange(gradients)
         reference.step(gradients)
-        connection = client.session._servers.connections[0]
+        servers = client.session._servers
+        servers._loss = replace(servers._loss, report_first_seconds=0, report_seconds=0.5)
+        connection = servers.connections[0]
         lost_from = connection.link or connection.channel
         server.signal(signal.SIGSTOP)
         exchanging = pool.submit(client.exchange, gradients)
         reference.step(gradients)
         # What did not answer in time is given up, and then nobody is there.
         wait_until(lambda: (connection.link or connection._channel) is not lost_from, 20, "the loss")
+        wait_until(lambda: "no answer within the call's deadline" in caplog.text, 20, "the line that tells of the wait")
         server.signal(signal.SIGCONT)
         reference.check(exchanging.result(30))
         wait_until(lambda: client.session.transport == transport, 20, "the way as before")
 
 
-def test_a_server_killed_amid_rounds_takes_over_the_same_memory(start_server_process: Start, tmp_path: Path) -> None:
-    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
-    server = start_server_process(*checkpoints)
-    client = make_client(server.data, tensors=LARGE, shard_size=50_000, transport="shm")
-    session, gradient, parameters = exchanged(client)
-    for step in range(3):
-        client.exchange(gradients_like(LARGE, step))
-    at_checkpoint = client.pull()["w"]
-    port = server.data.rsplit(":", 1)[1]
-    server.terminate()
-    server = start_server_process(*checkpoints, "--resume", "--port", port)
-    np.testing.assert_array_equal(client.pull()["w"], at_checkpoint)
-
-    gradient[:] = 0.01
-    with ThreadPoolExecutor(1) as pool:
-
-        def train() -> set[int]:
-            """Rounds without a pause until one was refused, as its base version belongs to an earlier life."""
-            reasons: set[int] = set()
-            while REASON_EPOCH not in reasons:
-                receipts = session.exchange([gradient], [parameters])
-                reasons = {receipt.reason for receipt in receipts}
-            return reasons
-
-        training = pool.submit(train)
-        wait_until(lambda: client.global_step > 20, 20, "rounds under way")
-        server.kill()
-        start_server_process(*checkpoints, "--resume", "--port", port)
-        assert training.result(60) == {REASON_EPOCH}
-
-    assert session.pull_needed
-    assert session.transport == "shm"
-    session.pull([parameters])
-    np.testing.assert_array_equal(parameters, at_checkpoint)
-    reference_step = session.exchange([gradient], [parameters])
-    assert {receipt.outcome for receipt in reference_step} == {OUTCOME_APPLIED}
-    assert (parameters != at_checkpoint).all()
-    assert client._gradient is gradient
-    client.close()
-
-
-def test_one_nan_refuses_the_whole_push_where_it_is_checked_first(start_server: Start) -> None:
-    with make_client(start_server().data, tensors=LARGE, shard_size=50_000) as client:
-        session, gradient, parameters = exchanged(client)
-        assert session.checks_first
-        before = parameters.copy()
-        gradient[:] = 1.0
-        gradient[399_999] = np.nan
-        receipts = session.exchange([gradient], [parameters])
-
-        assert {receipt.reason for receipt in receipts} == {REASON_NOT_FINITE}
-        np.testing.assert_array_equal(parameters, before)
-
-
 def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server: Start) -> None:
     tensors = small_model()
-    reference = Reference(tensors, "adagrad")
+    reference = Reference(tensors)
     with make_client(start_server().data, transport="shm") as client:
         session, gradient, parameters = exchanged(client)
         held = parameters.copy()
@@ -265,8 +143,10 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
                     gradient[:] = np.nan
                 try:
                     session.exchange([gradient], [parameters])
-                except ForkedClient:
+                except ForkedClient as error:
                     client.close()
+                    assert f"before process {os.getpid()} was forked" in str(error)
+                    assert "Make a client in the child, or start the child with spawn" in str(error)
                     os._exit(0)
             finally:
                 os._exit(4)
@@ -301,3 +181,150 @@ def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:
         pytest.raises(BadRequest, match="has lent its vectors already"),
     ):
         client.session.lend()
+
+
+def start_with_socket(start_server: Start, folder: Path) -> tuple[AnyServer, Path]:
+    """A server and the path of its local socket, without which no link can be opened again."""
+    folder.mkdir()
+    server = start_server("--local-socket", str(folder))
+    (path,) = folder.glob("*.sock")
+    return server, path
+
+
+def assert_untouched(servers: list[AnyServer]) -> None:
+    """No server has heard of a worker or a run."""
+    for server in servers:
+        status = inspect(server.control, "GetStatus")
+        assert (status.state, status.run_id) == (common.RUN_STATE_EMPTY, "")
+        assert not inspect(server.control, "ListWorkers").workers
+
+
+def test_without_an_offer_gradients_go_by_grpc_and_one_line_says_so(
+    start_server: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server("--local-socket", "off")
+    with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
+        assert client.session.transport == "grpc"
+        client.exchange(gradients_like(small_model(), 0))
+        assert caplog.text.count("by gRPC: it offers no shared memory") == 1
+        # Who insists leaves no trace in the run.
+        with pytest.raises(ServerUnavailable, match="it offers no shared memory"):
+            make_client(server.data, run_id="mine", worker_id="insisting", transport="shm")
+        assert [worker.worker_id for worker in inspect(server.control, "ListWorkers").workers] == ["worker"]
+
+
+@pytest.mark.parametrize("sharing", [(False,), (False, True), (True, False)])
+def test_a_worker_is_refused_before_any_server_hears_of_it(start_server: Start, sharing: tuple[bool, ...]) -> None:
+    servers = [start_server(*(() if shares else ("--local-socket", "off"))) for shares in sharing]
+    place = sharing.index(False)
+    words = rf"transport is 'shm'.*server {place} .*it offers no shared memory.*'auto'"
+    with pytest.raises(ServerUnavailable, match=words):
+        make_client(addresses(servers), transport="shm", shard_size=16)
+    assert_untouched(servers)
+    # Nobody has to wait for the end of a turn that was given to the one refused.
+    with make_client(addresses(servers), shard_size=16, start_wait_seconds=8.0) as client:
+        assert client.exchange(gradients_like(small_model(), 0))
+
+
+def test_a_socket_that_cannot_be_reached_refuses_those_that_insist_and_means_grpc_to_others(
+    start_server: Start, tmp_path: Path
+) -> None:
+    """As in a container that has the server's port, but not its folder."""
+    server, path = start_with_socket(start_server, tmp_path / "sockets")
+    path.unlink()
+    with pytest.raises(ServerUnavailable, match=r"transport is 'shm'.*: No such file or directory\. Run worker and"):
+        make_client(server.data, transport="shm")
+    assert_untouched([server])
+    with make_client(server.data) as client:
+        assert client.session.transport == "grpc"
+        assert client.exchange(gradients_like(small_model(), 0))
+
+
+def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server: Start) -> None:
+    tensors = small_model()
+    reference = Reference(tensors)
+    servers = [start_server(), start_server("--local-socket", "off")]
+    with make_client(addresses(servers)) as client:
+        assert client.session.transport == "mixed"
+        assert not client.session.checks_first
+        for step in range(3):
+            gradients = gradients_like(tensors, step)
+            reference.step(gradients)
+            reference.check(client.exchange(gradients))
+
+
+def test_a_server_that_stops_sharing_is_served_by_grpc_from_then_on(
+    start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    server = start_server(*checkpoints)
+    with make_client(server.data) as client:
+        assert client.session.transport == "shm"
+        client.exchange(gradients_like(small_model(), 0))
+        server.stop()
+        port = server.data.rsplit(":", 1)[1]
+        start_server(*checkpoints, "--resume", "--port", port, "--local-socket", "off")
+        client.pull()
+        assert client.session.transport == "grpc"
+        client.exchange(gradients_like(small_model(), 1))
+        assert client.session.held_versions.epochs == (1,)
+        assert client.refused == {}
+
+
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server: Start, transport: str) -> None:
+    tensors = small_model()
+    reference = Reference(tensors)
+    with make_client(start_server().data, transport=transport) as client:
+        link = client.session._servers.connections[0].link
+        for step in range(4):
+            link.close()
+            assert client.session.checks_first
+            gradients = gradients_like(tensors, step)
+            reference.step(gradients)
+            # The second time a push meets it, and then a pull.
+            reference.check(client.exchange(gradients) if step != 1 else client.push(gradients) and client.pull())
+            assert client.session.transport == "shm"
+            link, lost = client.session._servers.connections[0].link, link
+            assert link is not lost
+            link.close()
+            reference.check(client.pull())
+            link = client.session._servers.connections[0].link
+
+
+def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_where_the_link_is_lost(
+    start_server: Start, tmp_path: Path
+) -> None:
+    """By gRPC the server would refuse the shard with NaN and apply the others."""
+    server, path = start_with_socket(start_server, tmp_path / "sockets")
+    with make_client(server.data, tensors=LARGE, shard_size=50_000) as client:
+        session, gradient, parameters = client.session, client._gradient, client._parameters
+        before = parameters.copy()
+        gradient[:] = 1.0
+        gradient[399_999] = np.inf
+        assert session.checks_first
+        path.unlink()
+        session._servers.connections[0].link.close()
+        receipts = session.exchange([gradient], [parameters])
+
+        assert [receipt.reason for receipt in receipts] == [REASON_NOT_FINITE] * session.partition.num_shards
+        assert (session.transport, session.checks_first) == ("grpc", False)
+        np.testing.assert_array_equal(parameters, before)
+        np.testing.assert_array_equal(client.snapshot()["w"], before)
+        gradient[399_999] = 1.0
+        receipts = session.exchange([gradient], [parameters])
+        assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+        assert (parameters != before).all()
+
+
+def test_a_worker_that_insists_on_shared_memory_ends_rather_than_go_on_without(
+    start_server: Start, tmp_path: Path
+) -> None:
+    server, path = start_with_socket(start_server, tmp_path / "sockets")
+    client = make_client(server.data, transport="shm")
+    path.unlink()
+    client.session._servers.connections[0].link.close()
+    for _ in range(2):
+        with pytest.raises(ServerUnavailable, match=r"transport is 'shm', but no memory can be shared.*'auto'"):
+            client.exchange(gradients_like(small_model(), 0))
+    client.close("failed")
