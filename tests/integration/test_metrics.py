@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -79,7 +80,7 @@ def test_every_family_is_there_from_the_start(start_server: Start) -> None:
 
 
 def test_the_page_counts_what_happened(start_server: Start) -> None:
-    server = start_server()
+    server, began = start_server(), time.time()
     with WireWorker(server.data) as a, WireWorker(server.data, "b") as b:
         a.join()
         b.join()
@@ -102,9 +103,7 @@ def test_the_page_counts_what_happened(start_server: Start) -> None:
     assert value(families, "pyps_workers", state="finished") == 1
     assert value(families, "pyps_shard_version", shard="0") == value(families, "pyps_version_max") == 4
     assert value(families, "pyps_memory_bytes", kind="parameters") == 148
-    assert value(families, "pyps_last_update_timestamp_seconds") == pytest.approx(
-        value(families, "process_start_time_seconds"), abs=120
-    )
+    assert began <= value(families, "pyps_last_update_timestamp_seconds") <= time.time()
     info = families["pyps_info"].samples[0].labels
     assert (info["run_id"], info["protocol"], info["rule"]) == ("run-1", "async", "sgd")
     assert (info["staleness"], info["schedule"], info["warmup"]) == ("divide", "constant", "")
