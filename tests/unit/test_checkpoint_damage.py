@@ -55,25 +55,6 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pyt
         folder.close()
 
 
-def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder) -> None:
-    path = write(folder) / "parameters.safetensors"
-    whole = path.read_bytes()
-    for place in range(0, len(whole), 7):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
-        checkpoint = newest(folder.path)
-        assert checkpoint is not None
-        if place < len(whole) - 128:
-            # In the header some bits mean nothing (the free text in it): then the values must be right.
-            try:
-                values = dict(checkpoint.parameters())
-            except CheckpointDamaged:
-                continue
-            assert (values[1] == make_shards()[1].state().parameters).all()
-        else:
-            with pytest.raises(CheckpointDamaged, match=r"parameters\.safetensors"):
-                dict(checkpoint.parameters())
-
-
 def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder) -> None:
     path = write(folder) / "manifest.json"
     whole = path.read_bytes()
@@ -115,35 +96,6 @@ def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder:
     path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}))
     with pytest.raises(CheckpointDamaged, match="has format version 3, this software reads 2"):
         Checkpoint(path.parent)
-
-
-class FullDisk(Disk):
-    """A disk with room for so many bytes."""
-
-    def __init__(self, num_bytes: int):
-        self.left = num_bytes
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        self.left -= len(data)
-        if self.left < 0:
-            raise OSError(28, os.strerror(28))
-        super().write(file, data)
-
-
-def test_a_full_disk_leaves_the_older_checkpoint_and_no_rubbish(tmp_path: Path) -> None:
-    for room in (0, 100, 700, 1500, 3000):
-        path = tmp_path / str(room)
-        with_room = CheckpointFolder(path)
-        first = write(with_room)
-        with_room.close()
-        disk = FullDisk(room)
-        folder = CheckpointFolder(path, disk=disk)
-        with pytest.raises(CheckpointError, match="checkpoint-00000002 could not be written: No space left on device"):
-            write(folder)
-        assert [entry.name for entry in path.iterdir() if entry.is_dir()] == [first.name], room
-        disk.left = 10**9
-        assert write(folder).name == "checkpoint-00000002"
-        folder.close()
 
 
 class PowerCut(BaseException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,12 +35,6 @@ def shards_of_server(index: int) -> dict[int, Shard]:
         )
         for shard in PLAN.of_server(index)
     }
-
-
-def test_a_header_gives_the_cut_model_back() -> None:
-    again = RunHeader.from_json(json.loads(json.dumps(CUT_HEADER.to_json())))
-    assert again == CUT_HEADER
-    assert partition(again.model, num_servers=2).fingerprint == PLAN.fingerprint
 
 
 def test_a_model_that_is_not_cut_is_written_as_before_models_could_be() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pyps.cli import serve as serve_command
 from pyps.cli.main import app
 from pyps.config import OTHER_VARIABLES, ConfigError, ServerConfig, StopCondition, flag_name, resolve, variable_name
 from pyps.launcher.environment import worker_environment
@@ -76,15 +75,6 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         by_toml = made(others, {}, toml(f"{field.name} = {text if bare else repr(text)}\n"))
         assert getattr(by_flag, field.name) != field.default
         assert by_flag == by_environment == by_toml
-
-
-def test_every_field_has_a_flag_with_its_meaning():
-    options = {option.name: option for option in serve_command._parameters()}
-    for field in dataclasses.fields(ServerConfig):
-        option = options[field.name].annotation.__metadata__[0]
-        # Inside Annotated, typer takes the first flag for what it calls the default.
-        assert option.default.startswith(flag_name(field.name))
-        assert option.help.startswith(field.metadata["meaning"])
 
 
 def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):

@@ -113,17 +113,6 @@ def test_a_batch_of_nothing_is_refused() -> None:
         growing_batches(range(10), SimpleNamespace(batch_size=0), batch_size=0)
 
 
-def test_a_loader_takes_the_sampler_and_growing_batches() -> None:
-    sampler = worker_sampler(range(10), index=1, count=2)
-    loader = torch.utils.data.DataLoader(torch.arange(10), batch_size=2, sampler=sampler)
-    assert [len(batch) for batch in loader] == [2, 2, 1]
-    assert len(loader) == 3
-    optimizer = SimpleNamespace(batch_size=3)
-    loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=growing_batches(range(10), optimizer))
-    assert [len(batch) for batch in loader] == [3, 3, 3, 1]
-    assert len(loader) == 4
-
-
 def test_a_batch_is_as_large_as_its_first_tensor_is_long() -> None:
     for batch in (torch.zeros(5), [torch.zeros(5)], {"id": "a", "x": torch.zeros(5, 2)}):
         assert batch_size(batch) == 5

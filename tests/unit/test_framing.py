@@ -90,15 +90,6 @@ groups = st.recursive(
 ).map(lambda inside: group(50, inside))
 others = st.one_of(varint_fields, senders, extents, unknown_plain, groups).map(lambda encoded: (encoded, None))
 messages = st.lists(others | payloads, max_size=12)
-push_requests = st.builds(
-    PushRequest,
-    sequence=uint64,
-    shard_id=st.integers(0, 2**32 - 1),
-    base_version=st.integers(-(2**63), 2**63 - 1),
-    codec=st.sampled_from([0, 1, 2, 3]),
-    example_count=uint64,
-)
-
 ALL_KINDS = [
     (bytes_field(1, bytes_field(1, b"run")), None),
     (tag(2, VARINT) + varint(300, 10), None),
@@ -205,13 +196,6 @@ def test_mangled_bytes_are_read_alike_and_never_otherwise_than_by_protobuf(messa
     check_against_protobuf(message)
 
 
-@pytest.mark.extended
-@settings(max_examples=2000)
-@given(st.binary(max_size=60) | mangled)
-def test_thousands_of_mangled_messages_are_read_alike(message):
-    check_against_protobuf(message)
-
-
 def check_against_protobuf(message):
     result, expected = read(message), parsed(message)
     if result is None:
@@ -288,16 +272,6 @@ def test_a_field_number_out_of_range_and_what_is_no_buffer_are_refused():
 
 
 # Writers.
-
-
-@given(push_requests, payload_contents)
-def test_the_generated_class_reads_what_join_writes_and_the_other_way(header, payload):
-    message = PushRequest.FromString(join(header, payload))
-    assert message.payload == payload
-    header_read, found = read(message.SerializeToString())
-    message.ClearField("payload")
-    assert message == header == PushRequest.FromString(header_read)
-    assert found == payload
 
 
 def test_every_message_with_a_payload_goes_both_ways():

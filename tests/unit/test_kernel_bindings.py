@@ -195,13 +195,6 @@ def test_settings_out_of_range_are_refused():
             assert_refused(adam_with(**{name: value}), ValueError, rf"{name} is .*; expected a number from 0 to 1")
 
 
-def test_rate_and_eps_are_named_at_the_call():
-    with pytest.raises(TypeError):
-        _kernels.sgd(floats(), alone(floats()), 0.1)
-    with pytest.raises(TypeError):
-        _kernels.adagrad(floats(), floats(), alone(floats()), 0.1, 0.0)
-
-
 def test_the_guard_refuses_a_broken_number():
     with pytest.raises(ValueError, match="7 bytes, which is no whole number of float32"):
         _kernels.first_non_finite(bytes(7), 1)

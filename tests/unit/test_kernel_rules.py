@@ -150,17 +150,6 @@ def test_a_gradient_may_begin_at_any_byte():
             check(name, lambda _, g=gradients: g, length=length, updates=1)
 
 
-def test_a_gradient_alone_equals_itself_in_a_sum():
-    payload, codec = payload_of(4097, _kernels.BFLOAT16, 2), _kernels.BFLOAT16
-    for name, rule in RULES.items():
-        alone, summed = fresh(name, 4097), fresh(name, 4097)
-
-        rule.kernel(*alone, [(payload, codec, 0.3)], rate=RATE, **rule.settings)
-        rule.kernel(*summed, [(payload, codec, 0.3), (bytes(2 * 4097), codec, 1.0)], rate=RATE, **rule.settings)
-
-        assert all(map(np.array_equal, alone, summed)), name
-
-
 def test_adagrad_divides_by_the_root_of_the_sum():
     """Dean et al. 2012, section 4.1: gradients 3 then 4 make steps of 0.1 and 0.08."""
     for index in (0, 8):  # In the vector body and in the tail.
@@ -170,20 +159,6 @@ def test_adagrad_divides_by_the_root_of_the_sum():
             _kernels.adagrad(p, a, [(g, _kernels.FLOAT32, 1.0)], rate=0.1, eps=0)
             assert p[index] == pytest.approx(wanted, rel=1e-6), index
         assert a[index] == 25
-
-
-def test_adagrad_without_eps_is_invariant_to_the_scale_of_the_gradients():
-    """Dean et al. 2012, section 4.1; a power of two scales without rounding."""
-    runs = []
-    for scale in (1.0, 8.0, 2.0**-8):
-        p, a = wide_values(999, 1), np.zeros(999, F)
-        for seed in range(2, 6):
-            g = wide_values(999, seed)
-            _kernels.adagrad(p, a, [(g, _kernels.FLOAT32, scale)], rate=RATE, eps=0)
-        runs.append(p)
-
-    assert np.array_equal(bits(runs[0]), bits(runs[1]))
-    assert np.array_equal(bits(runs[0]), bits(runs[2]))
 
 
 def test_a_rule_that_divides_makes_no_step_where_the_denominator_is_zero_or_infinite():

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from pyps.launcher.environment import Group, gpu_indices, visible_gpus, worker_environment
+from pyps.launcher.environment import Group, visible_gpus, worker_environment
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-11111111-2222-3333-4444-555555555555)
@@ -112,11 +112,6 @@ def test_nvidia_smi_is_asked_for_the_gpus(tmp_path: Path) -> None:
     program.chmod(0o755)
 
     assert visible_gpus({"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}) == ("0", "1")
-
-
-def test_whole_gpus_are_read_from_the_listing() -> None:
-    assert gpu_indices(LISTING) == ("0", "1")
-    assert gpu_indices("No devices found.\n") == ()
 
 
 def test_python_means_the_launcher_s_own_unless_an_environment_is_active() -> None:

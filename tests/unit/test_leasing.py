@@ -79,15 +79,3 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     assert not listener.taken
     deliver = partial(run.work.deliver, "a", 1, [leased.lease_id], example_count=3, now=run.clock())
     assert deliver().accepted
-
-
-def test_a_call_that_is_waited_for_gets_portion_and_parameters() -> None:
-    run, listener = serving(), Listener()
-    with ThreadPoolExecutor(1) as threads:
-
-        async def scene() -> None:
-            await get(run, Workbench(threads), listener).serve()
-
-        asyncio.run(scene())
-    assert [message.HasField("lease") for message in listener.taken] == [True, False, False]
-    assert run.work.progress(run.clock()).running == 1

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from logged import HEADER, hardsync, lines_of, logged_shard, only, rewrite, train
-from pyps.checkpoint import RunHeader
 from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
@@ -55,20 +54,6 @@ def test_the_run_can_give_no_name_that_leads_out_of_the_folder(log: UpdateLog, t
     logged_shard(log)
     log.end()
     assert only(tmp_path).relative_to(tmp_path).as_posix() == "run_1____x.epoch-2/shard-000000.jsonl"
-
-
-def test_a_line_tells_who_pushed_what_became_of_it_and_the_checksum_after_it(log: UpdateLog, tmp_path: Path) -> None:
-    shard = logged_shard(log)
-    push(shard, np.ones(16), sequence=4, epoch=2)
-    push(shard, np.ones(16), sequence=5, epoch=2, base_version=0, worker_id="b")
-    log.end()
-    pushes = [line for line in lines_of(only(tmp_path)) if line["event"] == "push"]
-    told = ("worker_id", "incarnation", "sequence", "base_version", "version_after", "staleness", "weight", "rate")
-    assert [tuple(line[name] for name in told) for line in pushes] == [
-        ("a", 1, 4, 0, 1, 0, 1.0, 0.1),
-        ("b", 1, 5, 0, 2, 1, 1.0, 0.1),
-    ]
-    assert pushes[1]["checksum"] == quick_checksum_of(pull(shard)[1])
 
 
 def test_an_update_tells_what_it_was_made_of_and_at_which_rate(log: UpdateLog, tmp_path: Path) -> None:
@@ -191,11 +176,6 @@ def test_an_earlier_log_is_never_written_over(tmp_path: Path) -> None:
         log.end()
     assert [path.name for path in log_paths(tmp_path)] == ["shard-000000.2.jsonl", "shard-000000.jsonl"]
     assert [replay(path).difference for path in log_paths(tmp_path)] == ["", ""]
-
-
-def test_the_header_survives_json() -> None:
-    assert RunHeader.from_json(HEADER.to_json()) == HEADER
-    assert dataclasses.replace(HEADER, epoch=7) == HEADER.with_epoch(7)
 
 
 def test_any_value_that_differs_shows_in_the_quick_checksum() -> None:
