@@ -1,36 +1,17 @@
-"""examples/char_lm.py: the text it makes, and workers that share its epochs."""
+"""examples/char_lm.py: workers that share its epochs."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from support import ROOT, PythonProcess
 
 SCRIPT = ROOT / "examples" / "char_lm.py"
-
-
-def test_the_text_is_python_what_is_held_out_follows_it_and_each_untrained_guess_costs_a_whole_character() -> None:
-    spec = importlib.util.spec_from_file_location("char_lm", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
-    training, held_out = (part.tensors[0] for part in script.standard_library())
-    parameters = {name: values.detach().numpy() for name, values in script.Network().named_parameters()}
-
-    assert training.shape == ((script.TRAINING_BYTES - 1) // 64, 65)
-    assert held_out.shape == ((script.HELD_OUT_BYTES - 1) // 64, 65)
-    assert 0 < int(training.max()) < 128
-    assert torch.equal(training[:-1, -1], training[1:, 0]), "each character but the first is guessed once"
-    assert b"import " in bytes(training.flatten().tolist())
-    assert script.evaluate(parameters)["bits_per_character"] == pytest.approx(7, abs=0.3)
 
 
 @pytest.mark.extended

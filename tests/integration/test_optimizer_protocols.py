@@ -1,11 +1,8 @@
 """Every protocol with torch workers: alone, bit for bit as without servers; several together, each to its end."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import numpy as np
-import pytest
 import torch
 
 from inspection import inspect
@@ -104,64 +101,3 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
                 assert status(server).version_max == before + 8
     said = [message for message in caplog.messages if "takes gradients of the present version only" in message]
     assert ["hardsync" in said[0], "backup:b=0" in said[1], len(said)] == [True, True, 2]
-
-
-def test_workers_follow_the_accumulation_of_a_protocol_that_is_set_while_they_train(start_server, caplog) -> None:
-    server = start_server("--heartbeat-seconds", "0.1")
-    models = [mlp(), mlp()]
-    follower, stubborn = (
-        RemoteOptimizer(
-            model, torch.optim.SGD(model.parameters(), lr=0.01), server.data, run_id="sums", worker_id=name, **stated
-        )
-        for model, (name, stated) in zip(models, {"follower": {}, "stubborn": {"push_every": 2}}.items(), strict=True)
-    )
-    with follower, stubborn:
-        for protocol, wanted, updates in (("async", 0, 8), ("asgd:accumulate=4", 4, 2), ("async", 0, 8)):
-            configure(server, protocol)
-            for optimizer, model, expected in ((follower, models[0], updates), (stubborn, models[1], 4)):
-                session = optimizer._session
-                wait_until(lambda session=session, wanted=wanted: session.accumulate == wanted, what="word of it")
-                before = status(server).version_max
-                for batch in batches(8):
-                    step(optimizer, model, batch)
-                assert status(server).version_max - before == expected
-    assert status(server).examples == 2 * 3 * 8 * 16
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [message.startswith("push_every is 2 here, but asgd") for message in warnings] == [True]
-
-
-@pytest.mark.parametrize("protocol", ["hardsync", "serial"])
-def test_a_worker_that_a_grad_scaler_lets_skip_its_steps_is_named_and_left_behind(start_server, protocol) -> None:
-    """So is one that evaluates for long between two steps. It counts again from its next push."""
-    flags = ("--run-id", "scaled", "--expected-workers", "2", "--stall-seconds", "1", "--stop-after", "updates=400")
-    server = start_server("--protocol", protocol, *flags)
-
-    def train(worker_id: str, skipped: Callable[[int], bool]) -> RemoteOptimizer:
-        model = torch.nn.Linear(4, 2)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        with RemoteOptimizer(model, sgd, server.data, run_id="scaled", worker_id=worker_id) as optimizer:
-            for step in count():
-                if optimizer.finished:
-                    break
-                model.zero_grad()
-                loss = model(torch.ones(1, 4)).sum()
-                scaler.scale(loss * torch.inf if skipped(step) else loss).backward()
-                scaler.step(optimizer)
-                scaler.update(2.0)
-        return optimizer
-
-    def overflows(step: int) -> bool:
-        if step != 5:
-            return step > 5 and "others waited too long" not in server.output()
-        wait_until(lambda: list(workers(server)["steady"].waits_for) == ["skips"], what="the name of who is waited for")
-        return True
-
-    with ThreadPoolExecutor(2) as pool:
-        steady = pool.submit(train, "steady", lambda _: False)
-        skips = pool.submit(train, "skips", overflows)
-        assert steady.result(60).steps > 100
-        # What it computed on before it was left behind is too old for a round.
-        assert sum(skips.result(60)._session.refused.values()) <= (protocol == "hardsync")
-    assert "others waited too long for it worker=skips" in server.output()
-    assert workers(server)["skips"].clock > 10

@@ -2,7 +2,6 @@
 the steps of the rule by itself, bit for bit, and those of torch to 1e-6."""
 
 import copy
-import io
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ from torch.optim import lr_scheduler
 
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
-from pyps_wire.errors import ScheduleOwned, SettingsChanged
-from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of, status
+from pyps_wire.errors import ScheduleOwned
+from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -109,49 +108,6 @@ def test_each_group_has_its_own_schedule(start_server) -> None:
     assert_close(model, twin)
 
 
-def test_a_scheduler_of_the_loss_moves_the_rate_by_hand(start_server) -> None:
-    server = start_server()
-    model = mlp()
-    with RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data) as optimizer:
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        rates = []
-        for batch in batches(3):
-            backward(model, batch)
-            optimizer.step()
-            rates.append(optimizer.receipts[0].rate)
-            scheduler.step(1.0)
-    assert rates == [0.1, 0.1, 0.05]
-
-
-def test_a_checkpointed_scheduler_goes_on_where_it_was_after_the_workers_restart(start_server) -> None:
-    server = start_server()
-    model = mlp()
-    file = io.BytesIO()
-    with RemoteOptimizer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), server.data, run_id="r", worker_id="w"
-    ) as optimizer:
-        scheduler = lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        for batch in batches(5):
-            backward(model, batch)
-            optimizer.step()
-            scheduler.step()
-        torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    with RemoteOptimizer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), server.data, run_id="r", worker_id="w"
-    ) as optimizer:
-        scheduler = lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        optimizer.load_state_dict(saved["optimizer"])
-        scheduler.load_state_dict(saved["scheduler"])
-        rates = []
-        for batch in batches(3):
-            backward(model, batch)
-            optimizer.step()
-            scheduler.step()
-            rates.append(optimizer.receipts[0].rate)
-    assert rates == [0.025, 0.0125, 0.0125]
-
-
 def test_a_state_dict_goes_round_with_its_learning_rate(start_server) -> None:
     server = start_server()
     model = mlp()
@@ -193,27 +149,3 @@ def test_a_second_owner_of_the_schedule_is_refused_and_may_leave_it_to_the_first
     assert follower[1].receipts[0].rate == pytest.approx(0.05)
     for _, optimizer in (first, follower):
         optimizer.close()
-
-
-def test_a_schedule_on_the_servers_and_one_on_a_worker_are_two_owners(start_server) -> None:
-    server = start_server("--schedule", "step:every=10,factor=0.5")
-    model = mlp()
-    with (
-        pytest.raises(ScheduleOwned, match="--schedule"),
-        RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), server.data) as optimizer,
-    ):
-        lr_scheduler.StepLR(optimizer, 10)
-        backward(model, next(batches(1)))
-        optimizer.step()
-    assert status(server).version_max == 0
-
-
-def test_a_scheduler_that_cycles_the_momentum_is_refused_at_the_first_step(start_server) -> None:
-    server = start_server()
-    model = mlp()
-    with RemoteOptimizer(model, OPTIMIZERS["momentum"](model.parameters()), server.data) as optimizer:
-        lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-        backward(model, next(batches(1)))
-        with pytest.raises(SettingsChanged, match="make the scheduler with cycle_momentum=False"):
-            optimizer.step()
-        assert optimizer.global_step == 0

@@ -5,8 +5,7 @@ Dean et al. 2012, section 4.1; D9 of the algorithm notes.
 
 from __future__ import annotations
 
-import re
-import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,32 +13,62 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from client_support import SGD, addresses, start_servers
 from inspection import inspect
-from portion_worker import train
 from pyps.launcher.ports import free_port
-from pyps_client import Client
+from pyps_client import Client, RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
-from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, wait_until
+from support import AnyServer, ServerProcess, ServerThread, wait_until
 
 StartServer = Callable[..., ServerThread]
-StartPython = Callable[..., PythonProcess]
 
 EXAMPLES = 400
 
 
-def start_worker(start_python: StartPython, servers: list[Any], name: str, *flags: str) -> PythonProcess:
-    settings = {"PYPS_SERVERS": addresses(servers), "PYPS_WORKER_ID": name, "PYPS_RUN_ID": "portions"}
-    return start_python(str(ROOT / "tests" / "portion_worker.py"), *flags, env=settings)
+def train(
+    servers: str,
+    worker_id: str,
+    *,
+    examples: int = EXAMPLES,
+    epochs: int = 2,
+    portion_batches: int | None = None,
+    overlap: str = "off",
+    push_every: int | None = None,
+    step_seconds: float = 0.0,
+) -> tuple[list[int], float]:
+    """The examples that this worker computed in each epoch, and the loss in the end; `step_seconds`: how slow it is."""
+    inputs = torch.randn(examples, 8, generator=torch.Generator().manual_seed(0))
+    dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model = torch.nn.Linear(8, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    where = {"run_id": "portions", "worker_id": worker_id}
+    counts = []
+    with RemoteOptimizer(model, sgd, servers, **where, push_every=push_every, overlap=overlap) as optimizer:
+        portions = Portions(dataset, optimizer, batch_size=4, portion_batches=portion_batches)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=portions)
+        for _ in range(epochs):
+            counts.append(0)
+            for x, y in portions.epoch(loader):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                counts[-1] += len(x)
+                time.sleep(step_seconds)
+            if optimizer.finished:
+                break
+        with torch.no_grad():
+            return counts, float(torch.nn.functional.mse_loss(model(inputs), dataset.tensors[1]))
 
 
-def train_together(server: AnyServer, **options: Any) -> list[tuple[list[int], float]]:
+def train_together(*servers: AnyServer, **options: Any) -> list[tuple[list[int], float]]:
     """Trains with two workers, as threads; for each, its examples by epoch and its last loss."""
+    torch.set_num_threads(1)
     with ThreadPoolExecutor(2) as pool:
-        workers = [pool.submit(train, server.data, name, **options) for name in "ab"]
+        workers = [pool.submit(train, addresses(servers), name, **options) for name in "ab"]
         return [worker.result(120) for worker in workers]
 
 
@@ -56,53 +85,11 @@ def delivered(progress: WorkProgress) -> dict[int, list[int]]:
     return {epoch: sorted(of_epoch) for epoch, of_epoch in places.items()}
 
 
-def ended_well(workers: list[PythonProcess]) -> None:
-    for worker in workers:
-        assert worker.wait() == 0, worker.output()
-        assert "Traceback" not in worker.output(), worker.output()
-
-
-def test_two_workers_train_on_each_example_once_an_epoch(start_server: StartServer, start_python: StartPython) -> None:
+def test_two_workers_train_on_each_example_once_an_epoch(start_server: StartServer) -> None:
     servers = start_servers(start_server, 2)
-    flags = ("--loader-processes", "2", "--overlap", "step", "--push-every", "4")
-    workers = [start_worker(start_python, servers, name, *flags) for name in "ab"]
-    ended_well(workers)
+    counts = [of_worker for of_worker, _ in train_together(*servers, overlap="step", push_every=4)]
     assert delivered(work(servers[0])) == {epoch: list(range(EXAMPLES)) for epoch in range(2)}
-    counts = [re.findall(r"epoch \d+ over, (\d+) examples", worker.output()) for worker in workers]
-    assert [int(a) + int(b) for a, b in zip(*counts, strict=True)] == [EXAMPLES, EXAMPLES]
-
-
-@pytest.mark.extended
-def test_the_portions_of_a_killed_worker_go_to_the_others_and_it_may_come_back(
-    start_server: StartServer, start_python: StartPython, tmp_path: Path
-) -> None:
-    """D9: kill -9 at mid-epoch, and every example of the epoch is delivered exactly once."""
-    server = start_server("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
-    epochs, go = 5, tmp_path / "go"
-    pace = ("--portion-batches", "5", "--step-seconds", "0.05", "--push-every", "2")
-    flags = ("--epochs", str(epochs), *pace, "--release", str(go))
-    workers = [start_worker(start_python, [server], name, *flags) for name in "abc"]
-    for worker in workers:
-        worker.wait_for_output("epoch 0 over")
-    go.touch()
-
-    def holds_one() -> bool:
-        progress = work(server)
-        of_c = [worker for worker in progress.workers if worker.worker_id == "c"]
-        return 1 <= getattr(progress, "pass") < epochs - 2 and any(worker.done and worker.running for worker in of_c)
-
-    wait_until(holds_one)
-    # What it holds then stays with it until it is missed.
-    workers[2].signal(signal.SIGSTOP)
-    before = work(server)
-    workers[2].kill()
-    wait_until(lambda: getattr(work(server), "pass") > getattr(before, "pass"), what="the end of the others' epoch")
-    again = start_worker(start_python, [server], "c", *flags)
-
-    ended_well([*workers[:2], again])
-    progress = work(server)
-    assert delivered(progress) == {epoch: list(range(EXAMPLES)) for epoch in range(epochs)}
-    assert progress.lost >= sum(worker.running for worker in before.workers if worker.worker_id == "c") > 0
+    assert [a + b for a, b in zip(*counts, strict=True)] == [EXAMPLES, EXAMPLES]
 
 
 def test_an_epoch_is_completed_by_a_server_that_came_back_from_its_checkpoint(

@@ -1,7 +1,7 @@
 """Downpour SGD in virtual time: Dean et al., Large Scale Distributed Deep Networks (NIPS 2012), section 4.1.
 
 Shards run independently of each other and so do model replicas. The invariants D1 to D3 and D6 to D8 of the
-algorithm notes, section 2.3; D5 and D6 over a network are in tests/integration/test_downpour_traffic.py.
+algorithm notes, section 2.3; D5 over a network is in tests/integration/test_downpour_traffic.py.
 """
 
 from __future__ import annotations

@@ -95,15 +95,6 @@ def test_a_version_is_wanted_until_it_has_arrived() -> None:
     assert held.wanted == {}
 
 
-def test_the_newest_version_named_is_the_one_to_wait_for() -> None:
-    held = held_at(3)
-
-    for version in (5, 4):
-        held.want(0, version, epoch=0)
-
-    assert held.wanted == {0: 5}
-
-
 def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
     held = held_at(3)
     held.want(0, 4, epoch=0)

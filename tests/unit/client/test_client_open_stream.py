@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -181,24 +179,6 @@ def test_a_frame_that_cannot_be_made_ends_the_round(channel: Channel) -> None:
         channel.exchange(frames(), take, timeout_seconds=20)
 
 
-def test_a_signal_amid_a_round_is_raised_as_it_is_and_ends_the_call(server: EchoServer, channel: Channel) -> None:
-    """gRPC lets go of a call in which a signal's handler raised, and of its completion queue."""
-
-    def interrupt() -> None:
-        ended.append(server.hushed.get(timeout=20))
-        os.kill(os.getpid(), signal.SIGINT)
-
-    ended: list[threading.Event] = []
-    for _ in range(3):
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        with pytest.raises(KeyboardInterrupt):
-            echo(channel, b"hush")
-        interrupting.join()
-        assert ended.pop().wait(20), "the server learns that its call is over"
-        assert echo(channel, b"again") == [b"again"]
-
-
 # Rounds without a pause, each with a signal at some instant of it, also where gRPC has fetched an event just then.
 INTERRUPTED = """
 import random, signal, sys
@@ -257,11 +237,4 @@ def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
     channel._grpc._channel = Differing(channel._grpc._channel)
     assert echo(channel, b"a", b"b") == [b"a", b"b"]
     assert isinstance(channel._stream, QueuedStream)
-    channel.close()
-
-
-def test_nobody_there_is_a_loss() -> None:
-    channel = Channel("127.0.0.1:1", token="", use_proxy=False)
-    with pytest.raises(LinkLost, match="connection refused"):
-        echo(channel, b"hello")
     channel.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
@@ -15,7 +14,7 @@ from pyps_client.connection import Connection
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy, Silence, Wait
-from pyps_wire.errors import RunFinished, ServerUnavailable, WaitTimedOut
+from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.parameter_server_pb2 import HeartbeatRequest
 from support import wait_until
 
@@ -36,11 +35,6 @@ def test_past_its_deadline_a_wait_names_server_seconds_problem_and_setting() -> 
     ):
         while True:
             wait.pause("connection refused")
-
-
-def test_the_error_may_be_another() -> None:
-    with pytest.raises(WaitTimedOut):
-        begin(RetryPolicy(0, "x")).pause("nobody came", WaitTimedOut)
 
 
 def test_lines_tell_what_is_waited_for_and_how_long_still(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,16 +77,6 @@ def test_progress_starts_the_deadline_anew() -> None:
     wait.restart()
 
     assert wait.remaining_seconds > 30
-
-
-def test_jitter_leaves_the_programs_seed_alone() -> None:
-    random.seed(3)
-    expected = random.random()
-    random.seed(3)
-
-    begin().pause("x")
-
-    assert random.random() == expected
 
 
 PATIENT = RetryPolicy(60, "loss_wait_seconds", pause_first_seconds=0, report_first_seconds=0)

@@ -8,7 +8,7 @@ import torch
 
 from portion_world import Stopped, Worker, delivered, queue
 from pyps_client.data import Portions
-from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.errors import BadRequest
 from support import wait_until
 
 PACES = [{}, {"push_every": 4}, {"overlap": "step"}, {"overlap": "step", "push_every": 4}]
@@ -298,21 +298,3 @@ def test_all_workers_draw_the_same_permutation() -> None:
     assert orders[0] == orders[1]
     assert orders[0][0] != orders[0][1]
     assert orders[0][1] == np.random.RandomState([5, 1]).permutation(30).tolist()
-
-
-def test_a_closed_client_ends_the_epoch(monkeypatch) -> None:
-    work = queue()
-    worker = Worker(work)
-    portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
-
-    def closed(operation):
-        raise RunFinished("The client was closed")
-
-    batches = iter(portions)
-    next(batches)
-    worker.step()
-    next(batches)
-    worker.step()
-    monkeypatch.setattr(worker.session, "ask_first", closed)
-    with pytest.raises(RunFinished):
-        next(batches)

@@ -7,7 +7,6 @@ import grpc
 import pytest
 
 from portion_world import QueueSession, queue
-from pyps.work.data_spec import DataSpec as Spec
 from pyps_client.channel import Channel
 from pyps_client.work import RemoteQueue
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
@@ -46,15 +45,6 @@ def test_what_is_held_stays_and_what_is_given_up_goes_back() -> None:
     assert (again.start, again.lease_id > second.lease_id) == (first.start, True)
 
 
-def test_a_delivery_ends_a_lease_and_may_be_said_again() -> None:
-    work, _, remote = opened()
-    portion = remote.lease(pass_number=0).portion
-    assert remote.deliver([portion.lease_id], example_count=5).accepted
-    assert remote.held == ()
-    assert remote.deliver([portion.lease_id], example_count=5).accepted
-    assert work.progress(0.0).done == 1
-
-
 def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_nothing() -> None:
     work, _, remote = opened(taken=True)
     assert remote.lease(pass_number=0, wait=False).outcome == LeaseReply.OUTCOME_NOTHING_NOW
@@ -73,17 +63,6 @@ def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeyp
     session.finished = True
     with pytest.raises(RunFinished, match="The run is over"):
         remote.lease(pass_number=0)
-
-
-def test_a_later_pass_is_asked_for_by_its_number() -> None:
-    work, _, remote = opened()
-    for number in range(2):
-        for _ in range(2):
-            reply = remote.lease(pass_number=number)
-            assert getattr(reply, "pass") == number
-            remote.deliver([reply.portion.lease_id], example_count=5)
-        assert remote.lease(pass_number=number).outcome == LeaseReply.OUTCOME_PASS_DONE
-    assert work.spec == Spec(name="train", num_examples=10, portion_examples=5, batch_size=1)
 
 
 def test_a_server_without_portions_is_named_with_what_to_do() -> None:

@@ -45,32 +45,11 @@ def test_one_block_a_group_and_device_with_a_batch_a_dtype() -> None:
     assert block.stretches == (Stretch(0, 0, 9),)
 
 
-def test_tied_parameters_are_one_tensor() -> None:
-    layers = {"embedding": torch.nn.Embedding(5, 4), "out": torch.nn.Linear(4, 5, bias=False)}
-    model = torch.nn.ModuleDict(layers)
-    model["out"].weight = model["embedding"].weight
-    layout = plan(model, groups(*model.parameters()))
-    assert [tensor.name for tensor in layout.model.tensors] == ["embedding.weight"]
-
-
-def test_compiled_and_plain_models_have_the_same_names() -> None:
-    model = torch.nn.Linear(2, 2)
-    wrapped = torch.nn.Module()
-    wrapped._orig_mod = model
-    assert plan(wrapped, groups(*wrapped.parameters())).model == plan(model, groups(*model.parameters())).model
-
-
 def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
     storage = torch.zeros(8)
     model = Holder(torch.nn.Parameter(storage[:5]), torch.nn.Parameter(storage[4:]))
     with pytest.raises(BadRequest, match=r"'p0' and 'p1' are different Parameter objects that share memory"):
         plan(model, groups(*model.parameters()))
-
-
-def test_parameters_side_by_side_in_one_storage_are_taken() -> None:
-    storage = torch.zeros(8)
-    model = Holder(torch.nn.Parameter(storage[:4]), torch.nn.Parameter(storage[4:]))
-    assert plan(model, groups(*model.parameters())).model.group_sizes == (8,)
 
 
 def test_a_parameter_that_is_not_the_models_is_refused_by_index() -> None:

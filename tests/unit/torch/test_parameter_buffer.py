@@ -1,8 +1,6 @@
 """Pulled parameters on their way into a model: copied, or lying in the vectors themselves."""
 
 import copy
-import gc
-import weakref
 from itertools import product
 
 import numpy as np
@@ -67,13 +65,6 @@ def test_writing_keeps_the_parameters_memory_format_place_and_requires_grad() ->
     assert model.weight.is_leaf
 
 
-def test_reading_gives_the_models_own_values_in_float32() -> None:
-    model = linear().to(torch.bfloat16)
-    (vector,) = values_of(layout_of(model))
-    assert vector.dtype == np.float32
-    assert vector.tolist() == [*model.weight.flatten().tolist(), *model.bias.tolist()]
-
-
 def test_what_travels_in_half_precision_is_converted_exactly() -> None:
     for codec, dtype in product(["float16", "bfloat16"], [torch.float32, torch.bfloat16, torch.float64]):
         model = linear().to(dtype)
@@ -112,14 +103,6 @@ def test_parameters_of_another_type_or_format_are_copied() -> None:
         assert model.weight.flatten()[:4].tolist() == [2, 3, 4, 5]
 
 
-def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_others_follow() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).to(torch.bfloat16))
-    buffer = aliased(model)
-    fill(buffer, start=1)
-    assert lies_in(buffer.vectors[0], model[0].weight)
-    assert values(model) == list(range(1, 15))
-
-
 def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follow() -> None:
     model = linear()
     theirs = model.weight.detach()
@@ -139,13 +122,6 @@ def test_parameters_side_by_side_in_one_storage_stay_there() -> None:
     fill(aliased(model), start=1)
     assert model.weight.data_ptr() == place
     assert model.bias.data_ptr() == place + 24
-
-
-def test_a_model_shared_between_processes_stays_in_their_memory() -> None:
-    model = linear()
-    model.share_memory()
-    aliased(model)
-    assert model.weight.is_shared()
 
 
 def test_a_model_that_is_moved_later_still_gets_what_is_pulled() -> None:
@@ -174,18 +150,6 @@ def test_a_pull_between_forward_and_backward_is_noticed_by_autograd(alias) -> No
         loss.backward()
 
 
-def test_separated_parameters_keep_their_values_and_leave_the_vectors_alone() -> None:
-    model = linear()
-    buffer = aliased(model)
-    buffer.separate()
-    with torch.no_grad():
-        model.weight.fill_(-1.0)
-    assert buffer.vectors[0].tolist() == list(range(8))
-    assert model.bias.tolist() == [6, 7]
-    fill(buffer, start=1)
-    assert values(model) == list(range(1, 9))
-
-
 def test_a_copied_model_has_memory_of_its_own() -> None:
     model = linear()
     buffer = aliased(model)
@@ -204,17 +168,6 @@ def test_a_layer_saves_without_the_others_memory_and_loads_as_ever(tmp_path) -> 
     layer = linear()
     layer.load_state_dict(torch.load(tmp_path / "layer.pt"))
     assert torch.equal(layer.weight, model[1].weight)
-
-
-def test_parameters_outlive_the_buffer_and_its_vectors() -> None:
-    model = linear()
-    buffer = aliased(model)
-    gone = weakref.ref(buffer)
-    del buffer
-    gc.collect()
-    assert gone() is None
-    assert values(model) == list(range(8))
-    model(torch.ones(1, 3)).sum().backward()
 
 
 def test_initial_values_are_made_a_shard_at_a_time_and_are_those_of_the_model() -> None:

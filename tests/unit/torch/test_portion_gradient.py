@@ -181,44 +181,34 @@ def test_a_tied_weight_counts_once_with_both_its_uses_and_an_unused_one_is_zero(
     assert model.frozen.grad is None
 
 
-@pytest.mark.parametrize(
-    ("loss_of", "words"),
-    [
+def test_a_loss_of_no_use_is_told_in_one_sentence() -> None:
+    portion = batches(*examples(40, torch.bfloat16), 16)
+
+    def summed(model: nn.Module, batch: Any, **options: str) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], **options)
+
+    useless: list[tuple[Callable[[nn.Module, Any], Any], str]] = [
         (lambda model, batch: 0.5, "The loss is a float; expected a torch tensor with one number"),
         (
-            lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1], reduction="none"),
+            lambda model, batch: summed(model, batch, reduction="none"),
             r"The loss is a tensor of shape \[16\]; expected one number",
         ),
-        (
-            lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]).detach(),
-            "The loss does not depend on the model's parameters",
-        ),
-        (
-            lambda model, batch: (model.zero_grad(), functional.cross_entropy(model(batch[0]), batch[1]))[1],
-            "The loss cleared the model's gradients",
-        ),
-    ],
-)
-def test_a_loss_of_no_use_is_told_in_one_sentence(loss_of: Any, words: str) -> None:
-    worker = Worker(make_model(torch.bfloat16), loss_of)
-    with pytest.raises(BadRequest, match=words):
-        worker.portion(batches(*examples(40, torch.bfloat16), 16), batches(*examples(40, torch.bfloat16), 16))
+        (lambda model, batch: summed(model, batch).detach(), "The loss does not depend on the model's parameters"),
+        (lambda model, batch: (model.zero_grad(), summed(model, batch))[1], "The loss cleared the model's gradients"),
+    ]
+    for loss_of, words in useless:
+        with pytest.raises(BadRequest, match=words):
+            Worker(make_model(torch.bfloat16), loss_of).portion(portion, portion)
 
 
-@pytest.mark.parametrize(
-    ("loss", "loss_of", "words"),
-    [
+def test_one_of_two_losses_is_asked_for_and_batches_that_are_no_pairs_need_one_of_their_own() -> None:
+    for loss, loss_of, words in (
         (None, None, "Neither of loss and loss_of were given"),
         (functional.cross_entropy, lambda model, batch: 0, "Both of loss and loss_of were given"),
         ("cross_entropy", None, "The loss is a str; expected a function"),
-    ],
-)
-def test_one_of_two_losses_is_asked_for(loss: Any, loss_of: Any, words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        loss_function(make_model(), loss, loss_of)
-
-
-def test_batches_that_are_no_pairs_need_a_loss_of_their_own() -> None:
+    ):
+        with pytest.raises(BadRequest, match=words):
+            loss_function(make_model(), loss, loss_of)  # type: ignore[arg-type]
     of_batch = loss_function(make_model(), functional.cross_entropy, None)
     with pytest.raises(
         BadRequest, match=r"gives batches that are a Tensor; expected \(input, target\) pairs: give loss_of="
