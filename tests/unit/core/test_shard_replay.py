@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
@@ -25,7 +24,6 @@ from shards import (
     nothing,
     pull,
     replay,
-    run_together,
 )
 
 LENGTH = 40
@@ -139,30 +137,3 @@ def test_a_mixed_log_of_all_that_can_happen_gives_the_same_bits() -> None:
         ("REJECTED", "DROPPED"),
         ("REJECTED", "REPEATED"),
     }
-
-
-@pytest.mark.parametrize("first", ["plain", pytest.param("rounds", marks=pytest.mark.extended), "staged"])
-def test_the_log_of_real_threads_gives_the_same_bits(first: str) -> None:
-    """Pushes, rosters and behaviours change from several threads; the order of the log is the order of the lock."""
-    log = Log()
-    shard = fresh("momentum", first, recorder=log)
-
-    def pusher(worker_id: str, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        for sequence in range(60):
-            values = random.standard_normal(LENGTH).astype(np.float32)
-            sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=shard.version)
-            shard.push(sent, roster=crew(4))
-
-    def changer() -> None:
-        for index in range(30):
-            shard.complete(crew(1 + index % 4))
-            if index % 5 == 0:
-                shard.configure(behaviour=BEHAVIOURS[sorted(BEHAVIOURS)[index // 5]], roster=crew(4))
-
-    pushers = [lambda index=index: pusher(f"w{index:02d}", index) for index in range(4)]
-    run_together([*pushers, changer])
-    again = fresh("momentum", first)
-    replay(log, again)
-    assert digest(pull(again)[1]) == digest(pull(shard)[1])
-    assert slots(again) == slots(shard)

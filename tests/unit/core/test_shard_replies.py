@@ -10,7 +10,7 @@ import pytest
 
 from pyps import _kernels
 from pyps.core.arrays import Floats
-from pyps.core.finding import FINITE, Finding, first_of, scan
+from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Codec, Extent, Gradient, item_bytes
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.reply import Reply, brings_parameters
@@ -155,21 +155,6 @@ def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_
     exchange(shard, gradient([1, 1], sequence=1), held_version=9)
     kinds = [(type(event), getattr(event, "version", None)) for event in log.events[0]]
     assert kinds == [(Pushed, None), (Pulled, 1), (Pulled, 1), (Pushed, None)]
-
-
-def test_the_parts_of_a_push_with_a_finding_are_refused_by_every_shard() -> None:
-    shards = [make_shard([8, 8], shard_id=shard_id) for shard_id in range(2)]
-    parts = [gradient([1, 1]), gradient([np.inf, 1])]
-    finding = first_of(
-        scan(part, shard_id=shard.shard_id, shard_length=2) for part, shard in zip(parts, shards, strict=True)
-    )
-    assert finding == Finding(1, 0)
-    for shard, part in zip(shards, parts, strict=True):
-        receipt = shard.push(part, roster=roster(), finding=finding)
-        assert (receipt.reason, shard.version) == (Reason.NOT_FINITE, 0)
-        assert "parameter 0 of shard 1" in receipt.message
-    # Corrected, it is no duplicate.
-    assert shards[0].push(parts[0], roster=roster(), finding=FINITE).outcome is Outcome.APPLIED
 
 
 def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -> None:

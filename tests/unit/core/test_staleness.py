@@ -79,18 +79,6 @@ def test_a_scale_is_a_share_that_does_not_grow_with_the_staleness(text: str, sta
     assert 0.0 <= older <= younger <= 1.0
 
 
-@settings(max_examples=50)
-@given(
-    a=st.floats(0, 1e300, allow_subnormal=True),
-    b=st.floats(0, 1e300),
-    text=st.sampled_from(["exponential:beta={a!r}", "polynomial:a={a!r}", "hinge:a={a!r},b={b!r}"]),
-)
-def test_a_policys_text_names_exactly_that_policy(text: str, a: float, b: float) -> None:
-    policy = parse(text.format(a=a, b=b))
-    assert parse(policy.text) == policy
-    assert parse(policy.text).text == policy.text
-
-
 def test_a_policys_text_leaves_out_what_is_at_its_default_and_the_papers_short_names_are_understood() -> None:
     canonical = {
         "hinge:a=10,b=4": "hinge",

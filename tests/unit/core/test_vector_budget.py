@@ -74,24 +74,6 @@ def test_a_count_that_cannot_be_is_refused():
     assert require_plan_fits(PLAN, num_parameters=0, bytes_max=1) == 0, "without parameters any plan will do"
 
 
-def test_pairs_that_an_earlier_coordinator_left_count_where_the_plan_has_fewer():
-    plan = replace(PLAN, history_pairs=1)
-    needed = cost(PLAN)
-
-    with pytest.raises(LimitExceeded) as error:
-        require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=needed - 4000, pairs_there=10)
-
-    assert str(error.value) == (
-        "10 pairs of history (which an earlier coordinator left; 1 are kept once an iteration is done), 6 further"
-        " vectors and 80 staged sums of gradients take 428000 bytes for the 1000 parameters of this server, which keeps"
-        " 424000 at the most: this would fit: --portions 79 or --fold group:k=2 (79 staged sums at once); or more"
-        " servers, or servers started with --max-vector-bytes 428000"
-    )
-    assert require_plan_fits(plan, num_parameters=PARAMETERS, bytes_max=needed, pairs_there=10) == needed
-    fewer = replace(plan, stages=79)
-    assert require_plan_fits(fewer, num_parameters=PARAMETERS, bytes_max=needed - 4000, pairs_there=10)
-
-
 def test_no_history_is_offered_that_is_shorter_than_what_lies_there():
     with pytest.raises(LimitExceeded) as error:
         require_plan_fits(PLAN, num_parameters=PARAMETERS, bytes_max=400_000, pairs_there=7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -198,37 +197,6 @@ def copied(machine: VectorMachine) -> tuple[MachineState, dict[int, np.ndarray]]
 
 
 LENGTHS_BY_ID = {2 * i: length for i, length in enumerate(LENGTHS)}
-
-
-def test_copies_taken_amid_programs_are_each_of_one_iteration():
-    driver = begun()
-    copies = []
-    over = threading.Event()
-
-    def coordinate() -> None:
-        for k in range(1, 31):
-            iterate(driver, k)
-        over.set()
-
-    def copy() -> None:
-        while not over.is_set():
-            copies.append(copied(driver.machine))
-
-    run_together([coordinate, copy, copy])
-    copies.append(copied(driver.machine))
-
-    for state, points in copies:
-        k = state.iteration
-        assert state.text == (f"state {k}" if k else "")
-        assert all((point == k).all() for point in points.values())
-        assert state.standing.newest == k and state.standing.oldest == max(1, k - 1)
-        for vectors in state.vectors.values():
-            assert set(vectors) == {"g", *(f"{letter}{j}" for j in (k - 1, k) if j > 0 for letter in "sy")}
-            assert (vectors["g"] == -k).all()
-            assert all(
-                (values == int(n[1:]) * (1 if n[0] == "s" else -1)).all() for n, values in vectors.items() if n != "g"
-            )
-    assert copies[-1][0].iteration == 30
 
 
 def test_a_program_waits_for_a_copy_only_where_it_changes_what_is_kept():

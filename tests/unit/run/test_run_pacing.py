@@ -57,17 +57,6 @@ def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
     assert calls.ask("b")
 
 
-def test_those_waited_for_are_those_whom_waiting_calls_wait_for():
-    calls = Calls(Pacing(ClockBound(0)))
-    assert calls.ask("a")
-    assert calls.ask("b")
-    assert not calls.ask("a", clock=1)
-    assert calls.pacing.waiting_for("a") == ("b",)
-    assert calls.pacing.waited_for() == {"b"}
-    calls.end("a")
-    assert calls.pacing.waited_for() == set()
-
-
 def test_a_worker_that_goes_without_asking_is_no_longer_expected():
     calls = Calls(Pacing(TurnTaking(quorum=2)))
     assert not calls.ask("a")
@@ -89,15 +78,6 @@ def test_an_opened_gate_expects_nobody_and_those_excused_need_not_ask():
         assert not calls.pacing.gate_holds
         assert calls.woken == ["a"]
         assert calls.ask("a")
-
-
-def test_a_call_that_was_cancelled_gives_up_its_place():
-    calls = Calls(Pacing(TurnTaking()))
-    assert [calls.ask(name) for name in "abc"] == [True, False, False]
-    calls.end("a")
-    calls.cancel("b")
-    assert not calls.ask("a", clock=1)
-    assert calls.woken == ["c"]
 
 
 def test_a_call_that_was_granted_its_step_and_cancelled_before_its_answer_hands_the_step_on():

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-
 import pytest
 
-from pyps.work import Leased, WorkQueue
 from pyps.work.estimate import Occupation, seconds_left
-from work_crews import begin, coordinated, plain
+from work_crews import plain
 
 
 def test_what_is_pending_flows_to_whoever_is_free():
@@ -46,56 +42,3 @@ def test_nothing_is_known_before_the_first_portion_and_nothing_is_left_at_the_en
     assert queue.progress(4.0).seconds_left == pytest.approx(2.0)
     queue.deliver("a", 1, [answer.lease_id], example_count=3, now=6.0)
     assert queue.progress(6.0).seconds_left == 0.0
-
-
-def simulated(queue: WorkQueue, speeds: dict[str, float], *, look_at: float) -> tuple[float, float]:
-    """Runs the present pass in virtual time: the time left as told at `look_at`, and as it was."""
-    told, now, coordinated_work = None, 0.0, queue.spec.coordinated
-    events = [(0.0, name, None) for name in speeds]
-    waiting: list[str] = []
-    while True:
-        now, name, leased = heapq.heappop(events)
-        if told is None and now >= look_at:
-            told = queue.progress(look_at).seconds_left
-        if leased is not None:
-            granted = not coordinated_work or queue.claim(name, 1, leased.lease_id, now=now).granted
-            if granted:
-                queue.deliver(
-                    *(name, 1, [leased.lease_id]),
-                    stage_id=leased.lease_id if coordinated_work else 0,
-                    example_count=leased.portion.num_examples,
-                    now=now,
-                )
-        progress = queue.progress(now)
-        if progress.done == progress.num_portions:
-            assert told is not None
-            return told, now - look_at
-        waiting.append(name)
-        for other in waiting[:]:
-            answer = queue.lease(other, 1, pass_=None if coordinated_work else 0, now=now)
-            if isinstance(answer, Leased):
-                waiting.remove(other)
-                heapq.heappush(events, (now + answer.portion.num_examples / speeds[other], other, answer))
-
-
-def crew(seed: int) -> dict[str, float]:
-    """E5: 20 workers of unequal speed, two of them eight times as slow."""
-    chance = random.Random(seed)
-    speeds = {f"w{index:02}": 10 * 2.718281828 ** (0.2 * chance.gauss(0, 1)) for index in range(20)}
-    for slow in ("w03", "w11"):
-        speeds[slow] /= 8
-    return speeds
-
-
-SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(1, 6)))
-
-
-@pytest.mark.parametrize("share", [0.5, 0.75])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_estimate_holds_with_two_workers_slowed_eightfold(seed, share):
-    speeds = crew(seed)
-    ideal = 4000 / sum(speeds.values())
-    queue = coordinated(4000)
-    begin(queue, num_portions=200)
-    told, was = simulated(queue, speeds, look_at=share * ideal)
-    assert told == pytest.approx(was, rel=0.25)

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from pyps.work import Delivery, Ended, Leased, NothingNow, PassOutcome, WorkQueue
-from pyps_wire.errors import BadRequest, Superseded
+from pyps_wire.errors import BadRequest, StateLost, Superseded
 from shards import refusal
-from work_crews import begin, coordinated, counted
+from work_crews import begin, coordinated, counted, restored
 
 
 def lease(queue: WorkQueue, name: str, *, now: float = 0.0, **more):
@@ -208,17 +208,6 @@ def test_what_a_lost_worker_claimed_goes_to_another():
     assert outcome(queue).example_count == 2
 
 
-def test_a_copy_takes_the_place_of_the_winner_that_died():
-    queue = coordinated(2)
-    begin(queue, num_portions=1)
-    original, copy = lease(queue, "a"), lease(queue, "b")
-    claim(queue, "a", original)
-    queue.release("a", now=1.0, lost=True)
-    assert queue.progress(0.0).running == 1
-    assert claim(queue, "b", copy).granted
-    assert deliver(queue, "b", copy).accepted
-
-
 def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end():
     queue = coordinated(2, stall_seconds=10.0)
     begin(queue, num_portions=1)
@@ -315,3 +304,67 @@ def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
     done = outcome(queue)
     assert math.isnan(done.loss_sum)
     assert (done.stage_ids, done.example_count) == ((4,), 4)
+
+
+# Coordinators after each other: from its Attach on one is the only one, and the work goes on with it.
+
+
+def test_a_restored_server_has_no_pass_under_way_and_says_so():
+    queue = coordinated(4)
+    begin(queue, 3, epoch=2)
+    after = restored(queue)
+    assert after.lease("a", 1, now=0.0) == NothingNow(3)
+    with pytest.raises(StateLost, match="pass 3 is not under way: the server came back from a checkpoint"):
+        after.await_pass(3, coordinator_epoch=2, now=0.0)
+    with pytest.raises(BadRequest, match="pass 3 cannot begin"):
+        begin(after, 3, epoch=3)
+    with pytest.raises(Superseded):
+        begin(after, 4, epoch=1)
+    begin(after, 4, epoch=3)
+    assert isinstance(after.lease("a", 1, now=0.0), Leased)
+
+
+def test_an_attached_coordinator_fences_off_the_one_before_it():
+    queue = coordinated(4)
+    queue.attach(1)
+    queue.attach(2)
+    with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2"):
+        begin(queue, 1, epoch=1)
+    with pytest.raises(Superseded):
+        queue.attach(1)
+    begin(queue, 1, epoch=2)
+    assert queue.pass_ == 1
+
+
+def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own():
+    queue = coordinated(4)
+    begin(queue, 3, epoch=1)
+    queue.attach(2)
+    with pytest.raises(BadRequest, match="pass 3 has begun before; take a higher one"):
+        begin(queue, 3, epoch=2)
+    begin(queue, 4, epoch=2)
+    # Once more is no other pass.
+    held = queue.lease("a", 1, now=0.0)
+    begin(queue, 4, epoch=2)
+    assert queue.claim("a", 1, held.lease_id, now=1.0).granted
+
+
+def test_an_attached_coordinator_lifts_the_end_of_the_work():
+    told: list[str] = []
+    queue = coordinated(4, tell=lambda kind, what, **facts: told.append(what))
+    queue.attach(1)
+    queue.end(coordinator_epoch=1, message="enough")
+    queue.attach(1)
+    assert queue.lease("a", 1, now=0.0) == Ended(0, "enough")
+    queue.attach(2)
+    assert not queue.progress(0.0).ended
+    assert queue.lease("a", 1, now=0.0) == NothingNow(0)
+    assert told[-1] == "work goes on: another coordinator came"
+
+
+def test_a_coordinator_that_waits_is_woken_when_another_attaches():
+    queue, woken = coordinated(4), []
+    begin(queue, epoch=1)
+    queue.await_pass(1, coordinator_epoch=1, now=0.0, wake=lambda: woken.append("former"))
+    queue.attach(2)
+    assert woken == ["former"]

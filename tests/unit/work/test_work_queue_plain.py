@@ -7,7 +7,7 @@ import pytest
 from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
 from pyps_wire.errors import BadRequest, Superseded, WaitTimedOut
 from shards import refusal
-from work_crews import counted, plain
+from work_crews import counted, plain, restored, spec
 
 
 def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, **more):
@@ -324,3 +324,120 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
         lease(queue, "a", held=(), announced=former)
     assert queue.progress(0.0).running == 1
     assert deliver(queue, held).accepted
+
+
+# What workers say of a data set.
+
+
+def test_a_data_set_that_differs_is_refused_by_the_field():
+    queue = plain(10, 3)
+    for field, value, words in (
+        ("name", "test", "worker 'b' says name 'test' of the data set, but the run's has 'train'"),
+        ("num_examples", 11, "says num_examples 11 of the data set, but the run's has 10"),
+        ("portion_examples", 4, "says portion_examples 4"),
+        ("batch_size", 32, "says batch_size 32"),
+        ("shuffle", True, "says shuffle True"),
+        ("seed", 1, "says seed 1"),
+        ("coordinated", True, "says coordinated True"),
+    ):
+        fields = spec(10, 3).to_json() | {field: value}
+        assert words in refusal(queue.open, DataSpec(**fields), worker_id="b")
+    queue.open(spec(10, 3), worker_id="b")
+
+
+def test_a_data_set_without_sense_is_refused():
+    for fields, words in (
+        ({"num_examples": 0}, "the data set 'train' has 0 examples; expected 1 at least"),
+        ({"name": "x" * 201}, "has 201 characters; expected 200 at most"),
+        ({"seed": -1}, "seed is -1; expected 0 or more"),
+    ):
+        assert words in refusal(DataSpec, **({"name": "train", "num_examples": 10} | fields))
+
+
+def test_portions_need_a_size_and_may_not_be_too_many():
+    queue = WorkQueue(stall_seconds=60)
+    with pytest.raises(BadRequest, match="name portion_examples or batch_size"):
+        queue.open(DataSpec("train", 10), worker_id="a")
+    with pytest.raises(BadRequest, match="2000000 portions; expected 1000000 at most: take larger portions"):
+        queue.open(DataSpec("train", 2_000_000, 1), worker_id="a")
+    assert queue.spec is None
+    with pytest.raises(BadRequest, match="no worker has said what the data set is"):
+        queue.lease("a", 1, now=0.0)
+
+
+# What goes on with another server, from the queue's state in a checkpoint.
+
+
+def test_what_is_delivered_stays_delivered_and_what_was_running_is_done_again():
+    queue = plain(10, 3)
+    first, running = lease(queue), lease(queue)
+    deliver(queue, first)
+    after = restored(queue)
+    assert deliver(after, first).accepted
+    assert not deliver(after, running).accepted
+    given = []
+    while isinstance(answer := lease(after), Leased):
+        given.append(answer.portion.portion_id)
+        deliver(after, answer)
+    assert given == [1, 2, 3]
+    assert answer == PassDone(0)
+    assert counted(after, 0) == list(range(10))
+
+
+def test_numbers_of_leases_are_never_used_again():
+    queue = plain(10, 3)
+    before = {lease(queue).lease_id for _ in range(3)}
+    kept = queue.state()
+    # Given out after the checkpoint: only the owner's first_lease keeps clear of it.
+    before.add(lease(queue).lease_id)
+    after = WorkQueue(stall_seconds=60, first_lease=500)
+    after.restore(kept)
+    assert lease(after).lease_id >= 500
+    late = restored(queue, first_lease=2)
+    assert lease(late).lease_id > max(before)
+
+
+def test_a_pass_goes_on_as_it_was_cut_whatever_the_settings_are_now():
+    queue = WorkQueue(stall_seconds=60, batch_size_of=lambda epoch: 4)
+    queue.open(spec(40, 0), worker_id="a")
+    after = restored(queue, batch_size_of=lambda epoch: 8)
+    answer = lease(after)
+    assert (answer.portion.num_examples, answer.batch_size) == (4, 4)
+    while isinstance(answer, Leased):
+        deliver(after, answer)
+        answer = lease(after)
+    assert lease(after, pass_=1).portion.num_examples == 8
+
+
+def test_the_data_set_is_known_to_a_restored_server():
+    after = restored(plain(10, 3))
+    after.open(spec(10, 3), worker_id="a")
+    with pytest.raises(BadRequest, match="num_examples 11"):
+        after.open(spec(11, 3), worker_id="a")
+    # A queue that nobody opened can be kept too.
+    after = restored(WorkQueue(stall_seconds=60))
+    after.open(spec(10, 3), worker_id="a")
+    assert isinstance(lease(after), Leased)
+
+
+def test_counts_and_passes_go_on():
+    queue = plain(3, 3)
+    lease(queue)
+    queue.release("a", now=0.0, lost=True)
+    for pass_ in range(2):
+        deliver(queue, lease(queue, pass_=pass_))
+    progress = restored(queue).progress(0.0, deliveries=True)
+    assert (progress.pass_, progress.passes_done, progress.lost) == (1, 2, 1)
+    assert [delivered.pass_ for delivered in progress.deliveries] == [0, 1]
+
+
+def test_deliveries_of_the_present_pass_and_seven_before_it_are_remembered():
+    queue = plain(3, 3)
+    for pass_ in range(20):
+        deliver(queue, lease(queue, pass_=pass_))
+    assert [delivered.pass_ for delivered in queue.progress(0.0, deliveries=True).deliveries] == list(range(12, 20))
+
+
+def test_what_is_no_state_is_one_sentence():
+    with pytest.raises(BadRequest, match="the checkpoint's work queue cannot be read"):
+        WorkQueue(stall_seconds=60).restore({"spec": None})
