@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import grpc
@@ -10,6 +11,8 @@ import torch
 
 from pyps.core.gradient import Codec
 from pyps.core.update_rules import RULES, WeightedGradient, validate
+from pyps_client import RemoteOptimizer
+from pyps_client.data import Portions
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersRequest, Status, WorkerInfo
 from pyps_wire.inspector_pb2_grpc import InspectorStub
@@ -69,6 +72,45 @@ def workers(server: AnyServer) -> dict[str, WorkerInfo]:
     with grpc.insecure_channel(server.control) as channel:
         reply = InspectorStub(channel).ListWorkers(ListWorkersRequest(), timeout=20)
     return {worker.worker_id: worker for worker in reply.workers}
+
+
+def train_on_portions(
+    servers: str,
+    worker_id: str,
+    *,
+    examples: int = 400,
+    epochs: int = 2,
+    portion_batches: int | None = None,
+    overlap: str = "off",
+    push_every: int | None = None,
+    step_seconds: float = 0.0,
+) -> tuple[list[int], float]:
+    """Trains a small model of its own on a data set that workers share in portions.
+
+    Returns the examples that this worker computed in each epoch, and the loss in the end. `step_seconds`: how slow it
+    is.
+    """
+    inputs = torch.randn(examples, 8, generator=torch.Generator().manual_seed(0))
+    dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model = torch.nn.Linear(8, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    where = {"run_id": "portions", "worker_id": worker_id}
+    counts = []
+    with RemoteOptimizer(model, sgd, servers, **where, push_every=push_every, overlap=overlap) as optimizer:
+        portions = Portions(dataset, optimizer, batch_size=4, portion_batches=portion_batches)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=portions)
+        for _ in range(epochs):
+            counts.append(0)
+            for x, y in portions.epoch(loader):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                counts[-1] += len(x)
+                time.sleep(step_seconds)
+            if optimizer.finished:
+                break
+        with torch.no_grad():
+            return counts, float(torch.nn.functional.mse_loss(model(inputs), dataset.tensors[1]))
 
 
 class SerialRule:

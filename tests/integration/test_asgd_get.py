@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -23,10 +24,10 @@ from pyps_wire.inspector_pb2 import GetStatusRequest
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
-from support import ROOT, PythonProcess, ServerThread
+from support import ServerThread
+from training import train_on_portions
 
 StartServer = Callable[..., ServerThread]
-StartPython = Callable[..., PythonProcess]
 
 # Several shards, so that a snapshot could be torn.
 TENSORS = {f"tensor-{i}": np.zeros(100, np.float32) for i in range(5)}
@@ -116,17 +117,15 @@ def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_giv
         optimizer.close()
 
 
-def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server, start_python) -> None:
+def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server) -> None:
     """A4: b(e) never falls, and an epoch has ceil(N / (K b(e))) updates, whoever makes them."""
     num_examples, accumulate, epochs = 100, 2, 4
     growth = ("--batch-growth", "start=4,maximum=16,every=1", "--epoch-examples", str(num_examples))
     server = start_server("--protocol", f"asgd:accumulate={accumulate}", *growth)
-    worker = str(ROOT / "tests" / "portion_worker.py")
-    flags = ("--examples", str(num_examples), "--epochs", str(epochs))
-    places = [{"PYPS_SERVERS": addresses([server]), "PYPS_WORKER_ID": name, "PYPS_RUN_ID": "portions"} for name in "ab"]
-    workers = [start_python(worker, *flags, env=place) for place in places]
-    for process in workers:
-        assert process.wait() == 0, process.output()
+    with ThreadPoolExecutor(2) as pool:
+        train = partial(train_on_portions, server.data, examples=num_examples, epochs=epochs)
+        for trained in [pool.submit(train, name) for name in "ab"]:
+            trained.result(120)
 
     deliveries = inspect(server.control, "GetWork", GetWorkRequest(deliveries=True)).deliveries
     portions = [[each.portion for each in deliveries if getattr(each, "pass") == epoch] for epoch in range(epochs)]

@@ -5,7 +5,6 @@ Dean et al. 2012, section 4.1; D9 of the algorithm notes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,62 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from client_support import SGD, addresses, start_servers
 from inspection import inspect
 from pyps.launcher.ports import free_port
-from pyps_client import Client, RemoteOptimizer
+from pyps_client import Client
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
 from support import AnyServer, ServerProcess, ServerThread, wait_until
+from training import train_on_portions
 
 StartServer = Callable[..., ServerThread]
 
 EXAMPLES = 400
 
 
-def train(
-    servers: str,
-    worker_id: str,
-    *,
-    examples: int = EXAMPLES,
-    epochs: int = 2,
-    portion_batches: int | None = None,
-    overlap: str = "off",
-    push_every: int | None = None,
-    step_seconds: float = 0.0,
-) -> tuple[list[int], float]:
-    """The examples that this worker computed in each epoch, and the loss in the end; `step_seconds`: how slow it is."""
-    inputs = torch.randn(examples, 8, generator=torch.Generator().manual_seed(0))
-    dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    model = torch.nn.Linear(8, 1)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    where = {"run_id": "portions", "worker_id": worker_id}
-    counts = []
-    with RemoteOptimizer(model, sgd, servers, **where, push_every=push_every, overlap=overlap) as optimizer:
-        portions = Portions(dataset, optimizer, batch_size=4, portion_batches=portion_batches)
-        loader = torch.utils.data.DataLoader(dataset, batch_sampler=portions)
-        for _ in range(epochs):
-            counts.append(0)
-            for x, y in portions.epoch(loader):
-                optimizer.zero_grad()
-                torch.nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
-                counts[-1] += len(x)
-                time.sleep(step_seconds)
-            if optimizer.finished:
-                break
-        with torch.no_grad():
-            return counts, float(torch.nn.functional.mse_loss(model(inputs), dataset.tensors[1]))
-
-
 def train_together(*servers: AnyServer, **options: Any) -> list[tuple[list[int], float]]:
     """Trains with two workers, as threads; for each, its examples by epoch and its last loss."""
-    torch.set_num_threads(1)
     with ThreadPoolExecutor(2) as pool:
-        workers = [pool.submit(train, addresses(servers), name, **options) for name in "ab"]
+        workers = [pool.submit(train_on_portions, addresses(servers), name, **options) for name in "ab"]
         return [worker.result(120) for worker in workers]
 
 
