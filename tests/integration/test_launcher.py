@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import signal
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
-import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from pyps.cli.main import app
 from pyps.config import ConfigError
 from pyps_wire.errors import PypsError
-from support import ROOT, PythonProcess, wait_until
+from support import PythonProcess, wait_until
 
 Start = Callable[..., PythonProcess]
 
@@ -31,11 +32,6 @@ def run(start_python: Start, *flags: str, code: str, env: dict[str, str | None] 
 
 def servers_of(launcher: PythonProcess) -> list[psutil.Process]:
     return [child for child in psutil.Process(launcher.pid).children() if "serve" in child.cmdline()]
-
-
-def workers_of(launcher: PythonProcess) -> dict[str, psutil.Process]:
-    children = psutil.Process(launcher.pid).children()
-    return {child.environ()["PYPS_WORKER_ID"]: child for child in children if "serve" not in child.cmdline()}
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
@@ -271,25 +267,6 @@ def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: St
     assert "the flag --clip-norm is -1.0" in line
 
 
-@pytest.mark.extended
-def test_three_workers_finish_after_the_fourth_was_killed(start_python: Start) -> None:
-    script = str(ROOT / "examples" / "digits.py")
-    launcher = start_python(
-        *("-m", "pyps", "run", "--servers", "2", "--workers", "4", "--", "python", script, "--epochs", "60"),
-        env={"PYPS_LEASE_SECONDS": "1", "PYPS_HEARTBEAT_SECONDS": "0.3"},
-    )
-    launcher.wait_for_output("worker-2 | epoch  10", 60)
-
-    workers_of(launcher)["worker-2"].kill()
-
-    launcher.wait_for_output("worker-2 was killed by SIGKILL")
-    assert launcher.wait() == 1
-    output = launcher.output()
-    assert re.search(r"^server-0 \| .*lease ran out.*worker-2", output, re.M), output
-    for name in ("worker-0", "worker-1", "worker-3"):
-        assert re.search(rf"^{name} \| held-out accuracy 0\.9[5-9]", output, re.M), output
-
-
 def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
     for variable, value, complaint in (
         ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
@@ -299,3 +276,101 @@ def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
     ):
         assert complaint in refusal("run", "--", "python", "-c", WAITING, env={variable: value})
         assert complaint in refusal("demo", env={variable: value})
+
+
+# Workers of several processes, and those that come back.
+
+
+def processes_of(launcher: PythonProcess) -> dict[str, psutil.Process]:
+    """The running processes of replicas, by their names on the terminal."""
+    found = {}
+    for child in psutil.Process(launcher.pid).children():
+        # One that has just ended has no environment any more.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            environment = child.environ()
+            if "RANK" in environment:
+                found[f"{environment['PYPS_WORKER_ID']}.{environment['RANK']}"] = child
+    return found
+
+
+def announced(launcher: PythonProcess) -> list[str]:
+    """What the launcher itself said, without the times."""
+    lines = re.findall(r"^pyps +\| (.*)$", launcher.output(), re.M)
+    return [re.sub(r" after \d+\.\d s", "", line) for line in lines]
+
+
+def meeting(folder: Path) -> str:
+    """A program of two processes that meet, and work until the file "go" lies in the folder.
+
+    One that has lost the other says so, and ends with an error when the file "seen" lies there.
+    """
+    return textwrap.dedent(f"""
+        import os, pathlib, select, socket, sys, time
+        go, seen = pathlib.Path({str(folder / "go")!r}), pathlib.Path({str(folder / "seen")!r})
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ["RANK"] == "0":
+            other, _ = socket.create_server(address).accept()
+        else:
+            while True:
+                try:
+                    other = socket.create_connection(address)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.02)
+        print("met at", address[1], flush=True)
+        while not go.exists():
+            if select.select([other], [], [], 0.02)[0] and not go.exists():
+                print("a process of my replica is gone", flush=True)
+                while not seen.exists():
+                    time.sleep(0.02)
+                sys.exit(1)
+    """)
+
+
+def test_a_replica_is_started_again_and_meets_elsewhere(start_python: Start, tmp_path: Path) -> None:
+    """What its processes are told is in tests/unit/test_launcher_environment.py."""
+    launcher = run(start_python, "--replicas", "2", "--parts", "2", "--max-restarts", "1", code=meeting(tmp_path))
+    for name in ("replica-0.0", "replica-0.1", "replica-1.0", "replica-1.1"):
+        launcher.wait_for_output(f"{name} | met")
+    assert "2 replicas of 2 processes on 1 server," in launcher.output()
+    [server] = servers_of(launcher)
+    assert server.cmdline()[server.cmdline().index("--expected-workers") + 1] == "2", "a replica counts once"
+    first_life = processes_of(launcher)
+
+    first_life["replica-1.0"].kill()
+    launcher.wait_for_output("replica-1.1 | a process of my replica is gone")
+    launcher.wait_for_output("replica-1 ends")
+    (tmp_path / "seen").touch()
+
+    wait_until(lambda: launcher.output().count("replica-1.0 | met") == 2, what="a second life")
+    wait_until(lambda: launcher.output().count("replica-1.1 | met") == 2, what="a second life")
+    second_life = processes_of(launcher)
+    assert {name for name, process in second_life.items() if process != first_life[name]} == {
+        "replica-1.0",
+        "replica-1.1",
+    }
+    (tmp_path / "go").touch()
+    assert launcher.wait() == 0, "the last life of everybody ended well"
+    said = announced(launcher)
+    assert "replica-1 ends: its process replica-1.0 was killed by SIGKILL; 1 of 2 replicas go on." in said
+    assert "replica-1 is started again (restart 1 of 1)." in said
+    assert any(line.startswith("replica-1 finished") for line in said)
+    met = re.findall(r"^(replica-\d)\.\d +\| met at (\d+)$", launcher.output(), re.M)
+    assert sorted(name for name, _ in met) == ["replica-0"] * 2 + ["replica-1"] * 4
+    assert len(set(met)) == len({port for _, port in met}) == 3, "a place for each life"
+
+
+def test_a_worker_that_fails_is_started_again_and_trains_the_same_run(start_python: Start, tmp_path: Path) -> None:
+    once = tmp_path / "once"
+    code = (
+        "import os, pathlib, signal, numpy, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.zeros(8, numpy.float32)}) as client:\n"
+        "    print('w', client.pull()['w'][0]); client.push({'w': numpy.ones(8, numpy.float32)})\n"
+        f"    if not pathlib.Path({str(once)!r}).exists():\n"
+        f"        pathlib.Path({str(once)!r}).touch(); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    launcher = run(start_python, "--max-restarts", "3", code=code)
+
+    assert launcher.wait() == 0, launcher.output()
+    assert "worker-0 was killed by SIGKILL and is started again (restart 1 of 3)." in announced(launcher)
+    assert re.search(r"^worker-0 \| w 0\.0\n(.*\n)+worker-0 \| w -0\.0[45]", launcher.output(), re.M), "its own push"

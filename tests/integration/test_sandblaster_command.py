@@ -53,19 +53,6 @@ def test_a_coordinator_that_is_killed_is_started_again_and_the_job_ends_well(
     assert re.search(r"^worker-0    \| bits ", output, re.M)
 
 
-@pytest.mark.extended
-def test_a_plan_beyond_the_servers_memory_ends_the_job_with_its_sentence(start_python: StartPython) -> None:
-    launcher = start_python("-m", "pyps", "sandblaster", "--max-vector-bytes", "5000", str(SCRIPT))
-
-    assert launcher.wait(END_SECONDS) == 1
-    output = launcher.output()
-    assert re.search(
-        r"^coordinator \| pyps: 10 pairs of history.* this would fit: .*--max-vector-bytes \d+", output, re.M
-    )
-    assert "coordinator ended with status 2; its last lines say why." in output
-    assert "Traceback" not in output
-
-
 def test_workers_that_all_fail_end_the_job_at_once(start_python: StartPython) -> None:
     launcher = start_python("-m", "pyps", "sandblaster", "--workers", "2", "--", "python", "-c", "raise SystemExit(3)")
 

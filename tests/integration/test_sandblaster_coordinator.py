@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +15,11 @@ import numpy as np
 import pytest
 
 from coordinated import END_SECONDS, Coordinated, figures, planned_bytes, summary
+from pyps.cli.coordination.link import Link
+from pyps.cli.coordination.reports import Reports
+from pyps.launcher.ports import free_port
 from pyps_client import Client
+from pyps_client.launch import Launch
 from support import AnyServer, PythonProcess, ServerThread, wait_until
 
 StartServer = Callable[..., AnyServer]
@@ -61,11 +66,14 @@ def undisturbed(outcome: Outcome) -> str:
     return outcome.bits
 
 
-def test_one_worker_and_four_come_to_the_same_bits(
-    start_server: StartServer, start_python: StartPython, undisturbed: str
-) -> None:
-    job = Coordinated(start_server, start_python)
-    job.hire(4)
+@pytest.fixture
+def job(start_server: StartServer, start_python: StartPython) -> Coordinated:
+    """Two servers that nobody has come to."""
+    return Coordinated(start_server, start_python)
+
+
+def test_one_worker_and_three_come_to_the_same_bits(job: Coordinated, undisturbed: str) -> None:
+    job.hire(3)
 
     coordinator = job.coordinate(*FLAGS)
 
@@ -76,9 +84,8 @@ def test_one_worker_and_four_come_to_the_same_bits(
 
 
 def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    job: Coordinated, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python)
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     first = job.coordinate(*FLAGS)
@@ -93,22 +100,6 @@ def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
     assert summary(second)["iterations"] == ITERATIONS
     assert [line["iteration"] for line in figures(second)][-1] == ITERATIONS
     assert figures(second)[0]["iteration"] == done + 1, "it goes on, and begins nothing again that was committed"
-    assert job.bits() == undisturbed
-
-
-@pytest.mark.extended
-def test_coordinators_killed_at_any_moment_leave_a_run_to_go_on_with(
-    start_server: StartServer, start_python: StartPython, undisturbed: str
-) -> None:
-    job = Coordinated(start_server, start_python)
-    job.hire(2)
-    for _ in range(3):
-        coordinator = job.coordinate(*FLAGS)
-        # Whatever it does by then: a commit, a pass, a direction; or it has ended.
-        wait_until(lambda: figures(coordinator) or not coordinator.running, END_SECONDS, "an iteration")  # noqa: B023
-        coordinator.kill()
-
-    assert job.coordinate(*FLAGS).wait() == 0
     assert job.bits() == undisturbed
 
 
@@ -133,71 +124,7 @@ def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
     assert job.work().lost >= 1
 
 
-def test_a_worker_that_hangs_holds_nobody_up_where_there_are_backup_copies(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
-) -> None:
-    job = Coordinated(start_server, start_python)
-    for name in ("go", "much-later"):
-        job.hire(1, "--hold-at", "0", "--release", str(tmp_path / name))
-    coordinator = job.coordinate(*FLAGS)
-    for worker in job.workers:
-        worker.wait_for_output("held", END_SECONDS)
-
-    (tmp_path / "go").touch()
-
-    assert summary(coordinator)["iterations"] == ITERATIONS
-    assert job.work().stolen >= 1
-    (tmp_path / "much-later").touch()
-    assert job.bits() == undisturbed
-
-
-@pytest.mark.parametrize(
-    ("sizes", "flags"),
-    [
-        pytest.param(
-            {1_000: 256, 1_000_000: 250_000},
-            ("--history", "10", "--portions", "4", "--iterations", "4"),
-            id="thousand, million",
-        ),
-        pytest.param(
-            {1_000_000: 1_047_552, 100_000_000: 1_047_552},
-            ("--history", "2", "--portions", "2", "--iterations", "3"),
-            id="up to 100 million",
-            marks=pytest.mark.extended,
-        ),
-    ],
-)
-def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
-    start_server: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
-) -> None:
-    said = {}
-    for num_parameters, shard_size in sizes.items():
-        job = Coordinated(start_server, start_python)
-        job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
-        coordinator = job.coordinate(*flags, "--copies", "1")
-        summary(coordinator)
-        said[num_parameters] = figures(coordinator)
-        for line in said[num_parameters]:
-            # Each message has the coordinator's name, which ends with its process id: of more digits, or fewer.
-            traffic = line["traffic"]
-            traffic["instruction_bytes"] -= traffic["instruction_messages"] * len(str(coordinator.pid))
-        job.bits()
-
-    small, large = said.values()
-    kinds = ("iteration", "trials", "pairs", "pair_kept")
-    assert [[line[kind] for kind in kinds] for line in small] == [[line[kind] for kind in kinds] for line in large]
-    for one, other in zip(small, large, strict=True):
-        for figure in ("instruction_messages", "instruction_bytes"):
-            assert one["traffic"][figure] == other["traffic"][figure]
-        for said_of in (one["traffic"], other["traffic"]):
-            # A pass is asked after more often where it takes longer, with a line a worker in each answer.
-            assert said_of["pass_bytes"] < 1_000 * said_of["pass_messages"]
-
-
-def test_groups_of_portions_come_to_the_same_loss_in_less_memory(
-    start_server: StartServer, start_python: StartPython, outcome: Outcome
-) -> None:
-    job = Coordinated(start_server, start_python)
+def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: Coordinated, outcome: Outcome) -> None:
     job.hire(2)
 
     coordinator = job.coordinate(*FLAGS, "--fold", "group:k=3")
@@ -236,9 +163,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
 
 
 def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
-    start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
+    job: Coordinated, undisturbed: str, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -252,10 +178,7 @@ def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
     assert job.bits() == undisturbed
 
 
-def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
-    start_server: StartServer, start_python: StartPython, tmp_path: Path
-) -> None:
-    job = Coordinated(start_server, start_python)
+def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(job: Coordinated, tmp_path: Path) -> None:
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
     worker.wait_for_output("held", END_SECONDS)
@@ -268,27 +191,18 @@ def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
     assert "Traceback" not in coordinator.output()
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param((0,), id="the first", marks=pytest.mark.extended),
-        pytest.param((1,), id="the second", marks=pytest.mark.extended),
-        pytest.param((1, 0), id="one after the other"),
-    ],
-)
 def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     start_server_process: StartServer,
     start_python: StartPython,
     undisturbed: str,
     tmp_path: Path,
-    order: tuple[int, ...],
 ) -> None:
     job = Coordinated(start_server_process, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     coordinator = job.coordinate(*FLAGS, "--save-every", "1")
     worker.wait_for_output("held", END_SECONDS)
 
-    for server in order:
+    for server in (1, 0):
         # The next one goes while the run is taken up again.
         job.revive(server)
         told = f"server {server} ({job.servers[server].data}) was restored from a checkpoint: taking the run up again"
@@ -299,10 +213,7 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     assert job.bits() == undisturbed
 
 
-def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(
-    start_server: StartServer, start_python: StartPython, undisturbed: str
-) -> None:
-    job = Coordinated(start_server, start_python)
+def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Coordinated, undisturbed: str) -> None:
     job.hire()
     fewer = ("--iterations", "2", *FLAGS[2:])
     assert summary(job.coordinate(*fewer))["iterations"] == 2
@@ -363,3 +274,23 @@ def test_a_coordinator_without_workers_says_what_it_waited_for(
     assert coordinator.wait() == 2
     assert re.search(r"pyps: Waited \d s for the first parameters", coordinator.output())
     assert "Traceback" not in coordinator.output()
+
+
+def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = str(free_port())
+    server = start_server("--run-id", "blast", "--port", port)
+    link = Link(Launch(servers=(server.data,), worker_id="coordinator"))
+    with ThreadPoolExecutor(1) as pool, link:
+        reports = Reports(link)
+        before = reports.work()
+        server.stop()
+
+        reading = pool.submit(reports.work)
+        wait_until(lambda: reading.done() or "waiting for server 0" in caplog.text, what="a word of waiting")
+        assert not reading.done(), reading.exception()
+        # Its control port is another one this time.
+        start_server("--run-id", "blast", "--port", port)
+
+        assert reading.result(60.0) == before
