@@ -55,29 +55,6 @@ def test_a_protocol_with_turns_begins_and_ends_while_workers_train(start_server)
         assert not call.result(20).ask_to_proceed
 
 
-def test_a_change_to_a_barrier_gathers_from_the_next_push_on(start_server):
-    server = start_server("--staleness", "none")
-    with crew(server, 2) as [first, second]:
-        first.push(first.push_request(1.0))
-        second.push(second.push_request(1.0))
-        configure(server, protocol="hardsync")
-        assert first.hello().current_version_only
-        assert first.push(first.push_request(1.0, base_version=1))[0].reason == common.REASON_STALE
-        assert first.push(first.push_request(1.0, base_version=2))[0].outcome == common.OUTCOME_PENDING
-        assert second.push(second.push_request(3.0, base_version=2))[0].version_after == 3
-        assert set(values_of(first.pull()[0])) == {-4.0}
-
-
-def test_rate_policy_and_schedule_change_for_the_next_update(start_server):
-    with crew(server := start_server(), 1) as [worker]:
-        assert worker.push(worker.push_request(1.0))[0].rate == 1.0
-        configure(server, learning_rate=0.5, staleness="constant")
-        assert worker.push(worker.push_request(1.0, base_version=1))[0].rate == 0.5
-        configure(server, schedule="step:every=1,factor=0.5")
-        assert worker.push(worker.push_request(1.0, base_version=2))[0].rate == 0.5 * 0.25
-        assert "learning rate 0.5" in wait_for_event(server, "configured")
-
-
 def test_a_change_that_cannot_be_is_refused_and_changes_nothing(start_server):
     server = start_server()
     with WireWorker(server.data, model=Model((Tensor("x", (4096,)),)), num_servers=2) as worker:
@@ -120,15 +97,6 @@ def test_one_worker_owns_the_learning_rate_until_it_goes(start_server):
         owner.leave()
         [receipt] = other.push(other.push_request(1.0, base_version=2, learning_rate=0.5))
         assert receipt.rate == 0.5
-
-
-def test_a_worker_s_learning_rate_is_refused_where_the_server_has_a_schedule(start_server):
-    server = start_server("--schedule", "step:every=1,factor=0.5")
-    with crew(server, 1) as [worker]:
-        _, name, text = refusal_of(worker.push, worker.push_request(1.0, learning_rate=0.5))
-        assert name == "ScheduleOwned"
-        for word in ("--schedule", "step:", "'w0'"):
-            assert word in text
 
 
 def test_a_softsync_that_does_not_divide_its_workers_is_told(start_server):

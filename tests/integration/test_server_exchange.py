@@ -1,4 +1,4 @@
-"""Exchange on a real server: pushes answered with the parameters after them, in one stream."""
+"""Exchange on a real server: pushes answered with the parameters after them in one stream, and pushes as a whole."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from inspection import inspect
-from pyps_wire import codecs, framing
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
 from pyps_wire.inspector_pb2 import ConfigureRequest
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_worker import WireWorker, at_once, crew, refusal_of, sgd, status_of, values_of
+from wire_worker import WireWorker, at_once, crew, refusal_of, status_of, values_of
 
 # Four shards of a megabyte each: their work is done on threads.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)
@@ -64,15 +63,6 @@ def test_one_stream_takes_any_number_of_pushes(start_server, model):
                 )
                 assert set(values_of(reply)) == {99.0 - step}
         assert exchange.end() == []
-
-
-def test_pushes_to_one_large_shard_keep_their_order_while_they_run_on_threads(start_server):
-    with WireWorker(start_server().data, model=LARGE) as worker:
-        worker.join()
-        requests = [worker.push_request(1.0, 2, base_version=step) for step in range(8)]
-        replies = list(worker.stub.Exchange(iter(requests), timeout=40))
-        assert [reply.version for reply in replies] == list(range(1, 9))
-        assert [values_of(reply)[-1] for reply in replies] == [-float(step) for step in range(1, 9)]
 
 
 def test_workers_that_send_shards_in_opposite_orders_are_answered_in_theirs(start_server):
@@ -128,53 +118,6 @@ def test_an_error_in_the_middle_comes_after_the_answers_before_it(start_server, 
         assert [reply.version for reply in worker.stub.Exchange(iter([worker.push_request(1.0, 1)]), timeout=20)] == [1]
     assert memory_in_flight(server) == 0
     assert "Traceback" not in server.output()
-
-
-def test_a_message_that_cannot_be_read_ends_the_stream_after_what_is_under_way(start_server):
-    server = start_server()
-    with WireWorker(server.data, model=LARGE) as worker:
-        worker.join()
-        frames = [*(worker.push_request(1.0, shard_id).SerializeToString() for shard_id in (0, 1)), b"\xff" * 50]
-        call = worker.channel.stream_stream(METHODS["Exchange"])(iter(frames), timeout=20)
-        assert [wire.ExchangeReply.FromString(next(call)).version for _ in range(2)] == [1, 1]
-        assert refusal_of(next, call)[:2] == ("INVALID_ARGUMENT", "MalformedFrame")
-
-
-def test_parameters_come_in_the_codec_that_was_asked_for_bit_for_bit(start_server):
-    for length in (37, 70_001):
-        for codec in (common.CODEC_FLOAT32, common.CODEC_FLOAT16, common.CODEC_BFLOAT16):
-            model = Model((Tensor("x", (length,)),))
-            with WireWorker(start_server().data, model=model, optimizer=sgd(0.1)) as worker:
-                worker.join(value=1.0)
-                gradient = np.random.default_rng(7).normal(0, 100, length).astype(np.float32)
-                [reply] = worker.stub.Exchange(iter([worker.push_request(gradient, reply_codec=codec)]), timeout=60)
-                [shard] = worker.pull()
-            parameters, case = values_of(shard), f"{length} in codec {codec}"
-            np.testing.assert_array_equal(parameters, np.float32(1.0) - np.float32(0.1) * gradient, err_msg=case)
-            assert (reply.codec, reply.version) == (codec, 1), case
-            assert reply.payload == bytes(rounded(parameters, codec)) == bytes(codecs.encode(parameters, codec)), case
-
-
-def rounded(values: np.ndarray, codec: int) -> bytes:
-    """The numbers to nearest, ties to even, by numpy and by the definition."""
-    if codec == common.CODEC_FLOAT32:
-        return values.tobytes()
-    if codec == common.CODEC_FLOAT16:
-        return values.astype(np.float16).tobytes()
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
-
-
-def test_an_unknown_codec_is_refused_before_the_push_is_applied(start_server):
-    with WireWorker(start_server().data) as worker:
-        worker.join()
-        status, name, text = refusal_of(list, worker.stub.Exchange(iter([worker.push_request(1.0, reply_codec=9)])))
-        assert (status, name, text) == (
-            "INVALID_ARGUMENT",
-            "BadRequest",
-            "codec 9 is unknown; this server writes float32, float16, bfloat16",
-        )
-        assert worker.pull()[0].version == 0
 
 
 def test_parameters_come_only_where_they_are_newer_than_those_held(start_server):
@@ -274,31 +217,54 @@ def test_a_push_during_which_one_mutex_goes_and_comes_back_goes_on_part_by_part(
         assert exchange.ask(parts[2]).receipt.version_after == 1
 
 
-def test_parameters_that_come_along_are_counted_as_a_pull(start_server):
-    server = start_server()
-    with WireWorker(server.data) as worker:
+def test_asgd_under_one_mutex_refuses_a_second_server_by_name(start_server):
+    server = start_server("--protocol", "asgd:mutex=whole")
+    with WireWorker(server.data, num_servers=2, server_index=1) as worker:
+        for call in (worker.hello, lambda: worker.initialize(1)):
+            status, name, text = refusal_of(call)
+            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+            for word in ("asgd", "mutex", "2", "one server", "mutex=shard"):
+                assert word in text
+
+
+def test_a_push_that_ends_before_it_is_whole_changes_nothing(start_server):
+    server = start_server("--protocol", "asgd:mutex=whole")
+    with crew(server, 1, model=TWO_SMALL) as [worker]:
+        half, other = (worker.push_request(1.0, shard_id, sequence=7, num_shards=2) for shard_id in (0, 1))
+        status, name, text = refusal_of(worker.push, half)
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+        assert "push 7 of worker 'w0' ended after 1 of its 2 messages, and nothing of it was applied" in text
+        assert refusal_of(worker.push, half, worker.push_request(1.0, sequence=8, num_shards=2))[1] == "BadRequest"
+        assert {shard.version for shard in worker.pull()} == {0}
+        assert [receipt.version_after for receipt in worker.push(half, other)] == [1, 1]
+        # After a loss, a client sends those without a receipt again, and says how many they are.
+        other.num_shards = 1
+        [again] = worker.push(other)
+        assert (again.duplicate, again.version_after) == (True, 1)
+
+
+def test_a_push_that_says_no_number_of_shards_is_whole_when_its_stream_ends(start_server):
+    server = start_server("--protocol", "asgd:mutex=whole", "--staleness", "none")
+    with crew(server, 1, model=TWO_SMALL) as [worker]:
+        first, second = worker.push_request(1.0, 0), worker.push_request(1.0, 1)
+        second.sequence = first.sequence
+        assert [receipt.shard_id for receipt in worker.push(first, second)] == [0, 1]
+        replies = list(worker.stub.Exchange(iter([worker.push_request(1.0, 0, 1)]), timeout=20))
+        assert [(reply.receipt.shard_id, reply.version) for reply in replies] == [(0, 2)]
+
+
+def test_a_push_of_parts_that_cannot_become_one_is_refused(start_server):
+    """Its memory would be held for what never comes."""
+    server = start_server("--protocol", "asgd:mutex=whole")
+    with WireWorker(server.data, model=TWO_SMALL) as worker:
         worker.join()
-        exchange = Exchange(worker)
-        exchange.ask(worker.push_request(1.0, held_version=0))
-        exchange.ask(worker.push_request(float("nan"), base_version=1, held_version=1))
-        assert status_of(server).bytes_out == 37 * 4
-
-
-def test_a_reply_is_what_the_generated_class_would_have_written(start_server):
-    with WireWorker(start_server().data, model=TWO_SMALL) as worker:
-        worker.join(value=1.0)
-        requests = [worker.push_request(0.5, shard_id, reply_codec=common.CODEC_BFLOAT16) for shard_id in (0, 1)]
-        # One as the generated class writes it, one framed by hand.
-        framed = wire.PushRequest.FromString(requests[1].SerializeToString())
-        framed.ClearField("payload")
-        messages = [requests[0].SerializeToString(), framing.join(framed, requests[1].payload)]
-        call = worker.channel.stream_stream(METHODS["Exchange"])(iter(messages), timeout=20)
-        for shard_id, raw in enumerate(call):
-            reply = wire.ExchangeReply.FromString(raw)
-            assert (reply.receipt.shard_id, reply.version, len(reply.payload)) == (shard_id, 1, 32)
-            assert reply.SerializeToString(deterministic=True) == raw
-            header, payload = framing.split(raw)
-            assert framing.join(header, payload) == raw
+        parts = [worker.push_request(1.0, 0) for _ in range(2)]
+        for num_shards, text in ((3, "num_shards 3, and this server holds 2"), (2, "holds shard 0 twice")):
+            for part in parts:
+                part.num_shards, part.sequence = num_shards, 7
+            status, name, message = refusal_of(worker.push, *parts)
+            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
+            assert text in message
 
 
 def test_a_stream_that_stays_open_ends_with_the_server(start_server):

@@ -7,19 +7,10 @@ import threading
 import time
 
 from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
 from support import wait_until
-from wire_worker import QUICK_LEASES, WireWorker, refusal_of, sgd, values_of
-
-
-def test_only_one_of_two_workers_is_elected(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
-        assert first.hello().initialize
-        reply = second.hello()
-        assert not reply.initialize
-        assert reply.state == common.RUN_STATE_INITIALIZING
-        assert first.hello().initialize, "the elected worker keeps its turn"
+from wire_worker import QUICK_LEASES, SMALL, WireWorker, refusal_of, sgd, values_of
 
 
 def test_a_life_of_the_future_is_refused(start_server):
@@ -127,14 +118,6 @@ def test_a_further_server_follows_the_higher_term_until_the_first_update(start_s
         assert "'run-1' at version 1" in text
 
 
-def test_the_run_s_own_id_joins_at_any_time(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
-        first.join()
-        first.push(first.push_request(1.0))
-        assert second.hello().state == common.RUN_STATE_READY
-
-
 def test_no_run_id_joins_until_the_first_update_only(start_server):
     server = start_server()
     with (
@@ -151,14 +134,28 @@ def test_no_run_id_joins_until_the_first_update_only(start_server):
             assert word in text
 
 
-def test_another_run_id_is_refused_with_what_the_server_holds(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b", run_id="other") as second:
+def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server):
+    shape = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (8,))))
+    adagrad, lion = (common.OptimizerSettings(rule=rule) for rule in ("adagrad", "lion"))
+    data = start_server().data
+    with WireWorker(data, "a", optimizer=sgd(0.5)) as first:
         first.join()
-        _, name, text = refusal_of(second.hello)
-        assert name == "RunMismatch"
-        assert "'run-1'" in text
-        assert "'other'" in text
+        for options, name, words in (
+            ({"run_id": "other"}, "RunMismatch", ("'run-1'", "'other'")),
+            ({"model": shape}, "ModelMismatch", ("'layer.bias'", "(7,)", "(8,)")),
+            ({"num_servers": 2}, "ModelMismatch", ("has 1, this one at place 0",)),
+            ({"optimizer": sgd(0.25)}, "OptimizerMismatch", ("learning_rate of group 0: 0.5 here, 0.25 there",)),
+            ({"optimizer": adagrad}, "OptimizerMismatch", ("rule: sgd here, adagrad there",)),
+            ({"optimizer": lion}, "UnsupportedOptimizer", ("'lion'", "sgd", "adagrad")),
+        ):
+            with WireWorker(data, "b", **options) as second:
+                status, error, text = refusal_of(second.hello)
+            assert (status, error) == ("FAILED_PRECONDITION", name), options
+            assert all(word in text for word in words), text
+        status, name, text = refusal_of(first.hello, protocol_version=2, software="pyps-client 9.9")
+        assert (status, name) == ("FAILED_PRECONDITION", "ProtocolMismatch")
+        for word in ("version 1", "version 2", "pyps-client 9.9", "install"):
+            assert word in text
 
 
 def test_a_server_told_its_run_takes_no_other(start_server):
@@ -168,40 +165,6 @@ def test_a_server_told_its_run_takes_no_other(start_server):
         assert name == "RunMismatch"
         assert "'mine'" in text
         assert none.hello().run_id == "mine"
-
-
-def test_another_protocol_version_is_refused_readably(start_server):
-    with WireWorker(start_server().data) as worker:
-        status, name, text = refusal_of(worker.hello, protocol_version=2, software="pyps-client 9.9")
-        assert (status, name) == ("FAILED_PRECONDITION", "ProtocolMismatch")
-        for word in ("version 1", "version 2", "pyps-client 9.9", "install"):
-            assert word in text
-
-
-def test_another_shape_names_the_first_tensor_that_differs(start_server):
-    server = start_server()
-    other = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (8,))))
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b", model=other) as second:
-        first.join()
-        status, name, text = refusal_of(second.hello)
-        assert (status, name) == ("FAILED_PRECONDITION", "ModelMismatch")
-        for word in ("'layer.bias'", "(7,)", "(8,)"):
-            assert word in text
-
-
-def test_other_optimizer_settings_are_refused_line_by_line(start_server):
-    server = start_server()
-    adagrad = common.OptimizerSettings(rule="adagrad")
-    with (
-        WireWorker(server.data, "a", optimizer=sgd(0.5)) as first,
-        WireWorker(server.data, "b", optimizer=sgd(0.25)) as second,
-        WireWorker(server.data, "c", optimizer=adagrad) as third,
-    ):
-        first.join()
-        _, name, text = refusal_of(second.hello)
-        assert name == "OptimizerMismatch"
-        assert "learning_rate of group 0: 0.5 here, 0.25 there" in text
-        assert "rule: sgd here, adagrad there" in refusal_of(third.hello)[2]
 
 
 def test_the_server_s_own_optimizer_stands_over_the_worker_s(start_server):
@@ -217,37 +180,6 @@ def test_the_server_s_own_optimizer_stands_over_the_worker_s(start_server):
         assert second.join().optimizer.rule == "adagrad"
 
 
-def test_an_optimizer_that_the_server_lacks_is_refused_with_those_it_has(start_server):
-    lion = common.OptimizerSettings(rule="lion")
-    with WireWorker(start_server().data, optimizer=lion) as worker:
-        status, name, text = refusal_of(worker.hello)
-        assert (status, name) == ("FAILED_PRECONDITION", "UnsupportedOptimizer")
-        for word in ("'lion'", "sgd", "adagrad"):
-            assert word in text
-
-
-def test_a_later_process_takes_over_a_worker_s_name(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "a") as second:
-        first.join()
-        second.hello()
-        status, name, text = refusal_of(first.push, first.push_request(1.0))
-        assert (status, name) == ("ABORTED", "Superseded")
-        assert "'a'" in text
-        assert second.push(second.push_request(1.0))[0].num_workers == 1
-
-
-def test_an_expired_worker_is_alive_again_with_its_next_push(start_server):
-    server = start_server(*QUICK_LEASES)
-    with WireWorker(server.data) as worker:
-        worker.join()
-        server.wait_for_output("lease ran out")
-        [receipt] = worker.push(worker.push_request(1.0))
-        assert receipt.outcome == common.OUTCOME_APPLIED
-        assert receipt.num_workers == 1
-        server.wait_for_output("worker is back")
-
-
 def test_a_push_of_an_unknown_worker_asks_for_hello(start_server):
     server = start_server()
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as stranger:
@@ -261,20 +193,28 @@ def test_a_push_of_an_unknown_worker_asks_for_hello(start_server):
         assert stranger.push(request)[0].outcome == common.OUTCOME_APPLIED
 
 
-def test_a_worker_that_leaves_counts_no_longer(start_server):
+def test_an_observer_is_told_the_model_and_counts_as_no_worker(start_server):
     server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
-        first.join()
-        second.join()
-        assert first.heartbeat(clock=3).known
-        assert second.leave().num_workers == 1
-        assert first.push(first.push_request(1.0))[0].num_workers == 1
+    with WireWorker(server.data) as worker, WireWorker(server.data, "eye", run_id="") as observer:
+        worker.join(value=2.0)
+        request = wire.HelloRequest(protocol_version=1, role=common.ROLE_OBSERVER, sender=observer.sender)
+        reply = observer.stub.Hello(request, timeout=20)
+        assert reply.run_id == "run-1"
+        assert [tensor.name for tensor in reply.model.tensors] == [t.name for t in SMALL.tensors]
+        pull = wire.PullRequest(sender=observer.sender, role=common.ROLE_OBSERVER)
+        [shard] = observer.stub.Pull(pull, timeout=20)
+        assert set(values_of(shard)) == {2.0}
+        [receipt] = worker.push(worker.push_request(1.0))
+        assert receipt.num_workers == 1
 
 
-def test_a_model_of_other_servers_is_refused(start_server):
-    server = start_server()
-    with WireWorker(server.data, "a") as first, WireWorker(server.data, "b", num_servers=2) as second:
-        first.join()
-        _, name, text = refusal_of(second.hello)
-        assert name == "ModelMismatch"
-        assert "has 1, this one at place 0" in text
+def test_hello_tells_limits_protocol_and_settings(start_server):
+    server = start_server("--max-workers", "5", "--heartbeat-seconds", "2", "--optimizer", "sgd:learning_rate=1")
+    with WireWorker(server.data) as worker:
+        reply = worker.join()
+        assert reply.limits.workers_max == 5
+        assert reply.limits.message_bytes_max == 16 * 2**20
+        assert (reply.heartbeat_seconds, reply.lease_seconds) == (2.0, 30.0)
+        assert (reply.protocol, reply.staleness) == ("async", "divide")
+        assert reply.optimizer.rule == "sgd"
+        assert reply.control_address == server.control

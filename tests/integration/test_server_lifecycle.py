@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import socket
 import urllib.request
@@ -40,7 +39,6 @@ def test_a_server_that_cannot_start_ends_with_one_sentence(tmp_path):
         (["--optimizer", "sgd:momentum=1"], ["--optimizer", "momentum", "learning_rate"]),
         (["--host", "no.such.host.invalid", "--insecure"], ["no.such.host.invalid"]),
         (["--host", "0.0.0.0"], ["--token-file", "--insecure"]),
-        (["--local-socket", str(tmp_path / "absent")], ["which is no folder to write in"]),
     ]
     with contextlib.ExitStack() as stack:
         for flag in ("--port", "--control-port", "--metrics-port"):
@@ -52,24 +50,6 @@ def test_a_server_that_cannot_start_ends_with_one_sentence(tmp_path):
             assert server.wait() == 2, flags
             [line] = server.output().splitlines()
             assert line.startswith("pyps:") and all(word in line for word in words), line
-
-
-def test_kubernetes_variables_are_ignored_with_a_warning(start_python, tmp_path):
-    settings, ready = tmp_path / "pyps.toml", tmp_path / "ready.json"
-    settings.write_text("port = 0\ncontrol_port = 0\nmetrics_port = 0\n")
-    variables = {
-        "PYPS_PORT": "tcp://10.0.0.1:7610",
-        "PYPS_PORT_7610_TCP_PORT": "7610",
-        "PYPS_CONTROL_PORT": "tcp://10.0.0.2:7611",
-        "PYPS_SERVICE_HOST": "10.0.0.1",
-    }
-    server = start_python("-m", "pyps", "serve", "--config", str(settings), "--ready-file", str(ready), env=variables)
-    wait_until(lambda: ready.exists() or not server.running, 30, "the ready file")
-    output = server.output()
-    assert "PYPS_PORT=tcp://10.0.0.1:7610 is ignored" in output
-    assert "PYPS_CONTROL_PORT=tcp://10.0.0.2:7611 is ignored" in output
-    assert "10.0.0." not in json.loads(ready.read_text())["data"]
-    assert server.terminate() == 0
 
 
 def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start_server_process):
@@ -154,17 +134,6 @@ def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
     with WireWorker(server.data) as worker:
         worker.join()
         assert server.wait(60) == 0
-
-
-def test_json_logs_are_one_object_a_line(start_server_process):
-    server = start_server_process("--log-format", "json")
-    with WireWorker(server.data) as worker:
-        worker.join()
-    assert server.terminate() == 0
-    events = [json.loads(line)["event"] for line in server.output().splitlines()]
-    assert events[0] == "server started"
-    assert "run ready" in events
-    assert events[-1] == "server ended"
 
 
 def test_an_unknown_instruction_set_is_refused_at_the_start():

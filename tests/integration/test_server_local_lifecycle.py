@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
 from inspection import inspect
-from local_worker import LocalSocket, LocalWorker, descriptors_of, local_worker, maps_of
+from local_worker import descriptors_of, local_worker, maps_of
 from pyps.config import ConfigError
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
@@ -85,14 +83,20 @@ def test_a_server_that_ends_refuses_rounds_and_leaves_every_shard_at_one_version
         assert "bug" not in server.output()
 
 
-def test_a_parked_pull_ends_when_its_server_does(start_server):
-    server = start_server()
-    with local_worker(server.data) as worker, ThreadPoolExecutor(1) as pool:
-        worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
-        wait_until(lambda: list(status_of(server).waiting_for), 60, "the parked pull")
-        stopped = pool.submit(server.stop)
-        assert worker.link.receive().failure.name == "ServerUnavailable"
-        assert stopped.result(60) == 0
+def test_a_parked_pull_ends_with_its_server_and_with_its_run(start_server):
+    for reset in (False, True):
+        server = start_server()
+        with local_worker(server.data) as worker, ThreadPoolExecutor(1) as pool:
+            worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
+            wait_until(lambda server=server: list(status_of(server).waiting_for), 60, "the parked pull")
+            if reset:
+                inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
+                assert worker.link.receive().failure.name == "NotInitialized"
+                assert worker.link.is_closed_by_the_server
+            else:
+                stopped = pool.submit(server.stop)
+                assert worker.link.receive().failure.name == "ServerUnavailable"
+                assert stopped.result(60) == 0
 
 
 def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_server_process):
@@ -109,40 +113,6 @@ def test_a_reset_run_ends_its_connections_and_the_next_run_takes_new_ones(start_
         worker.gradients[0][0][:] = 1.0
         assert worker.exchange()[0].version == 1
         assert worker.parameters[0][0] == -1.0
-
-
-def test_a_parked_pull_of_a_reset_run_is_refused(start_server):
-    server = start_server()
-    with local_worker(server.data) as worker:
-        worker.link.send(worker.pull_request({0: 5}, wait_seconds=100))
-        wait_until(lambda: list(status_of(server).waiting_for), 60, "the parked pull")
-        inspect(server.control, "Reset", inspector_pb2.ResetRequest(run_id="run-1"))
-        assert worker.link.receive().failure.name == "NotInitialized"
-        assert worker.link.is_closed_by_the_server
-
-
-def test_a_restarted_server_takes_over_the_segment_that_the_worker_has(start_server, tmp_path):
-    flags = ("--checkpoint-dir", str(tmp_path))
-    first = start_server(*flags)
-    with LocalWorker(first.data) as worker:
-        worker.begin()
-        worker.gradients[0][0][:] = 1.0
-        worker.exchange()
-        assert first.stop() == 0
-        assert worker.link.is_closed_by_the_server
-        second = start_server(*flags, "--resume")
-        with WireHello(second.data, worker) as hello:
-            reply = hello.hello()
-            assert (reply.epoch, reply.local.address != worker.offer.address) == (1, True)
-            worker.offer = reply.local
-        worker.attach()
-        # Whatever it holds is of another epoch: everything comes anew, even at the same version.
-        worker.parameters[0][:] = 0.0
-        [reply] = worker.exchange()
-        assert (reply.receipt.reason, reply.version, reply.epoch) == (common.REASON_EPOCH, 1, 1)
-        np.testing.assert_array_equal(worker.parameters[0], np.full(37, -1.0, np.float32))
-        worker.epoch = 1
-        assert worker.exchange()[0].version == 2
 
 
 def test_a_finished_run_refuses_rounds_and_is_pulled_on(start_server):
@@ -185,33 +155,3 @@ def test_a_vanished_waiter_leaves_nothing_behind(start_server_process):
         wait_until(lambda: not maps_of(server.pid), 60, "the end of the memory")
         wait_until(lambda: len(descriptors_of(server.pid)) <= before, 60, "the end of the socket")
     assert "bug" not in server.output()
-
-
-def test_nothing_answers_at_a_dead_servers_address(start_server_process):
-    server = start_server_process()
-    with local_worker(server.data) as worker:
-        server.kill()
-        with pytest.raises((EOFError, OSError)):
-            worker.exchange()
-        with pytest.raises(ConnectionRefusedError):
-            LocalSocket(worker.offer.address)
-        # What it has mapped stays its own.
-        worker.parameters[0][:] = 3.0
-        assert worker.parameters[0].sum() == 111.0
-
-
-class WireHello(LocalWorker):
-    """The Hello of a worker to another server than before."""
-
-    def __init__(self, address: str, worker: LocalWorker):
-        super().__init__(address)
-        self.sender.CopyFrom(worker.sender)
-
-
-def test_the_system_offers_abstract_names(start_server):
-    # Where another process listens at a name, nobody can take it.
-    server = start_server()
-    with LocalWorker(server.data) as worker:
-        worker.hello()
-        with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError, match="in use"):
-            other.bind("\0" + worker.offer.address[1:])

@@ -211,17 +211,6 @@ def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server):
         assert worker.parameters[0].sum() == -10_000
 
 
-def test_a_caller_that_asks_without_end_leaves_others_their_turn(start_server):
-    server = start_server()
-    with local_worker(server.data, "greedy") as greedy, local_worker(server.data, "good") as good:
-        message = greedy.exchange_request(pull=False).SerializeToString()
-        frames = (LENGTH.pack(len(message)) + message) * 500
-        greedy.link.socket.sendall(frames)
-        assert good.exchange()[0].receipt.outcome == common.OUTCOME_APPLIED
-        for _ in range(500):
-            assert greedy.link.receive().exchanged.replies[0].receipt.version_after >= 1
-
-
 def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_server_process):
     server = start_server_process("--max-message-bytes", "65536")
     with local_worker(server.data, "good") as good, joined(server) as worker:

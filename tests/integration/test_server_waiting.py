@@ -23,6 +23,18 @@ LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)
 SHARD_BYTES = 4 * 262_144
 
 
+def test_a_pull_brings_what_is_newer_than_held_and_under_another_epoch_everything(start_server):
+    with WireWorker(start_server().data) as worker:
+        worker.join()
+        want = wire.PullRequest.Want(shard_id=0, held_version=0)
+        assert worker.pull([want]) == []
+        worker.push(worker.push_request(1.0))
+        assert [shard.version for shard in worker.pull([want])] == [1]
+        worker.epoch = 7
+        want = wire.PullRequest.Want(shard_id=0, held_version=100, min_version=101)
+        assert [shard.version for shard in worker.pull([want], wait_seconds=5)] == [1]
+
+
 def test_pulls_are_parked_until_the_version_arrives_and_say_what_they_wait_for(start_server):
     server = start_server()
     with crew(server, 3) as workers:
