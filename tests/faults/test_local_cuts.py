@@ -19,14 +19,6 @@ LARGE = Model((Tensor("x", (12_000_000,)),), shard_size=500_000)
 PROTOCOLS = ("async", "asgd:mutex=whole")
 
 
-def attach_anew(worker: LocalWorker) -> None:
-    worker.attach()
-
-
-def join_anew(worker: LocalWorker) -> None:
-    worker.hello()
-
-
 def wait_for_the_first_update(worker: LocalWorker, before: float) -> None:
     """Returns as soon as the request under way has written a parameter; `before`: what it was."""
     first = worker.parameters[0]
@@ -42,7 +34,7 @@ def wait_for_nothing(worker: LocalWorker, before: float) -> None:
 @pytest.mark.parametrize("model", [MODEL, pytest.param(LARGE, marks=pytest.mark.extended)], ids=["small", "large"])
 def test_a_cut_request_leaves_the_memory_alone_once_its_worker_is_back(start_server_process, model):
     for protocol in PROTOCOLS:
-        for come_back in (attach_anew, join_anew):
+        for come_back in (LocalWorker.attach, LocalWorker.hello):
             for until in (wait_for_the_first_update, wait_for_nothing):
                 cut_requests(start_server_process, model, protocol, come_back=come_back, until=until)
 

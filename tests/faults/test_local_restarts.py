@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -30,6 +31,18 @@ MODEL = {"x": np.zeros(4_000_000, np.float32)}
 SHARD_SIZE = 500_000
 # Each update takes 1 from each number: float32 counts them without an error.
 SGD = ("sgd", {"learning_rate": 1.0})
+
+
+@pytest.fixture
+def segments_of_others() -> Iterator[set[int]]:
+    """What this process held of shared memory before the test; looks afterwards that no more is left.
+
+    Memory that is shared has no name: it is gone when nobody maps it or has it open.
+    """
+    others = segments_of(os.getpid())
+    yield others
+    gc.collect()
+    assert segments_of(os.getpid()) <= others, "memory of the test's workers is still mapped or open here"
 
 
 class Rounds:

@@ -1,35 +1,38 @@
-"""How a worker's end in the middle of a wait, by a signal or by an error of its own, reaches the others: at once."""
+"""A worker in its program's life, and how its end reaches the program's user and the other workers."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from client_support import gradients_like, make_client, small_model
-from support import PythonProcess, ServerThread, wait_until
+from pyps_client import Observer
+from support import AnyServer, PythonProcess, child_environment, wait_until
 from training import workers
 
-Start = Callable[..., ServerThread]
+Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
 
 # What a wait for the lease would last; nobody may wait for it.
 LEASE_SECONDS = 60.0
 FLAGS = ("--run-id", "shared", "--expected-workers", "2", "--lease-seconds", str(LEASE_SECONDS))
 
+# It pushes once, or so often that it has to wait for another worker, and then ends as it is told to.
 WORKER = """
 import sys
 from client_support import gradients_like, make_client, small_model
 
 client = make_client(sys.argv[1], worker_id="ends", run_id="shared")
-for step in range(1000):
+for step in range(int(sys.argv[2])):
     client.push(gradients_like(small_model(), step), examples=1)
-    print("pushed", step, flush=True)
     client.pull()
-    if step == int(sys.argv[2]):
-        raise ValueError("out of data")
+print("done", flush=True)
 """
 
 OVERLAPPED = """
@@ -47,6 +50,34 @@ while True:
     optimizer.step()
 """
 
+WRONG_SHAPE = """\
+import sys
+import numpy as np
+from pyps_client import Client
+
+client = Client({"w": np.zeros(3, np.float32)}, servers=sys.argv[1], worker_id="w")
+
+def train():
+    client.push({"w": np.zeros(4, np.float32)})
+
+train()
+"""
+
+OTHER_SETTINGS = """\
+import sys
+import numpy as np
+from pyps_client import Client
+
+Client({"w": np.zeros(3, np.float32)}, ("adagrad", {"learning_rate": 0.5, "eps": 1.0}), servers=sys.argv[1])
+"""
+
+UNNAMED = {
+    "client": 'import numpy as np\nfrom pyps_client import Client\nClient({"w": np.zeros(3, np.float32)})\n',
+    "observer": "from pyps_client import Observer\n\nObserver()\n",
+    "optimizer": "import torch; from pyps_client import RemoteOptimizer; m = torch.nn.Linear(1, 1)\n\n"
+    "RemoteOptimizer(m, torch.optim.SGD(m.parameters(), lr=0.1))\n",
+}
+
 
 @pytest.mark.parametrize("protocol", ["hardsync", "serial"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
@@ -54,7 +85,7 @@ def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
     start_server: Start, start_python: StartPython, protocol: str, number: int, status: int
 ) -> None:
     server = start_server("--protocol", protocol, *FLAGS)
-    ended = start_python("-c", WORKER, server.data, "-1")
+    ended = start_python("-c", WORKER, server.data, "1000")
     with make_client(server.data, worker_id="stays", run_id="shared") as client:
         client.push(gradients_like(small_model(), 0), examples=1)
         client.pull()
@@ -64,21 +95,13 @@ def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
         ended.signal(number)
 
         assert ended.wait(20) == status, ended.output()
-        assert go_on(client) < LEASE_SECONDS / 3
+        began = time.monotonic()
+        for seed in range(2):
+            client.push(gradients_like(small_model(), seed), examples=1)
+            client.pull()
+        assert time.monotonic() - began < LEASE_SECONDS / 3
     assert workers(server)["ends"].state == "failed"
     assert workers(server)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
-
-
-def test_a_worker_that_fails_while_the_others_wait_lets_them_go_on(
-    start_server: Start, start_python: StartPython
-) -> None:
-    server = start_server("--protocol", "hardsync", *FLAGS)
-    failed = start_python("-c", WORKER, server.data, "1")
-    with make_client(server.data, worker_id="stays", run_id="shared") as client:
-        # Of the third round on it is alone.
-        assert go_on(client, rounds=4) < LEASE_SECONDS / 3
-    assert failed.wait() == 1
-    assert "ValueError: out of data" in workers(server)["ends"].message
 
 
 def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
@@ -116,10 +139,139 @@ def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
     assert workers(server)["parent"].state == "finished"
 
 
-def go_on(client, rounds: int = 2) -> float:
-    """Seconds that so many more rounds take."""
-    began = time.monotonic()
-    for seed in range(rounds):
-        client.push(gradients_like(small_model(), seed), examples=1)
-        client.pull()
-    return time.monotonic() - began
+@pytest.mark.parametrize(
+    ("ending", "state", "status"),
+    [
+        ("", "finished", 0),
+        ("raise ValueError('out of data')", "failed", 1),
+        ("with client: raise ValueError('out of data')", "failed", 1),
+    ],
+)
+def test_a_worker_leaves_at_its_programs_end_and_says_how(
+    start_server: Start, start_python: StartPython, ending: str, state: str, status: int
+) -> None:
+    server = start_server()
+    worker = start_python("-c", f"{WORKER}\n{ending}\n", server.data, "1")
+
+    assert worker.wait(60) == status, worker.output()
+    wait_until(lambda: "worker left" in server.output(), 10, "the leave in the server's log")
+    line = next(line for line in server.output().splitlines() if "worker left" in line)
+    assert f"worker=ends state={state}" in line
+    if status:
+        assert "ValueError: out of data" in line
+
+
+def test_a_worker_whose_server_is_gone_still_ends_soon(
+    start_server_process: Start, start_python: StartPython, tmp_path: Path
+) -> None:
+    server, flag = start_server_process(), tmp_path / "gone"
+    until_gone = f"import pathlib, time\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)"
+    worker = start_python("-c", f"{WORKER}\n{until_gone}", server.data, "1")
+    worker.wait_for_output("done")
+    server.kill()
+    flag.touch()
+
+    assert worker.wait(20) == 0, worker.output()
+
+
+def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> None:
+    server = start_server()
+    with make_client(server.data) as client, Observer(server.data) as observer:
+        client.push(gradients_like(small_model(), 0))
+        expected = client.pull()
+        snapshot = observer.snapshot()
+
+        assert list(snapshot) == list(expected)
+        for name, tensor in expected.items():
+            assert (snapshot[name] == tensor).all()
+            assert snapshot[name].shape == tensor.shape
+        assert observer.global_step == 1
+        assert observer.run_id == client.session.run_id
+        receipts = client.push(gradients_like(small_model(), 1))
+        assert {receipt.num_workers for receipt in receipts} == {1}
+        assert observer.snapshot()["embed"][0, 0] != snapshot["embed"][0, 0]
+
+
+def test_without_torch_the_optimizer_says_what_to_install_and_the_rest_works() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import pyps_client
+pyps_client.Client, pyps_client.Observer
+try:
+    pyps_client.RemoteOptimizer
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, check=True
+    )
+
+    assert 'pip install "pyps-client[torch]"' in done.stdout
+
+
+def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(
+    start_server: Start, start_python: StartPython, tmp_path: Path
+) -> None:
+    server = start_server()
+    script = tmp_path / "train.py"
+    script.write_text(WRONG_SHAPE)
+    process = start_python(str(script), server.data)
+
+    assert process.wait() == 1
+    assert "Traceback" not in process.output()
+    sentence = "pyps: The gradient of 'w' has shape [4]; expected [3]."
+    assert process.output().splitlines()[-2:] == [sentence, f"  at {script}:8"]
+    wait_until(lambda: workers(server)["w"].state == "failed", what="the worker's failure on the server")
+
+
+@pytest.mark.parametrize("kind", UNNAMED)
+def test_a_script_that_names_no_servers_ends_with_the_sentence(
+    start_python: StartPython, tmp_path: Path, kind: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNNAMED[kind])
+    process = start_python(str(script))
+
+    assert process.wait() == 1
+    first, second = process.output().splitlines()
+    assert first.startswith("pyps: ")
+    assert "PYPS_SERVERS" in first
+    assert second == f"  at {script}:3"
+
+
+def test_a_message_of_several_lines_stays_readable(start_server: Start, start_python: StartPython) -> None:
+    server = start_server("--optimizer", "adagrad:learning_rate=0.05,eps=1e-10")
+    process = start_python("-c", OTHER_SETTINGS, server.data)
+
+    assert process.wait() == 1
+    output = process.output()
+    assert "Traceback" not in output
+    assert "\\n" not in output
+    assert any("learning_rate" in line and "0.5" in line for line in output.splitlines())
+    assert output.splitlines()[-1] == "  at <string>:5"
+    assert not workers(server)
+
+
+def test_the_traceback_comes_when_asked_for(start_python: StartPython) -> None:
+    process = start_python("-c", UNNAMED["observer"], env={"PYPS_TRACEBACK": "1"})
+
+    assert process.wait() == 1
+    assert process.output().startswith("Traceback")
+    assert "BadRequest: " in process.output()
+
+
+def test_other_errors_go_to_the_hook_that_was_there_before(start_python: StartPython) -> None:
+    text = (
+        "import sys\n"
+        "sys.excepthook = lambda kind, error, trace: print('mine:', error)\n"
+        "from pyps_client import Observer, PypsError\n"
+        "for _ in range(2):\n"
+        "    try: Observer()\n"
+        "    except PypsError: print('refused')\n"
+        "raise ValueError('out of data')\n"
+    )
+    process = start_python("-c", text)
+
+    assert process.wait() == 1
+    assert process.output() == "refused\nrefused\nmine: out of data\n"
