@@ -7,14 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from client_support import (
-    Reference,
-    addresses,
-    gradients_like,
-    make_client,
-    small_model,
-    start_servers,
-)
+from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
 from pyps_client import BadRequest, ModelMismatch, NotFinite
 from support import ServerThread
 
@@ -51,6 +44,17 @@ def test_an_absent_tensor_is_not_a_zero_gradient(start_server: Start, num_server
         assert {(receipt.version_before, receipt.version_after) for receipt in client.push({})} == {
             (version, version) for version in versions.values()
         }
+
+
+def test_the_servers_schedule_tells_the_size_of_the_next_minibatch(start_server: Start) -> None:
+    server = start_server("--batch-growth", "start=8,maximum=32,every=1", "--epoch-examples", "10")
+    sizes = []
+    with make_client(server.data) as client:
+        for step in range(6):
+            sizes.append(client.batch_size)
+            client.push(gradients_like(small_model(), step), examples=5)
+
+    assert sizes == [8, 8, 16, 16, 32, 32]
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent(start_server: Start) -> None:
