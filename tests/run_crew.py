@@ -49,11 +49,6 @@ def serving(*names: str, model: Model = MODEL, **settings: Any) -> Run:
     return run
 
 
-def events(run: Run, kind: str) -> list[str]:
-    """What people are told of such events."""
-    return [event.message for event in run.events if event.kind == kind]
-
-
 class Crew:
     """A run that serves MODEL, and pushes of its workers."""
 
@@ -84,4 +79,5 @@ class Crew:
         return [shard.version for shard in self.run.shards.values()]
 
     def events(self, kind: str) -> list[str]:
-        return events(self.run, kind)
+        """What people are told of such events."""
+        return [event.message for event in self.run.events if event.kind == kind]

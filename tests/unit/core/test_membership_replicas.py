@@ -209,6 +209,22 @@ def test_a_life_is_over_when_it_lost_a_process_left_or_was_followed(members: Mem
     assert members.is_over("r", 2)
 
 
+def test_a_worker_that_holds_all_counts_for_every_part_beside_the_processes_that_hold_one(members: Membership) -> None:
+    join(members, "r", 0, 1)
+    members.join("a", 1, now=0.0)
+    push(members, "r/0", "a")
+    roster = members.roster
+    assert (roster.workers, [roster.of_part(part).workers for part in (0, 1, 7)]) == (
+        ("a", "r"),
+        [("a", "r/0"), ("a",), ("a",)],
+    )
+    assert [roster.counts(worker_id) for worker_id in ("r/0", "r/1", "a")] == [True, False, True], "by its own name"
+    # The log of a shard tells rosters apart by what they list for it.
+    push(members, "r/1")
+    assert members.roster.of_part(0) == roster.of_part(0)
+    assert members.roster.of_part(1) != roster.of_part(1)
+
+
 def test_a_shard_of_an_undeclared_part_is_refused(members: Membership) -> None:
     join(members, "r", 0)
     members.join("a", 1, now=0.0)
@@ -223,6 +239,7 @@ def test_expected_workers_are_replicas(members: Membership) -> None:
     join(members, "r", 0, 1)
     push(members, "r/0", "r/1")
     assert [members.roster.missing, *(members.roster.of_part(part).missing for part in (0, 1))] == [1, 1, 1]
+    assert members.roster.of_part(1).awaited == ("1 more worker that has not joined",)
 
     join(members, "s", 0, 1)
     push(members, "s/0")

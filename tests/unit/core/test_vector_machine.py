@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from pyps.core.instructions import Instruction, Operation, Precision
+from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished
 from shards import pull, refusal
 from vector_world import LENGTHS, Driver, make_machine
@@ -17,6 +19,12 @@ from vector_world import LENGTHS, Driver, make_machine
 F32, F64 = Precision.FLOAT32, Precision.FLOAT64
 SIZE = sum(LENGTHS)
 DTYPES = {F32: np.float32, F64: np.float64}
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """A machine with a coordinator that has attached."""
+    return make_machine()
 
 
 def numbers(seed: int) -> np.ndarray:
@@ -29,6 +37,31 @@ def thirds(driver: Driver, name: str, precision: Precision, seed: int) -> np.nda
     driver.make(name, values, precision)
     driver.execute(Instruction(Operation.SCALE, target=name, scalar=1 / 3))
     return (values.astype(np.float64) * (1 / 3)).astype(DTYPES[precision])
+
+
+def test_operations_and_precisions_have_the_numbers_of_the_protocol():
+    assert {f"OPERATION_{operation.name}": int(operation) for operation in Operation} == {
+        name: number for name, number in wire.Instruction.Operation.items() if number
+    }
+    assert {f"PRECISION_{precision.name}": int(precision) for precision in Precision} == {
+        name: number for name, number in wire.Precision.items() if number
+    }
+
+
+def test_an_instruction_is_the_same_after_its_way_through_json():
+    instruction = Instruction(
+        Operation.COMBINE,
+        target="d",
+        precision=Precision.FLOAT64,
+        names=("g", "s1"),
+        scalars=(-0.1, 1 / 3),
+        stage_ids=(2**63 + 1,),
+        count=7,
+    )
+
+    again = Instruction.from_plain(json.loads(json.dumps(instruction.to_plain())))
+
+    assert again == instruction
 
 
 WRITERS = {
@@ -71,8 +104,7 @@ def test_sums_are_of_all_shards_and_norm_inf_is_the_largest():
         assert norm_inf == np.abs(x).max(), precisions
 
 
-def test_gram_answers_row_by_row_and_combine_sums_into_a_target_that_may_be_among_its_vectors():
-    driver = make_machine()
+def test_gram_answers_row_by_row_and_combine_sums_into_a_target_that_may_be_among_its_vectors(driver):
     a, b, _ = (thirds(driver, name, F32 if name == "c" else F64, seed) for seed, name in enumerate("abc"))
 
     gram = driver.execute(Instruction(Operation.GRAM, names=("a", "b"), others=("a", "b", "c")))
@@ -84,8 +116,7 @@ def test_gram_answers_row_by_row_and_combine_sums_into_a_target_that_may_be_amon
     assert np.array_equal(driver.held("a"), 0.5 * a + -2.0 * b + 3.0 * b)
 
 
-def test_a_norm_of_nan_is_nan_whichever_shard_has_it():
-    driver = make_machine()
+def test_a_norm_of_nan_is_nan_whichever_shard_has_it(driver):
     driver.make("x", np.zeros(SIZE))
     for vectors in driver.machine._vectors.values():
         vectors.arrays["x"][0] = math.nan
@@ -126,8 +157,7 @@ def test_move_writes_the_parameters_as_one_update_of_every_shard_and_wakes_who_w
     assert [shard.version for shard in driver.shards.values()] == [3, 3, 3]
 
 
-def test_a_finished_run_moves_no_more():
-    driver = make_machine()
+def test_a_finished_run_moves_no_more(driver):
     driver.make("x", np.ones(SIZE))
     driver.shards[4].finish()
 
@@ -137,8 +167,7 @@ def test_a_finished_run_moves_no_more():
     assert not driver.parameters().any()
 
 
-def test_the_history_is_pushed_as_the_newest_pair_and_dropped_as_the_oldest():
-    driver = make_machine()
+def test_the_history_is_pushed_as_the_newest_pair_and_dropped_as_the_oldest(driver):
     for k in (1, 2, 3):
         driver.make("s", np.full(SIZE, k))
         driver.make("y", np.full(SIZE, -k))
@@ -158,8 +187,7 @@ def test_the_history_is_pushed_as_the_newest_pair_and_dropped_as_the_oldest():
     assert driver.machine.names == ("s4", "y4")
 
 
-def test_free_gives_the_bytes_back():
-    driver = make_machine()
+def test_free_gives_the_bytes_back(driver):
     driver.make("a", np.zeros(SIZE))
     before = driver.machine.bytes
     driver.make("b", np.zeros(SIZE), F64)
@@ -177,8 +205,7 @@ I = Instruction  # noqa: E741
 O = Operation  # noqa: E741
 
 
-def test_a_program_with_one_impossible_instruction_changes_nothing():
-    driver = make_machine()
+def test_a_program_with_one_impossible_instruction_changes_nothing(driver):
     driver.make("x", np.ones(SIZE))
     before = driver.machine.bytes
     for bad, words in (
@@ -213,9 +240,7 @@ def test_a_program_with_one_impossible_instruction_changes_nothing():
     assert driver.execute(I(O.NORM1, left="x")) == [SIZE]
 
 
-def test_a_program_sees_the_vectors_that_it_made_and_not_those_that_it_freed():
-    driver = make_machine()
-
+def test_a_program_sees_the_vectors_that_it_made_and_not_those_that_it_freed(driver):
     assert driver.execute(
         I(O.ALLOC, target="q", precision=F64), I(O.FILL, target="q", scalar=2.0), I(O.NORM1, left="q")
     ) == [2.0 * SIZE]
@@ -234,9 +259,7 @@ def test_a_program_makes_no_more_than_there_is_room_for_also_of_what_it_frees():
         assert driver.machine.names == ()
 
 
-def test_an_empty_program_and_a_state_without_a_commit_are_refused():
-    driver = make_machine()
-
+def test_an_empty_program_and_a_state_without_a_commit_are_refused(driver):
     with pytest.raises(BadRequest, match="has no instruction"):
         driver.execute()
     with pytest.raises(BadRequest, match="commits no iteration"):
@@ -297,8 +320,7 @@ def test_the_number_of_shards_changes_vectors_not_at_all_and_sums_by_rounding_al
 # Bounds: a short message may not ask for very much.
 
 
-def test_a_program_that_asks_for_very_much_is_refused_before_anything_is_made_of_it():
-    driver = make_machine()
+def test_a_program_that_asks_for_very_much_is_refused_before_anything_is_made_of_it(driver):
     driver.execute(I(O.ALLOC, target="x"))
     for program, words in (
         ([I(O.GRAM, names=("x",) * 8000, others=("x",) * 8000)], "answers with 64000000 numbers; expected 65536"),

@@ -22,12 +22,18 @@ def filled(driver: Driver, name: str, value: float, precision: Precision = Preci
     driver.execute(Instruction(ALLOC, target=name, precision=precision), Instruction(FILL, target=name, scalar=value))
 
 
+@pytest.fixture
+def driver() -> Driver:
+    """A machine with a coordinator that has attached, and a vector x of ones."""
+    driver = make_machine()
+    filled(driver, "x", 1.0)
+    return driver
+
+
 # Retries.
 
 
-def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again():
-    driver = make_machine()
-    filled(driver, "x", 1.0)
+def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again(driver):
     program = driver.program(
         Instruction(Operation.SCALE, target="x", scalar=2.0), Instruction(NORM1, left="x"), Instruction(MOVE, left="x")
     )
@@ -40,9 +46,7 @@ def test_the_last_program_again_gets_the_last_answer_and_is_not_executed_again()
     assert (driver.held("x") == 2).all()
 
 
-def test_two_threads_with_one_program_execute_it_once():
-    driver = make_machine()
-    filled(driver, "x", 1.0)
+def test_two_threads_with_one_program_execute_it_once(driver):
     program = driver.program(Instruction(Operation.SCALE, target="x", scalar=2.0), Instruction(NORM1, left="x"))
     results = []
 
@@ -52,9 +56,7 @@ def test_two_threads_with_one_program_execute_it_once():
     assert (driver.held("x") == 2).all()
 
 
-def test_a_program_out_of_turn_is_refused_with_the_number_expected():
-    driver = make_machine()
-    filled(driver, "x", 1.0)
+def test_a_program_out_of_turn_is_refused_with_the_number_expected(driver):
     filled(driver, "y", 1.0)
 
     for op_seq in (0, 1, 4):
@@ -66,9 +68,7 @@ def test_a_program_out_of_turn_is_refused_with_the_number_expected():
 # Lives.
 
 
-def test_a_coordinator_that_was_replaced_is_refused_with_both_lives():
-    driver = make_machine()
-    filled(driver, "x", 1.0)
+def test_a_coordinator_that_was_replaced_is_refused_with_both_lives(driver):
     late = driver.program(Instruction(FILL, target="x", scalar=9.0))
 
     attached = driver.machine.attach(PLAN)
@@ -128,9 +128,7 @@ def test_a_server_that_logs_updates_takes_no_coordinator():
 # Commits.
 
 
-def test_a_commit_is_executed_once_whichever_coordinator_sends_it():
-    driver = make_machine()
-    filled(driver, "x", 1.0)
+def test_a_commit_is_executed_once_whichever_coordinator_sends_it(driver):
     commit = Instruction(Operation.SCALE, target="x", scalar=3.0)
 
     assert driver.execute(commit, Instruction(NORM1, left="x"), commits=1, state="one") == [3.0 * SIZE]

@@ -15,12 +15,12 @@ from pyps.run import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition
-from run_crew import Clock, events, make_run
+from run_crew import Clock, Crew, make_run
 
 PLAN = partition(CUT, num_servers=1)
 
 
-class Replicas:
+class Replicas(Crew):
     """A run of replicas of two processes, each of which holds one part: 3 shards the first, 2 the second."""
 
     def __init__(self, *names: str, **flags: str) -> None:
@@ -69,21 +69,10 @@ class Replicas:
             for part in (0, 1):
                 self.push(name, part, version)
 
-    def pass_time(self, seconds: float, *alive: str) -> None:
-        """Lets time pass in which those processes give signs of life."""
-        for _ in range(round(seconds)):
-            self.clock.now += 1.0
-            for worker_id in alive:
-                self.run.heartbeat("r", worker_id, 1, clock=0, scalars={})
-            self.run.tick()
-
     def versions(self) -> list[int]:
         """The versions of the parts' shards, those of one part being equal."""
         versions = [{self.run.shards[s.shard_id].version for s in PLAN.of_parts({part}).shards} for part in (0, 1)]
         return [version for of_part in versions for version in of_part]
-
-    def events(self, kind: str) -> list[str]:
-        return events(self.run, kind)
 
 
 PROCESSES = ("a/0", "a/1", "b/0", "b/1")
@@ -103,7 +92,7 @@ def test_a_lost_process_completes_the_rounds_of_all_parts_without_its_replica() 
     replicas.round("a", version=1)
     assert replicas.versions() == [1, 1]
 
-    replicas.pass_time(31, "a/0", "a/1", "b/0")
+    replicas.pass_seconds(31, "a/0", "a/1", "b/0")
 
     assert replicas.versions() == [2, 2]
     assert replicas.events("replica") == ["replica b is out: its process b/1 was lost: taken along b/0"]
@@ -120,7 +109,7 @@ def test_a_process_that_holds_others_up_stalls_with_its_replica_and_comes_back_b
     replicas.round("a", version=1)
     replicas.push("b", 0, 1)
 
-    replicas.pass_time(12, *PROCESSES)
+    replicas.pass_seconds(12, *PROCESSES)
 
     # b/1 alone was waited for.
     assert replicas.versions() == [2, 2]
@@ -138,7 +127,7 @@ def test_the_gate_counts_replicas_part_by_part() -> None:
     assert replicas.versions() == [1, 0]
     assert replicas.run.shards[3].waiting_for(replicas.run.roster_of(3)) == ("b/1",)
 
-    replicas.pass_time(12, *PROCESSES)
+    replicas.pass_seconds(12, *PROCESSES)
 
     assert replicas.versions() == [1, 1]
     assert "waited for b/1" in replicas.events("stalled")[0]
@@ -176,7 +165,7 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
         again.run.conduct.begin(replace(content, initializer=None))
         assert again.run.roster.missing == missing, told
         # Those that live have said so by then.
-        again.pass_time(31)
+        again.pass_seconds(31)
         assert again.run.roster.missing == 0, told
 
 
