@@ -87,9 +87,7 @@ def test_a_tied_embedding_is_trained_once_with_both_gradients(start_server) -> N
     assert model[1].weight is model[0].weight
 
 
-def test_another_setting_slots_and_a_later_group_are_refused(
-    start_server,
-) -> None:
+def test_another_setting_slots_and_a_later_group_are_refused(start_server) -> None:
     server = start_server()
     model = mlp()
     with remote(model, server) as optimizer:
@@ -102,6 +100,10 @@ def test_another_setting_slots_and_a_later_group_are_refused(
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"sum": torch.zeros(1)}}})
         with pytest.raises(SettingsChanged, match="cannot be added to a RemoteOptimizer"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        optimizer.param_groups[0]["momentum"] = 0.9
+        with pytest.raises(SettingsChanged, match="momentum of parameter group 0 was changed to"):
+            optimizer.step()
+        assert optimizer.global_step == 0
 
 
 def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server, caplog) -> None:

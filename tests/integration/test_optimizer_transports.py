@@ -203,3 +203,23 @@ def test_a_loaders_processes_keep_the_model_that_they_were_forked_with(start_ser
             assert len({process for process, _ in seen}) == 2
             assert {total for _, total in seen} == {now}
         assert optimizer.global_step == 24
+
+
+def test_steps_are_seen_by_hooks_and_by_torchs_profiler(start_server) -> None:
+    server = start_server()
+    model = mlp()
+    with remote(model, server.data) as optimizer:
+        calls: list[str] = []
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
+            optimizer.register_step_post_hook(lambda *_: calls.append("after")),
+        ]
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert calls == ["before", "after"]
+        for hook in hooks:
+            hook.remove()
+        with torch.autograd.profiler.profile() as profile:
+            optimizer.step()
+        assert "Optimizer.step#RemoteOptimizer.step" in [event.key for event in profile.key_averages()]
+        assert calls == ["before", "after"]

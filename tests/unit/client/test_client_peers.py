@@ -39,17 +39,15 @@ def test_of_several_processes_each_names_its_parts() -> None:
         own_partition(whole, (), first)
 
 
-def hello(**told: object) -> HelloReply:
-    return HelloReply(protocol="hardsync", **told)  # type: ignore[arg-type]
-
-
 def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_go_before() -> None:
     over = Receipt(outcome=OUTCOME_REJECTED, reason=REASON_FINISHED, version_after=9)
 
     def act(peers: ThreadPeers) -> tuple[object, ...]:
         standing = Standing(peers)
         leads = peers.index == 0
-        standing.greeted(0, hello(batch_size=16 if leads else 8, clip_norm=2.0 if leads else 0.0, accumulate=3))
+        leaders = {"protocol": "hardsync", "staleness": "none", "batch_size": 16, "clip_norm": 2.0}
+        others = {"protocol": "async", "staleness": "divide", "batch_size": 8, "clip_norm": 0.0}
+        standing.greeted(0, HelloReply(accumulate=3, **(leaders if leads else others)))  # type: ignore[arg-type]
         if not leads:
             standing.answered(1, [over])
         before = standing.finished, standing.terms.batch_size, standing.global_step
@@ -60,31 +58,16 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
             standing.finished,
             standing.pull_agreed,
             standing.global_step,
-            (terms.protocol, terms.batch_size, terms.accumulate, terms.clip_norm),
+            (terms.protocol, terms.staleness, terms.batch_size, terms.accumulate, terms.clip_norm),
         )
 
     results = on_all(Meeting("r", 2), act)
     # The version that the other process heard of is not the leader's.
-    assert results == [((False, 0, 0), True, True, 0, ("hardsync", 16, 3, 2.0))] * 2
-
-
-def test_all_processes_go_by_the_leaders_words_whatever_they_heard_themselves() -> None:
-    def act(peers: ThreadPeers) -> list[tuple[str, str]]:
-        standing = Standing(peers)
-        seen = []
-        for leaders, others in (("async", "hardsync"), ("async", "serial"), ("ssp:s=1", "async")):
-            protocol = others if peers.index else leaders
-            standing.greeted(0, HelloReply(protocol=protocol, staleness=f"of {protocol}"))
-            standing.meet(pull_needed=False)
-            seen.append((standing.terms.protocol, standing.terms.staleness))
-        return seen
-
-    expected = [("async", "of async"), ("async", "of async"), ("ssp:s=1", "of ssp:s=1")]
-    assert on_all(Meeting("r", 2), act) == [expected] * 2
+    assert results == [((False, 0, 0), True, True, 0, ("hardsync", "none", 16, 3, 2.0))] * 2
 
 
 def test_what_a_worker_of_one_process_hears_counts_at_once() -> None:
     standing = Standing()
-    standing.greeted(0, hello(batch_size=16))
+    standing.greeted(0, HelloReply(batch_size=16))
     standing.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)])
     assert (standing.finished, standing.terms.batch_size, standing.global_step) == (True, 16, 4)

@@ -19,12 +19,20 @@ SIZE = 4
 
 
 def downpour(
-    *, rate: float = 0.0, local: float = 0.0, codec: str = "float32", session_has=None, read_my_writes=False, **pace
+    *,
+    make_session=RecordingSession,
+    first: float = 0.0,
+    dtype=torch.float32,
+    rate: float = 0.0,
+    local: float = 0.0,
+    session_has=None,
+    read_my_writes=False,
+    **pace,
 ) -> tuple[Downpour, RecordingSession, torch.nn.Parameter]:
-    """A worker of a model of one tensor of zeros, its parameters already pulled."""
+    """A worker of a model of one tensor of numbers `first`, its parameters already pulled."""
     torch.set_num_threads(1)
-    model = torch.nn.Linear(SIZE, 1, bias=False)
-    session = RecordingSession([np.zeros(SIZE, np.float32)], rate=rate, codec=codec)
+    model = torch.nn.Linear(SIZE, 1, bias=False).to(dtype)
+    session = make_session([np.full(SIZE, first, np.float32)], rate=rate)
     for name, value in (session_has or {}).items():
         setattr(session, name, value)
     layout = plan(model, [{"params": list(model.parameters())}])
@@ -205,16 +213,12 @@ def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
 
 def test_local_steps_of_half_precision_parameters_add_up_in_float32() -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        model = torch.nn.Linear(SIZE, 1, bias=False).to(dtype)
-        layout = plan(model, [{"params": list(model.parameters())}])
-        session = RecordingSession([np.ones(SIZE, np.float32)])
-        worker = Downpour(session, layout, pace=Pace(pull_every=100), local_rates=lambda: [0.0001])
-        worker.start()
+        worker, _, parameter = downpour(first=1.0, dtype=dtype, local=0.0001, pull_every=100)
         # The last 80 of them since the second pull.
         for _ in range(180):
             worker.step([torch.ones(1, SIZE, dtype=dtype)])
         # Each step is lost in half precision: 1 - 0.0001 is 1.
-        assert model.weight.tolist() == [torch.tensor([1 - 0.008] * SIZE).to(dtype).tolist()]
+        assert parameter.tolist() == [torch.tensor([1 - 0.008] * SIZE).to(dtype).tolist()]
 
 
 @settings(max_examples=25, deadline=None)
@@ -266,21 +270,15 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
                 raise ServerUnavailable("gone")
             return []
 
-    torch.set_num_threads(1)
-    model = torch.nn.Linear(SIZE, 1, bias=False)
-    session = Cut([np.zeros(SIZE, np.float32)], rate=1.0)
-    worker = Downpour(
-        session, plan(model, [{"params": list(model.parameters())}]), pace=Pace(), local_rates=lambda: [0.0]
-    )
-    worker.start()
+    worker, session, parameter = downpour(make_session=Cut, rate=1.0)
     worker.step(gradient(1.0))
     with pytest.raises(ServerUnavailable):
         worker.step(gradient(1.0))
-    assert model.weight.tolist() == [[-2.0] * SIZE]
+    assert parameter.tolist() == [[-2.0] * SIZE]
     worker.step(gradient(1.0))
 
     assert [pushed.base_version for pushed in session.pushes] == [0, 1, 2]
-    assert model.weight.tolist() == [[-3.0] * SIZE]
+    assert parameter.tolist() == [[-3.0] * SIZE]
 
 
 # The protocol in force: what it grants, what it wants summed, what it takes.

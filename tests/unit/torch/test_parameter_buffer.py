@@ -103,6 +103,14 @@ def test_parameters_of_another_type_or_format_are_copied() -> None:
         assert model.weight.flatten()[:4].tolist() == [2, 3, 4, 5]
 
 
+def test_the_float32_parameters_of_a_mixed_model_lie_in_the_vectors_and_the_others_follow() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2).to(torch.bfloat16))
+    buffer = aliased(model)
+    fill(buffer, start=1)
+    assert lies_in(buffer.vectors[0], model[0].weight)
+    assert values(model) == list(range(1, 15))
+
+
 def test_a_parameter_whose_memory_somebody_else_holds_stays_there_and_both_follow() -> None:
     model = linear()
     theirs = model.weight.detach()
