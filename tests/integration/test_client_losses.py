@@ -146,6 +146,9 @@ def test_workers_go_on_after_kill_and_resume(start_server_process: Start, tmp_pa
     client.pull()
     restarted.kill()
     start_server_process(*checkpoints, "--resume", "--port", port)
+    refused = client.session.exchange([client._gradient], [client._parameters])
+    assert {receipt.reason for receipt in refused} == {REASON_EPOCH}
+    assert client.session.pull_needed
     resumed = client.pull()
 
     assert client.session.epoch == 2
