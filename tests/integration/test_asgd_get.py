@@ -5,9 +5,7 @@ Zhang, Zhang, You, Zheng, Xu (ICASSP 2013); the invariants A2, A3 and A4 of the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -20,12 +18,10 @@ from pyps_client import Client, RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.work import RemoteQueue
 from pyps_wire.errors import BadRequest
-from pyps_wire.inspector_pb2 import GetStatusRequest
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
 from support import ServerThread
-from training import train_on_portions
 
 StartServer = Callable[..., ServerThread]
 
@@ -115,26 +111,6 @@ def test_what_a_worker_computes_on_is_of_the_moment_in_which_its_portion_was_giv
     assert torch.equal(optimizers[0].snapshot()["weight"], models[0].weight)
     for optimizer in optimizers:
         optimizer.close()
-
-
-def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server) -> None:
-    """A4: b(e) never falls, and an epoch has ceil(N / (K b(e))) updates, whoever makes them."""
-    num_examples, accumulate, epochs = 100, 2, 4
-    growth = ("--batch-growth", "start=4,maximum=16,every=1", "--epoch-examples", str(num_examples))
-    server = start_server("--protocol", f"asgd:accumulate={accumulate}", *growth)
-    with ThreadPoolExecutor(2) as pool:
-        train = partial(train_on_portions, server.data, examples=num_examples, epochs=epochs)
-        for trained in [pool.submit(train, name) for name in "ab"]:
-            trained.result(120)
-
-    deliveries = inspect(server.control, "GetWork", GetWorkRequest(deliveries=True)).deliveries
-    portions = [[each.portion for each in deliveries if getattr(each, "pass") == epoch] for epoch in range(epochs)]
-
-    sizes = [4, 8, 16, 16]
-    assert [len(of_epoch) for of_epoch in portions] == [math.ceil(num_examples / (accumulate * b)) for b in sizes]
-    assert delivered(server) == {epoch: list(range(num_examples)) for epoch in range(epochs)}
-    status = inspect(server.control, "GetStatus", GetStatusRequest())
-    assert status.version_max == sum(map(len, portions))
 
 
 def test_a_portion_for_another_than_the_caller_is_refused(start_server) -> None:

@@ -189,21 +189,6 @@ def test_kill_9_costs_what_came_after_the_newest_checkpoint(start_server_process
     assert inspect(third.control, "GetStatus").epoch == 2
 
 
-def test_a_damaged_checkpoint_is_named_and_the_older_one_used(start_server: Start, trained: Trained) -> None:
-    server, worker, folder = trained
-    inspect(server.control, "SaveCheckpoint")
-    held = checksums(server.control)
-    worker.push(worker.push_request(1.0))
-    assert server.stop() == 0
-    damaged = folder / "checkpoint-00000002" / "parameters.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
-
-    again = start_server("--checkpoint-dir", str(folder), "--resume")
-    assert checksums(again.control) == held
-    assert "checkpoint ignored" in again.output()
-    assert f"{damaged} holds shard-000000 with checksum" in again.output()
-
-
 def test_checkpoints_are_written_in_time_and_the_oldest_removed(start_server: Start, tmp_path: Path) -> None:
     server = start_server(*("--checkpoint-dir", str(tmp_path), "--checkpoint-seconds", "0.3", "--checkpoint-keep", "2"))
     with WireWorker(server.data) as worker:
@@ -295,12 +280,6 @@ def test_a_reset_run_does_not_come_back_with_resume_and_none_of_its_checkpoints_
         founder.join()
         # Numbers go on, so that a second reset meets no name that is taken.
         assert inspect(again.control, "SaveCheckpoint").path == str(folder / "checkpoint-00000003")
-
-
-def test_resume_in_an_empty_folder_starts_empty(start_server: Start, tmp_path: Path) -> None:
-    server = start_server("--checkpoint-dir", str(tmp_path / "new"), "--resume")
-    assert inspect(server.control, "GetStatus").state == common.RUN_STATE_EMPTY
-    assert "nothing to resume" in server.output()
 
 
 def in_force(server: ServerThread) -> tuple[str, str, float]:

@@ -11,9 +11,7 @@ from safetensors.numpy import load_file
 
 from client_support import addresses, start_servers
 from cut_model import CUT, cut_run, push_tensors, whole_tensors
-from inspection import checksums, inspect, shell
-from pyps.update_log import log_paths, replay
-from pyps_client import Observer
+from inspection import inspect, shell
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
@@ -58,39 +56,6 @@ def test_export_joins_the_parts_live_saved_and_restored(start_server: Start, tmp
     half = shell("export", str(tmp_path / "half"), "--checkpoint", str(tmp_path / "server-0"), status=1)
     assert "missing here: those of server 1, with shards of part 1. Give --checkpoint once for each server" in half
     assert not (tmp_path / "half").exists()
-
-
-def test_a_restored_server_goes_on_with_the_same_cut(start_server: Start, tmp_path: Path) -> None:
-    flags = ("--checkpoint-dir", str(tmp_path))
-    first, second = whole_tensors(1), whole_tensors(2)
-    server = start_server(*flags)
-    with cut_run([server]) as workers:
-        push_tensors(workers, first)
-        assert server.stop() == 0
-    server = start_server(*flags, "--resume")
-    with WireWorker(server.data, "b", model=CUT) as worker:
-        assert not worker.hello().initialize
-        push_tensors([worker], second)
-    with Observer(server.data) as observer:
-        snapshot = observer.snapshot()
-    assert observer.model == CUT
-    for name, values in snapshot.items():
-        np.testing.assert_array_equal(values, first[name] + second[name])
-
-
-def test_eval_scores_whole_tensors(start_server: Start, tmp_path: Path) -> None:
-    script = tmp_path / "score.py"
-    script.write_text(
-        "def evaluate(parameters):\n"
-        "    assert {n: v.shape for n, v in parameters.items()} == {'up': (8, 20), 'down': (20, 8), 'scale': (8,)}\n"
-        "    return {'corner': parameters['up'][0, 19]}\n"
-    )
-    servers = start_servers(start_server, 2)
-    expected = whole_tensors()
-    with cut_run(servers) as workers:
-        push_tensors(workers, expected)
-        output = shell("eval", str(script), "--once", "--servers", addresses(servers))
-    assert output == f"update 1  corner {expected['up'][0, 19]:.6g}\n"
 
 
 def test_status_shows_whose_part_a_shard_is_and_nothing_of_parts_where_there_are_none(start_server: Start) -> None:
@@ -154,23 +119,6 @@ def test_each_server_tells_which_of_its_shards_a_worker_has_pushed_to_and_pulled
         assert (list(told.shards_pushed), list(told.shards_pulled)) == (mine, mine[:2])
         (told,) = inspect(servers[1].control, "ListWorkers").workers
         assert (list(told.shards_pushed), list(told.shards_pulled)) == ([], [])
-
-
-def test_the_log_of_a_cut_model_replays_to_the_same_bits(start_server: Start, tmp_path: Path) -> None:
-    flags = ("--update-log", str(tmp_path), "--log-gradients", "--protocol", "softsync:n=1")
-    servers = start_servers(start_server, 2, *flags)
-    with cut_run(servers) as workers:
-        for seed in range(3):
-            push_tensors(workers, whole_tensors(seed))
-    final = {}
-    for server in servers:
-        final |= checksums(server.control)
-        assert server.stop() == 0
-    replayed = {log.shard_id: log for log in map(replay, log_paths(tmp_path))}
-    assert set(replayed) == {shard.shard_id for shard in PLAN.shards}
-    for shard_id, log in replayed.items():
-        assert (log.difference, log.ended, log.updates) == ("", True, 3)
-        assert (log.version, log.checksum) == final[shard_id]
 
 
 def test_status_shows_which_process_of_which_replica_holds_what(start_server: Start) -> None:

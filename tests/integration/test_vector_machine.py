@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -15,7 +16,6 @@ import pytest
 from client_support import SGD
 from pyps_client import Client
 from pyps_client.staging import Staging
-from pyps_wire import parameter_server_pb2 as pb
 from pyps_wire.contract import METHODS
 from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
@@ -72,36 +72,6 @@ def test_a_step_of_a_search_is_made_of_instructions_and_workers_pull_it(start_se
         )
         assert reply.version == 1
         assert np.array_equal(whole(worker), (2.0 - 0.5 * folded).astype(np.float32))
-
-
-def test_a_pull_that_waits_for_a_version_is_answered_by_a_move(start_server: Start) -> None:
-    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
-        coordinator.execute(instruction("ALLOC", target="x"), instruction("FILL", target="x", scalar=3.0))
-        pulled: list[pb.Parameters] = []
-        wants = [pb.PullRequest.Want(shard_id=shard_id, held_version=0, min_version=1) for shard_id in range(5)]
-        thread = threading.Thread(target=lambda: pulled.extend(worker.pull(wants, wait_seconds=60)))
-        thread.start()
-
-        coordinator.execute(instruction("MOVE", left="x"))
-
-        thread.join(60)
-        assert {shard.version for shard in pulled} == {1}
-        assert all((values_of(shard) == 3).all() for shard in pulled)
-
-
-def test_a_program_sent_twice_is_executed_once(start_server: Start) -> None:
-    with coordinated(start_server("--protocol", "sandblaster"), value=1.0) as (coordinator, worker):
-        coordinator.execute(instruction("ALLOC", target="x"))
-        request = coordinator.request(
-            instruction("ADD", target="x", left="parameters", right="parameters"),
-            instruction("MOVE", left="x"),
-            instruction("NORM_INF", left="parameters"),
-        )
-
-        replies = [coordinator.stub.Execute(request, timeout=60) for _ in range(3)]
-
-        assert [list(reply.scalars) for reply in replies] == [[2.0]] * 3
-        assert (whole(worker) == 2).all()
 
 
 def test_a_coordinator_that_comes_back_finds_state_and_vectors_and_its_forerunner_is_refused(
@@ -174,14 +144,6 @@ def test_under_another_protocol_a_coordinator_is_told_how_to_start_servers(start
             "the protocol in force is async, under which workers push gradients: start the servers with --protocol "
             "sandblaster for a coordinator"
         )
-
-
-def test_a_server_that_logs_updates_takes_no_coordinator(start_server: Start, tmp_path) -> None:
-    server = start_server("--protocol", "sandblaster", "--update-log", str(tmp_path / "log"))
-    with WireWorker(server.data, model=MODEL) as worker:
-        worker.join()
-
-        assert "without --update-log" in refusal_of(WireCoordinator(worker).attach)[2]
 
 
 def test_a_coordinator_of_another_run_or_of_none_yet_is_refused(start_server: Start) -> None:
@@ -287,3 +249,50 @@ def test_a_worker_for_whose_stage_there_is_no_memory_hears_so_at_once(start_serv
 
         with pytest.raises(NoRoom, match=r"stage 12 of portion 11 would make .* raise --max-vector-bytes"):
             staging.stage(vectors, pass_number=1, portion_id=11, stage_id=12)
+
+
+# A restart.
+
+
+def iterate(coordinator: WireCoordinator, k: int) -> None:
+    """A trial that moves the parameters, then the commit: x = k, g = -k, and the k-th pair k, 1/k."""
+    coordinator.execute(instruction("FILL", target="t", scalar=1000.0 + k), instruction("MOVE", left="t"))
+    coordinator.execute(
+        *(instruction("ALLOC", target=name) for name in ("s", "y")),
+        instruction("FILL", target="s", scalar=k),
+        instruction("FILL", target="y", scalar=1 / k),
+        instruction("PUSH_HISTORY", left="s", right="y"),
+        *([instruction("DROP_OLDEST")] if k > 1 else []),
+        instruction("FILL", target="x", scalar=k),
+        instruction("FILL", target="g", scalar=-k),
+        commits=k,
+        state=f"state {k}",
+    )
+
+
+def norms(coordinator: WireCoordinator, *names: str) -> list[float]:
+    return list(coordinator.execute(*(instruction("NORM_INF", left=name) for name in names)).scalars)
+
+
+def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server: Start, tmp_path: Path) -> None:
+    flags = ("--protocol", "sandblaster", "--run-id", "run-1", "--checkpoint-dir", str(tmp_path))
+    server = start_server(*flags)
+    with coordinated(server) as (coordinator, _):
+        coordinator.execute(*(instruction("ALLOC", target=name) for name in ("x", "g", "t")))
+        for k in (1, 2, 3):
+            iterate(coordinator, k)
+        coordinator.execute(instruction("FILL", target="t", scalar=77.0), instruction("MOVE", left="t"))
+        former = coordinator.epoch
+        assert server.stop() == 0
+
+    with coordinated(start_server(*flags, "--resume")) as (coordinator, worker):
+        # No two lives of coordinators have one number, whatever server counted them.
+        assert coordinator.epoch > former
+        attached = coordinator.attach()
+        assert (attached.iteration, attached.state) == (3, "state 3")
+        assert list(attached.vectors) == ["g", "s3", "x", "y3"]
+        assert (whole(worker) == 3).all()
+        assert norms(coordinator, "x", "g", "s3", "y3") == [3.0, 3.0, 3.0, float(np.float32(1 / 3))]
+        coordinator.execute(instruction("ALLOC", target="t"))
+        iterate(coordinator, 4)
+        assert norms(coordinator, "x", "g", "s4") == [4.0, 4.0, 4.0]

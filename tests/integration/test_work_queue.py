@@ -1,15 +1,25 @@
-"""The WorkQueue service on a real server: workers, deaths, waits, and what people see of it."""
+"""The WorkQueue service on a real server: workers, deaths, waits, a coordinator, and what people see of it."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import urllib.request
 
 from inspection import inspect, shell
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
-from wire_coordinator import TRAIN, Coordinator, Portions, counted, opened, wait_for_waits, work_of
+from wire_coordinator import (
+    COORDINATED,
+    TRAIN,
+    Coordinator,
+    Portions,
+    WireCoordinator,
+    counted,
+    opened,
+    wait_for_waits,
+    work_of,
+)
 from wire_worker import CALL_SECONDS, QUICK_LEASES, WireWorker, beating, crew, refusal_of, status_of, wait_for_event
 
 
@@ -26,6 +36,17 @@ def test_workers_share_an_epoch_and_then_the_next(start_server):
         assert b.lease(0).outcome == wire.LeaseReply.OUTCOME_PASS_DONE
         assert counted(server, 0) == list(range(20))
         assert getattr(b.lease(1), "pass") == 1
+
+
+def test_updates_of_an_epoch_follow_the_growing_minibatch(start_server):
+    """A4: b(e) never falls, and an epoch has ceil(N / (K b(e))) updates, each of a portion."""
+    growth = ("--batch-growth", "start=4,maximum=16,every=1", "--epoch-examples", "100")
+    server = start_server("--protocol", "asgd:accumulate=2", *growth)
+    with opened(server, 1, wire.DataSpec(name="train", num_examples=100, batch_size=4)) as [a]:
+        for epoch, size in enumerate((4, 8, 16, 16)):
+            a.finish(epoch)
+            assert work_of(server).num_portions == math.ceil(100 / (2 * size)), epoch
+            assert counted(server, epoch) == list(range(100))
 
 
 def test_a_worker_waits_for_the_last_portions_and_is_answered_when_they_are_delivered(start_server):
@@ -96,15 +117,6 @@ def test_a_worker_that_says_hello_anew_leaves_its_portions_to_others(start_serve
         b.finish(0)
 
 
-def test_a_portion_whose_answer_was_lost_is_given_again(start_server):
-    server = start_server()
-    with opened(server) as [a, _]:
-        lost = a.lease(0)
-        a.held = []
-        assert a.lease(0).portion.portion_id == lost.portion.portion_id
-        assert work_of(server).running == 1
-
-
 def test_a_wait_for_a_portion_ends_with_the_server_s_run(start_server):
     for reset in (True, False):
         server = start_server()
@@ -144,42 +156,89 @@ def test_another_server_than_the_first_says_where_to_ask(start_server):
         assert text == "this is server 1: ask server 0, which hands out the data set"
 
 
-def test_a_data_set_that_differs_is_refused(start_server):
+# Coordinated work.
+
+
+def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
     server = start_server()
-    with opened(server) as [a, _]:
-        status, name, text = refusal_of(a.open, wire.DataSpec(name="train", num_examples=21, portion_examples=4))
-        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest")
-        assert text.startswith("worker 'w0' says num_examples 21 of the data set, but the run's has 20")
+    with opened(server, 2, COORDINATED) as [a, b]:
+        coordinator = Coordinator(a.worker)
+        asked = a.waiting()
+        [wait] = wait_for_waits(server, 1)
+        assert wait == "w0 waits for a portion, for the coordinator"
+        assert coordinator.begin(1, scalars={"loss": 0.5}).num_workers == 2
+        first = asked.result(60)
+        a.held = [first.portion.lease_id]
+        end = coordinator.waiting(1)
+        second, copy = b.lease(), b.lease()
+        assert copy.portion.portion_id == first.portion.portion_id
+        assert b.claim(copy).granted
+        refused = a.claim(first)
+        assert (refused.granted, refused.message) == (False, "portion 0 was claimed by worker 'w1' before")
+        a.held = []
+        assert b.claim(second).granted
+        assert not coordinator.wait(1).complete
+        invented = wire.DeliverRequest(
+            sender=b.worker.sender, lease_ids=[copy.portion.lease_id], stage_id=2**64 - 1, example_count=10
+        )
+        assert "which is none of its leases" in refusal_of(lambda: b.stub.Deliver(invented, timeout=60))[2]
+        stages = [leased.portion.lease_id for leased in (copy, second)]
+        assert b.deliver(copy, stage_id=stages[0], loss_sum=1.0).accepted
+        assert b.deliver(second, stage_id=stages[1], loss_sum=2.0).accepted
+        done = end.result(60)
+        assert (done.complete, done.loss_sum, done.example_count, list(done.stage_ids)) == (True, 3.0, 20, stages)
+        assert (done.progress.stolen, done.progress.wasted, done.progress.scalars["loss"]) == (1, 1, 0.5)
+        asked = a.waiting()
+        coordinator.end("converged")
+        assert (asked.result(60).outcome, asked.result().message) == (wire.LeaseReply.OUTCOME_ENDED, "converged")
 
 
-def test_the_queue_goes_on_after_the_server_was_killed(start_server_process, tmp_path):
-    folder = ("--checkpoint-dir", str(tmp_path))
-    server = start_server_process(*folder)
-    with opened(server) as [a, b]:
-        delivered = a.lease(0)
-        assert a.deliver(delivered).accepted
-        running = b.lease(0)
-        inspect(server.control, "SaveCheckpoint")
-        late = a.lease(0)
-        server.kill()
-    server = start_server_process(*folder, "--resume")
-    with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(WireWorker(server.data, f"w{index}")) for index in range(2)]
-        for worker in workers:
-            worker.hello()
-        a, b = map(Portions, workers)
-        assert work_of(server).done == 1
-        a.open()
-        for who, leased in ((a, late), (b, running)):
-            who.held = [leased.portion.lease_id]
-            assert not who.deliver(leased).accepted
-        fresh = a.lease(0)
-        assert fresh.portion.lease_id > late.portion.lease_id
-        a.deliver(fresh)
-        a.finish(0)
-        assert counted(server, 0) == list(range(20))
-        log = work_of(server, deliveries=True).deliveries
-        assert delivered.portion in [done.portion for done in log]
+def test_a_coordinator_s_wait_ends_with_the_progress(start_server):
+    server = start_server()
+    with opened(server, 1, COORDINATED) as [a]:
+        coordinator = Coordinator(a.worker)
+        coordinator.begin(1, num_portions=4)
+        a.lease()
+        reply = coordinator.wait(1, 0.2)
+        assert not reply.complete
+        assert (reply.progress.running, reply.progress.pending) == (1, 3)
+
+
+def test_a_coordinator_waits_for_workers_that_open_a_data_set(start_server):
+    server = start_server()
+    with crew(server, 1) as [worker]:
+        coordinator = Coordinator(worker)
+        assert not coordinator.wait(0, 0.1).progress.HasField("data")
+        call = coordinator.waiting(0)
+        assert wait_for_waits(server, 1)[0].startswith("the coordinator waits for workers that open a data set")
+        Portions(worker).open(COORDINATED)
+        assert call.result(60).progress.data.num_examples == 20
+
+
+def test_waits_end_with_the_run_and_with_its_reset(start_server):
+    server = start_server()
+    with opened(server, 1, COORDINATED) as [a]:
+        coordinator = Coordinator(a.worker)
+        coordinator.begin(1, copies_max=1)
+        calls = [a.waiting(), coordinator.waiting(1)]
+        a.held = [calls[0].result(60).portion.lease_id]
+        wait_for_waits(server, 1)
+        inspect(server.control, "Stop")
+        assert refusal_of(lambda: calls[1].result(60))[1] == "RunFinished"
+        assert a.lease(None, 10.0).message == "the run has finished"
+
+
+def test_a_coordinator_that_waits_hears_that_another_attached(start_server):
+    server = start_server("--protocol", "sandblaster")
+    with opened(server, 1, COORDINATED) as [a]:
+        former = Coordinator(a.worker, epoch=WireCoordinator(a.worker).attach().coordinator_epoch)
+        former.begin(1)
+        call = former.waiting(1)
+        wait_for_waits(server, 1)
+
+        WireCoordinator(a.worker).attach()
+
+        assert refusal_of(lambda: call.result(60))[1] == "Superseded"
 
 
 # What people see.
