@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.timing import fixed, scripted
+from pyps.simulation.timing import fixed
 from pyps.simulation.worker import WorkerPlan
 from simulated import Cluster, cluster, crew
 
@@ -47,12 +47,6 @@ def softsync() -> Cluster:
 def hardsync() -> Cluster:
     """One dies inside a barrier: the others wait for its lease, then go on; a late one counts from its first push."""
     return cluster("hardsync", workers=ONE_DIES_ONE_IS_LATE, server=SHORT_LEASE).run()
-
-
-def hardsync_with_a_stalled_worker() -> Cluster:
-    """One lives but does not push: after stall_seconds it stops counting until it does."""
-    plans = [*crew(2, steps=5), WorkerPlan("stalls", scripted([1.0, 8.0, 1.0]), steps=3)]
-    return cluster("hardsync", workers=plans, server=ServerPlan(expected_workers=3, stall_seconds=4.0)).run()
 
 
 def backup() -> Cluster:
@@ -98,7 +92,7 @@ def switches() -> Cluster:
 
 
 STORIES: tuple[Callable[[], Cluster], ...] = (
-    *(asynchronous, softsync, hardsync, hardsync_with_a_stalled_worker, backup, ssp, ssp_with_a_death, serial, asgd),
+    *(asynchronous, softsync, hardsync, backup, ssp, ssp_with_a_death, serial, asgd),
     *(warm_up, switches),
 )
 

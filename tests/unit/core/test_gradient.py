@@ -39,11 +39,6 @@ def test_what_does_not_fit_is_refused_in_words_that_name_the_numbers() -> None:
         assert words in refusal(check, num_values, **fields, error=PypsError)
 
 
-def test_a_payload_index_leads_to_its_parameter() -> None:
-    partial = gradient([0.0] * 3, extents=(Extent(1, 2), Extent(6, 1)))
-    assert [partial.parameter_index(index) for index in range(3)] == [1, 2, 6]
-
-
 def test_an_array_that_fits_is_taken_as_it_is_and_another_copied() -> None:
     fitting = aligned_zeros(40)
     assert aligned(fitting) is fitting

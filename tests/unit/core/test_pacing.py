@@ -280,13 +280,6 @@ def test_nobody_needs_to_ask_once_all_are_released_and_one_more_would_be() -> No
     assert [pacer.asks(version) for version in (9, 18, 21, 22)] == [True, True, True, False]
 
 
-def test_nobody_proceeds_before_the_quorum_has_asked() -> None:
-    for pacer in (TurnTaking(quorum=3), ClockBound(2, quorum=3)):
-        assert arrive_all(pacer, "aab") == []
-        assert (pacer.missing, pacer.waiting, pacer.waiting_for("a")) == (1, ("a", "b"), ())
-        assert pacer.arrive("c", 0)[0] == "a"
-
-
 def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_once() -> None:
     bound = ClockBound(0, quorum=2)
     bound.arrive("a", 0)

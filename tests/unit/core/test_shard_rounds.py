@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from threading import Event
-
-import numpy as np
-
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from shards import (
-    JOIN_SECONDS,
     Log,
     crew,
-    gradient,
     make_shard,
     nothing,
     pull,
     push,
     restored,
     roster,
-    run_together,
 )
 
 TWO = roster("a", "b")
@@ -154,24 +147,3 @@ def test_the_recorder_hears_of_a_completion_only_where_there_is_one() -> None:
     shard.complete(TWO)
     shard.complete(roster("a"))
     assert [type(event).__name__ for event in log.events[0]] == ["Pushed", "Completed"]
-
-
-def test_rounds_of_many_threads_each_hold_every_worker_once() -> None:
-    """U3 and S2 under real threads: every worker waits for the round that it gave to."""
-    workers, rounds = crew(6), 20
-    log = Log()
-    shard = make_shard(np.zeros(64), protocol="hardsync", recorder=log)
-
-    def train(worker_id: str) -> None:
-        for sequence in range(rounds):
-            version = shard.read(lambda version, _: version)
-            sent = gradient([1.0] * 64, worker_id=worker_id, sequence=sequence, base_version=version)
-            receipt = shard.push(sent, roster=workers)
-            reached = Event()
-            shard.when_version(max(receipt.min_version, receipt.version_after), reached.set)
-            assert reached.wait(JOIN_SECONDS)
-
-    run_together([lambda worker_id=worker_id: train(worker_id) for worker_id in workers.workers])
-    assert shard.version == rounds
-    assert pull(shard)[1].tolist() == [-float(rounds)] * 64
-    assert {event.receipt.reason for event in log.pushes(0)} == {Reason.UNSPECIFIED}

@@ -124,20 +124,6 @@ def test_a_norm_of_nan_is_nan_whichever_shard_has_it(driver):
         vectors.arrays["x"][0] = 0.0
 
 
-def test_parameters_can_be_read_by_any_operation():
-    parameters = numbers(7)
-    driver = make_machine(parameters)
-    driver.make("x", np.ones(SIZE))
-
-    [dot] = driver.execute(
-        Instruction(Operation.SUB, target="x", left="parameters", right="x"),
-        Instruction(Operation.DOT, left="parameters", right="parameters"),
-    )
-
-    assert np.array_equal(driver.held("x"), parameters - np.float32(1))
-    assert dot == pytest.approx(float(parameters.astype(np.float64) @ parameters), rel=1e-13)
-
-
 def test_move_writes_the_parameters_as_one_update_of_every_shard_and_wakes_who_waits_for_it():
     driver = make_machine(numbers(1))
     x, d = thirds(driver, "x", F32, 2), thirds(driver, "d", F64, 3)

@@ -218,13 +218,6 @@ def test_a_program_waits_for_a_copy_only_where_it_changes_what_is_kept():
         assert before == [1.0, -1.0, 1.0], program
 
 
-def test_without_an_accepted_point_the_parameters_are_what_is_kept():
-    driver = make_machine()
-
-    assert driver.machine.parameters_to_keep(0) is None
-    assert driver.machine.state().standing.vectors == {}
-
-
 def restored(state: MachineState, points: dict[int, np.ndarray]) -> Driver:
     shards = make_shards(np.concatenate(list(points.values())))
     machine = VectorMachine(shards, bytes_max=BYTES_MAX)

@@ -9,7 +9,6 @@ import pytest
 
 from pyps.simulation.event import Kind
 from pyps.simulation.scheduler import Scheduler
-from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import Timing, exponential, fixed, lognormal, normal, scripted
 from pyps.simulation.worker import Computed, Step, WorkerPlan
 from simulated import cluster, crew, noisy, ones
@@ -47,14 +46,6 @@ def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Tim
     random = [np.random.default_rng([3, index]) for index in range(workers)]
     largest = [max(timing(step, numbers) for numbers in random) for step in range(ROUNDS)]
     assert run.simulation.now == pytest.approx(sum(largest))
-
-
-@pytest.mark.parametrize(("workers", "service"), [(2, 0.1), (8, 0.1), (8, 0.25), (20, 0.1)])
-def test_throughput_of_a_busy_server_is_bounded_by_its_service_time(workers: int, service: float) -> None:
-    server = ServerPlan(service_seconds=service)
-    run = cluster("async", workers=crew(workers, fixed(1.0)), server=server).run(seconds=200.0)
-    # With equal times the queue settles: nobody meets anybody, or the server is never free.
-    assert run.simulation.num_taken / 200 == pytest.approx(min(workers / (1 + service), 1 / service), rel=0.02)
 
 
 def test_times_have_the_mean_that_was_asked_for() -> None:
@@ -115,12 +106,3 @@ def test_what_is_asked_for_in_the_past_is_done_now() -> None:
     while scheduler.step():
         pass
     assert called == [5.0]
-
-
-def test_the_next_time_is_infinite_when_nothing_is_left() -> None:
-    scheduler = Scheduler()
-    scheduler.at(2.0, lambda: None)
-    assert scheduler.next_time == 2.0
-    assert scheduler.step()
-    assert scheduler.next_time == float("inf")
-    assert not scheduler.step()
