@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import grpc
 import numpy as np
 import torch
 
+from inspection import inspect
 from pyps.core.gradient import Codec
 from pyps.core.update_rules import RULES, WeightedGradient, validate
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_wire.common_pb2 import OptimizerSettings
-from pyps_wire.inspector_pb2 import GetStatusRequest, ListWorkersRequest, Status, WorkerInfo
-from pyps_wire.inspector_pb2_grpc import InspectorStub
+from pyps_wire.inspector_pb2 import Status, WorkerInfo
 from support import AnyServer
 
 torch.set_num_threads(1)
@@ -58,20 +57,13 @@ def gradients_of(model: torch.nn.Module) -> np.ndarray:
     return flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
 
-def addresses(servers: Sequence[AnyServer]) -> str:
-    """The servers' data addresses, as workers are told them."""
-    return ",".join(server.data for server in servers)
-
-
 def status(server: AnyServer) -> Status:
-    with grpc.insecure_channel(server.control) as channel:
-        return InspectorStub(channel).GetStatus(GetStatusRequest(), timeout=20)
+    reply: Status = inspect(server.control, "GetStatus")
+    return reply
 
 
 def workers(server: AnyServer) -> dict[str, WorkerInfo]:
-    with grpc.insecure_channel(server.control) as channel:
-        reply = InspectorStub(channel).ListWorkers(ListWorkersRequest(), timeout=20)
-    return {worker.worker_id: worker for worker in reply.workers}
+    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
 
 
 def train_on_portions(

@@ -5,12 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from client_support import addresses
 from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
 from pyps_wire import inspector_pb2 as pb
 from support import ServerThread, wait_until
-from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of, status, workers
+from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of, status, workers
 
 ALONE = [
     "async",

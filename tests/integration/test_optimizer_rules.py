@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from client_support import addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
 from pyps_wire.errors import ScheduleOwned
-from training import SerialRule, addresses, backward, batches, gradients_of, mlp, parameters_of
+from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from client_support import addresses
 from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import NotFinite
-from training import addresses, backward, batches, gradients_of, mlp, parameters_of, status
+from training import backward, batches, gradients_of, mlp, parameters_of, status
 
 TRANSPORTS = ["grpc", "shm"]
 

@@ -73,14 +73,6 @@ def test_an_epoch_is_completed_by_a_server_that_came_back_from_its_checkpoint(
     assert progress.passes_done == 3
 
 
-def test_a_run_that_ends_amid_an_epoch_ends_its_workers(start_server: StartServer) -> None:
-    server = start_server("--stop-after", "updates=150")
-    (of_a, loss_of_a), (of_b, loss_of_b) = train_together(server, epochs=50, portion_batches=4)
-    assert max(len(of_a), len(of_b)) < 50
-    # Both end with the run's last parameters.
-    assert loss_of_a == loss_of_b
-
-
 def test_nobody_waits_for_ever_where_workers_wait_for_each_others_steps(start_server: StartServer) -> None:
     """A worker without a portion must not hold up a round, or the clock, that another needs to end its own."""
     for protocol in ("hardsync", "ssp:s=1", "serial", "softsync:n=1", "backup:b=1"):

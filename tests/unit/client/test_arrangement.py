@@ -258,14 +258,9 @@ NO_MODELS = [
         "has rows or columns. Start fewer processes",
     ),
     ([[claim("w", (2,), 0)], []], "Process 1 of the replica has nothing to train"),
-    ([[of] for of in copies("w", (2,), 2)], "Process 1 of the replica has nothing to train"),
     (
         [[claim("w", (2,), 0, holders=[0, 1])], [claim("x", (2,), 1)]],
         "Process 0 of the replica says that process 1 too holds the numbers [0:2] of tensor 'w', but that one does",
-    ),
-    (
-        [[claim("w", (2,), 0, holders=[0, 1])], [claim("w", (2,), 1)]],
-        "Process 0 and process 1 of the replica both claim numbers of tensor 'w'",
     ),
     (
         [[claim("w", (2,), 0, holders=[0, 1])], [claim("w", (2,), 1, holders=[0, 1], group=1)]],

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 from pyps_client.holdings import Holdings
 from pyps_client.intake import Held
-from pyps_client.parking import PARK_SECONDS, Parking
 from pyps_wire.common_pb2 import OUTCOME_PENDING, OUTCOME_REJECTED, REASON_REPEATED, REASON_STALE, Receipt
-from pyps_wire.errors import WaitTimedOut
 from pyps_wire.partition import Model, Tensor, partition
 
 PLAN = partition(Model((Tensor("a", (4 * 1024,)),), shard_size=1024), num_servers=2)
@@ -75,7 +71,6 @@ def test_a_second_gradient_for_a_round_waits_for_its_end() -> None:
 
 
 SHARDS = partition(Model((Tensor("a", (64,)),), shard_size=32), num_servers=1).of_server(0)
-NAMED = WaitTimedOut("after 0 s: a waits for version 1 of shard 0; it waits for b")
 
 
 def held_at(version: int) -> Held:
@@ -119,10 +114,3 @@ def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never
     held.answered(waited_for)
 
     assert held.wanted == {1: 4}
-
-
-def test_a_long_wait_is_asked_for_in_parts_and_goes_on() -> None:
-    parking = Parking(10 * PARK_SECONDS)
-
-    assert parking.call_seconds == PARK_SECONDS
-    parking.go_on(NAMED, stop=threading.Event())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peer_threads import Meeting, ThreadPeers, on_all
-from pyps_client.peers import ALONE, agreed, led, own_partition
+from pyps_client.peers import own_partition
 from pyps_client.standing import Standing
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest
@@ -14,19 +14,6 @@ from pyps_wire.partition import Model, Tensor, partition
 
 # Part 0 fills server 0, part 1 server 1; with three servers the last holds nothing.
 MODEL = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)
-
-
-def test_a_worker_of_one_process_gets_its_own_result_and_its_own_error() -> None:
-    error = BadRequest("no")
-
-    def refuse() -> None:
-        raise error
-
-    assert led(ALONE, lambda: 1) == agreed(ALONE, lambda: 1) == 1
-    for way in (led, agreed):
-        with pytest.raises(BadRequest) as caught:
-            way(ALONE, refuse)
-        assert caught.value is error
 
 
 def test_of_several_processes_each_names_its_parts() -> None:

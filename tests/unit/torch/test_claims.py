@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pyps_client.arrangement import arrange
-from pyps_client.torch.claims import claims_of, local_gradient
+from pyps_client.torch.claims import claims_of
 from pyps_client.torch.replica import Block, Replica
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Model, Tensor
@@ -34,10 +34,6 @@ def test_without_a_replica_all_is_held_as_a_whole() -> None:
     weight, bias = claimed.gradients()
     assert weight is linear.weight.grad
     assert bias is linear.bias.grad
-
-
-def test_a_parameter_without_a_gradient_has_none() -> None:
-    assert local_gradient(torch.nn.Parameter(torch.zeros(2))) is None
 
 
 def test_a_replica_of_one_process_is_a_plain_worker(world_of_one: None) -> None:

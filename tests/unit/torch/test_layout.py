@@ -52,12 +52,6 @@ def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
         plan(model, groups(*model.parameters()))
 
 
-def test_a_parameter_that_is_not_the_models_is_refused_by_index() -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(BadRequest, match=r"Parameter 1 of group 0 \(shape \(7,\)\) is not a parameter"):
-        plan(model, groups(model.weight, torch.nn.Parameter(torch.zeros(7))))
-
-
 def test_what_cannot_live_on_a_server_is_refused_with_its_name() -> None:
     for tensor, words in (
         (torch.zeros(2, device="meta"), "meta device"),
@@ -72,16 +66,20 @@ def test_what_cannot_live_on_a_server_is_refused_with_its_name() -> None:
             plan(model, groups(*model.parameters()))
 
 
-def test_a_lazy_parameter_is_refused() -> None:
-    model = torch.nn.LazyLinear(2)
-    with pytest.raises(BadRequest, match="has no shape yet: run one batch"):
-        plan(model, groups(*model.parameters()))
-
-
-def test_an_empty_group_is_refused() -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(BadRequest, match="Parameter group 1 is empty"):
-        plan(model, [{"params": list(model.parameters())}, {"params": []}])
+def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -> None:
+    model, lazy = torch.nn.Linear(2, 2), torch.nn.LazyLinear(2)
+    strange = torch.nn.Parameter(torch.zeros(7))
+    for module, param_groups, words in (
+        (
+            model,
+            groups(model.weight, torch.nn.Parameter(torch.zeros(7))),
+            r"Parameter 1 of group 0 \(shape \(7,\)\) is not a parameter",
+        ),
+        (model, [*groups(*model.parameters()), {"params": []}], "Parameter group 1 is empty"),
+        (lazy, groups(*lazy.parameters()), "has no shape yet: run one batch"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            plan(module, param_groups)
 
 
 def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_stretches() -> None:

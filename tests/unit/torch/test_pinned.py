@@ -18,10 +18,6 @@ def test_pages_of_neighbouring_arrays_are_one_stretch_and_of_distant_ones_two() 
     assert whole_pages(arrays) == [(start, start + 3 * PAGE), (start + 5 * PAGE, start + 6 * PAGE)]
 
 
-def test_an_empty_array_has_no_pages() -> None:
-    assert whole_pages([np.empty(0, np.float32)]) == []
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_lent_memory_is_pinned_until_it_is_released() -> None:
