@@ -71,12 +71,6 @@ def serial() -> Cluster:
     ).run()
 
 
-def asgd() -> Cluster:
-    """Two shards under one mutex, which is held for 0.4 s: pushes queue, and both shards always have one version."""
-    server = ServerPlan(expected_workers=3, service_seconds=0.4)
-    return cluster("asgd", parameters=[[0.0], [0.0]], workers=crew(3, steps=3), server=server).run()
-
-
 def warm_up() -> Cluster:
     """Four updates in turn, then async; each worker is let in two updates after the one before."""
     return cluster("async", warmup="updates=4,protocol=serial,release_every=2", workers=crew(3, steps=6)).run()
@@ -91,10 +85,7 @@ def switches() -> Cluster:
     return run.run()
 
 
-STORIES: tuple[Callable[[], Cluster], ...] = (
-    *(asynchronous, softsync, hardsync, backup, ssp, ssp_with_a_death, serial, asgd),
-    *(warm_up, switches),
-)
+STORIES = (asynchronous, softsync, hardsync, backup, ssp, ssp_with_a_death, serial, warm_up, switches)
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)

@@ -1,4 +1,4 @@
-"""What makes an update's rate: base rate and owner, schedule, batch growth, staleness, clipping; and their replacement."""
+"""What makes an update's rate: base rate, schedule, batch growth, staleness, clipping; and how they are replaced."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from pyps.core.behaviour import Behaviour
 from pyps.core.pacing import StagedPacer
-from pyps.core.receipt import Outcome, Reason
+from pyps.core.receipt import Outcome
 from pyps.core.warmup import WarmUp
 from shards import crew, make_shard, pull, push, refusal, roster
 from simulated import cluster
@@ -63,15 +63,6 @@ def test_the_main_protocol_decides_from_the_named_version_on_also_after_a_restor
     # Each shard changes at its own version.
     later = [make_shard([0.0], behaviour=behaviour, version=version) for version in (1, 2)]
     assert [push(shard, [1.0], workers=TWO).outcome for shard in later] == [pending, applied]
-
-
-def test_a_warm_up_may_come_before_a_barrier() -> None:
-    shard = make_shard([0.0], behaviour=staged("updates=1,protocol=serial", "hardsync"))
-    assert push(shard, [1.0], workers=TWO).outcome == Outcome.APPLIED
-    assert push(shard, [1.0], sequence=1, workers=TWO).outcome == Outcome.PENDING
-    assert push(shard, [1.0], worker_id="b", base_version=0, workers=TWO).reason == Reason.STALE
-    assert shard.waiting_for(TWO) == ("b",)
-    assert shard.complete(roster("a")) == 1
 
 
 def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_it_ends() -> None:

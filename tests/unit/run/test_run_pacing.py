@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyps.core.pacing import ClockBound, TurnTaking
+from pyps.core.pacing import TurnTaking
 from pyps.run.pacing import Pacing
 
 
@@ -68,18 +68,6 @@ def test_a_worker_that_goes_without_asking_is_no_longer_expected():
     assert calls.ask("a")
 
 
-def test_an_opened_gate_expects_nobody_and_those_excused_need_not_ask():
-    for let in (lambda pacing: pacing.open_gate(), lambda pacing: pacing.excuse(["b", "c"])):
-        calls = Calls(Pacing(TurnTaking(quorum=3)))
-        assert not calls.pacing.gate_holds
-        assert not calls.ask("a")
-        assert calls.pacing.gate_holds
-        let(calls.pacing)
-        assert not calls.pacing.gate_holds
-        assert calls.woken == ["a"]
-        assert calls.ask("a")
-
-
 def test_a_call_that_was_granted_its_step_and_cancelled_before_its_answer_hands_the_step_on():
     calls = Calls(Pacing(TurnTaking()))
     assert [calls.ask(name) for name in "abc"] == [True, False, False]
@@ -96,19 +84,6 @@ def test_a_call_cancelled_after_the_worker_asked_anew_changes_nothing():
     assert pacing.may_proceed("a", clock=0, wake=second)
     pacing.forget("a", first, withdraw=True)
     assert not pacing.may_proceed("b", clock=0, wake=first)
-
-
-def test_a_worker_that_holds_others_up_with_one_step_is_set_aside_however_often_it_asks():
-    calls = Calls(Pacing(ClockBound(0)))
-    assert calls.ask("a")
-    assert calls.ask("b")
-    assert not calls.ask("a", clock=1)
-    assert calls.pacing.set_aside(now=0.0, stall_seconds=2.0) == []
-    assert calls.ask("b")
-    assert calls.pacing.set_aside(now=1.9, stall_seconds=2.0) == []
-    assert calls.pacing.set_aside(now=2.0, stall_seconds=2.0) == ["b"]
-    assert calls.woken == ["a"]
-    assert [calls.ask("a", clock=1), calls.ask("b"), calls.ask("a", clock=2)] == [True, True, True]
 
 
 def test_the_time_of_a_worker_that_takes_its_next_step_begins_anew():
