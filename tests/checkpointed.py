@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from pyps.checkpoint import CheckpointFolder, RunHeader
 from pyps.config import ServerConfig
@@ -28,6 +29,14 @@ HEADER = RunHeader(
     behaviour=make_behaviour("async", "divide").texts,
     told=make_behaviour("hardsync").texts,
 )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[CheckpointFolder]:
+    """For modules that have this name too."""
+    opened = CheckpointFolder(tmp_path / "server-0")
+    yield opened
+    opened.close()
 
 
 def make_shards() -> dict[int, Shard]:

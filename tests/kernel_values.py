@@ -48,6 +48,17 @@ def encode_reference(values, codec):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
 
 
+def around_all_halves(codec):
+    """Every finite value of 16 bits, the ties between neighbours, what lies next to each, and what overflows."""
+    decoded = decode_reference(np.arange(65536, dtype=np.uint16).tobytes(), codec)
+    decoded = decoded[np.isfinite(decoded)]
+    ties = np.unique(decoded).astype(np.float64)
+    ties = ((ties[1:] + ties[:-1]) / 2).astype(np.float32)
+    exact = np.concatenate([decoded, ties, np.float32([65519.996, 65520, np.inf, -np.inf])])
+    up, down = np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-np.inf))
+    return np.concatenate([exact, up, down])
+
+
 def lane_sum(terms):
     """Element i in lane i modulo 16, the lanes added in order."""
     rows = np.zeros(-(-len(terms) // 16) * 16)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpointed import HEADER, make_shards, restored_run, waiting, write
-from pyps.checkpoint import CheckpointError, CheckpointFolder
-from pyps.core.behaviour import Behaviour
+import checkpointed
+from checkpointed import HEADER, MODEL, make_shards, restored_run, waiting, write
+from cut_model import CUT, vectors_of, whole_tensors
+from pyps.checkpoint import CheckpointError, CheckpointFolder, RunHeader
+from pyps.cli.export import from_checkpoints
 from pyps.core.receipt import Outcome
-from pyps_wire.errors import NotInitialized, RunMismatch
-from shards import make_behaviour, make_shard, push, restored, roster
+from pyps.core.shard import Shard
+from pyps.run import RuleSettings
+from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch
+from pyps_wire.partition import Model, partition
+from shards import make_shard, push, restored, roster
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[CheckpointFolder]:
-    opened = CheckpointFolder(tmp_path / "server-0")
-    yield opened
-    opened.close()
+folder = checkpointed.folder
 
 
 def test_a_restored_run_is_the_same_bit_for_bit(folder: CheckpointFolder) -> None:
@@ -82,19 +82,6 @@ def test_a_round_goes_on_where_it_was(folder: CheckpointFolder) -> None:
         push(either, np.full(16, 3.0), sequence=1, workers=workers)
         assert either.version == 1
     assert twin.state().parameters.tobytes() == shard.state().parameters.tobytes()
-
-
-def test_what_a_run_changed_while_it_went_on_is_kept(folder: CheckpointFolder) -> None:
-    behaviour = make_behaviour("softsync:n=4", "exponential:beta=0.3333333333333333", rate_schedule="step:every=7")
-    header = dataclasses.replace(HEADER, behaviour=behaviour.texts)
-    shard = make_shard(np.zeros(16), rule="adagrad", settings={})
-    shard.configure(learning_rate=0.1 / 3, roster=roster())
-    folder.write(header, {0: shard})
-    run = folder.resume()
-    assert run is not None
-    assert run.header == header
-    assert Behaviour.parse(**run.header.behaviour) == behaviour
-    assert run.shards[0].learning_rate == 0.1 / 3
 
 
 def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
@@ -169,3 +156,50 @@ def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> N
         folder.save(run)
     assert sorted(path.name for path in folder.path.glob("f*")) == ["forgotten-00000001", "forgotten-00000002"]
     assert write(folder).name == "checkpoint-00000003"
+
+
+# Models that are cut into parts, and what is written of one that is not.
+
+
+CUT_HEADER = replace(
+    HEADER, model=CUT, num_servers=2, optimizer=RuleSettings.make("sgd", ({"learning_rate": 0.1},) * 2)
+)
+PLAN = partition(CUT, num_servers=2)
+
+
+def shards_of_server(index: int) -> dict[int, Shard]:
+    """A server's shards of the cut model, with the numbers of `whole_tensors`."""
+    vectors = vectors_of(whole_tensors())
+    return {
+        shard.shard_id: make_shard(
+            vectors[shard.group][shard.offset : shard.offset + shard.length], shard_id=shard.shard_id
+        )
+        for shard in PLAN.of_server(index)
+    }
+
+
+def test_a_model_that_is_not_cut_is_written_as_before_models_could_be() -> None:
+    plain = HEADER.to_json()["model"]["tensors"]
+    assert plain == [{"name": t.name, "shape": list(t.shape), "group": t.group} for t in MODEL.tensors]
+    assert RunHeader.from_json(HEADER.to_json()) == HEADER
+
+
+def test_the_checkpoints_of_all_servers_give_the_tensors_whole_and_those_of_one_say_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    for index in range(2):
+        folder = CheckpointFolder(tmp_path / f"server-{index}")
+        folder.write(replace(CUT_HEADER, server_index=index), shards_of_server(index))
+    tensors = from_checkpoints([tmp_path])
+    assert list(tensors) == ["up", "down", "scale"]
+    for name, values in whole_tensors().items():
+        np.testing.assert_array_equal(tensors[name], values)
+    with pytest.raises(CheckpointError, match=r"missing here: those of server 0, with shards of part 0\."):
+        from_checkpoints([tmp_path / "server-1"])
+
+
+def test_a_checkpoint_of_a_model_without_one_of_its_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.write(replace(CUT_HEADER, model=Model(CUT.tensors[:-1])), shards_of_server(0))
+    with pytest.raises(BadRequest, match=r"parts of tensor 'down' .* are missing"):
+        from_checkpoints([tmp_path])

@@ -15,17 +15,13 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+import checkpointed
 from checkpointed import make_shards, restored_run, waiting, write
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder, newest
 from pyps.checkpoint.disk import Disk
 from shards import make_shard, push
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[CheckpointFolder]:
-    opened = CheckpointFolder(tmp_path / "server-0")
-    yield opened
-    opened.close()
+folder = checkpointed.folder
 
 
 def truncate(path: Path) -> None:

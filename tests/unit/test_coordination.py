@@ -95,17 +95,14 @@ def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_n
 
 
 def test_traffic_counts_requests_and_replies_apart_for_instructions_and_passes() -> None:
-    meter = TrafficMeter()
-    request, reply = Sender(run_id="a-run"), Sender(worker_id="coordinator")
-    before = meter.total
-
+    meter, request, reply = TrafficMeter(), Sender(run_id="a-run"), Sender(worker_id="coordinator")
     meter.count(request, reply, of_instructions=True)
     meter.count(reply, reply, of_instructions=False)
-
-    said = meter.total - before
-    assert said.instruction_bytes == len(request.SerializeToString()) + len(reply.SerializeToString())
-    assert said.pass_bytes == 2 * len(reply.SerializeToString())
-    assert (said.messages, said.bytes) == (2, said.instruction_bytes + said.pass_bytes)
+    assert (meter.total.instruction_bytes, meter.total.pass_bytes) == (
+        request.ByteSize() + reply.ByteSize(),
+        2 * reply.ByteSize(),
+    )
+    assert (meter.total.messages, meter.total.bytes) == (2, request.ByteSize() + 3 * reply.ByteSize())
 
 
 def test_a_script_is_run_by_python_and_any_other_command_as_it_is(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Frames: the generated classes, pyps_wire.framing and the native parser each read what any of them writes."""
 
-import struct
-
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
@@ -61,18 +59,6 @@ varint_fields = st.builds(
     st.integers(1, 10),
     sizes,
 )
-senders = st.builds(
-    lambda run_id, incarnation: bytes_field(
-        1, bytes_field(1, run_id.encode()) + tag(3, FIXED64) + struct.pack("<Q", incarnation)
-    ),
-    st.text(max_size=5),
-    uint64,
-)
-extents = st.builds(
-    lambda offset, length: bytes_field(9, tag(1, VARINT) + varint(offset) + tag(2, VARINT) + varint(length)),
-    uint64,
-    uint64,
-)
 # Numbers that PushRequest lacks; the payload's own number under another wire type is as unknown as they.
 unknown_numbers = st.sampled_from([13, 99, 101, 2047, 2**29 - 1])
 not_payloads = unknown_numbers | st.just(PAYLOAD_FIELD)
@@ -88,7 +74,7 @@ groups = st.recursive(
     lambda inner: st.builds(group, not_payloads, st.lists(inner, max_size=3).map(b"".join)),
     max_leaves=6,
 ).map(lambda inside: group(50, inside))
-others = st.one_of(varint_fields, senders, extents, unknown_plain, groups).map(lambda encoded: (encoded, None))
+others = st.one_of(varint_fields, unknown_plain, groups).map(lambda encoded: (encoded, None))
 messages = st.lists(others | payloads, max_size=12)
 ALL_KINDS = [
     (bytes_field(1, bytes_field(1, b"run")), None),
@@ -184,6 +170,7 @@ mangled = st.builds(
 )
 
 
+@settings(max_examples=300)
 @given(st.binary(max_size=60) | mangled)
 @example(b"\xa2\x06\x85\x80\x80\x80\x80\x80\x80\x80\x80\x00abcde")  # A length in ten bytes.
 @example(b"\xa2\x06\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
@@ -193,10 +180,6 @@ mangled = st.builds(
 @example(nested(101))
 @example(b"\x0e")
 def test_mangled_bytes_are_read_alike_and_never_otherwise_than_by_protobuf(message):
-    check_against_protobuf(message)
-
-
-def check_against_protobuf(message):
     result, expected = read(message), parsed(message)
     if result is None:
         # Field number 0 is no valid encoding, yet protobuf's C parser passes over it inside unknown groups.

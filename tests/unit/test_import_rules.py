@@ -141,37 +141,17 @@ def test_no_import_breaks_a_rule():
     assert not broken, "\n".join(broken)
 
 
-def test_a_rule_finds_what_breaks_it():
-    for importer, text, rule in (
-        (
-            "pyps.core.shard",
-            "import grpc",
-            "core imports the standard library, numpy, the kernels and the errors",
-        ),
-        ("pyps.core.shard", "from time import time", "core knows no clock, file, process or network"),
-        (
-            "pyps.run",
-            "def f():\n  import grpc.aio",
-            "grpc stays in service, server, cli and the client's transport",
-        ),
-        (
-            "pyps_client",
-            "import pyps_client.torch",
-            "torch stays in pyps_client.torch, and lazily in pyps_client.data",
-        ),
-        ("pyps_wire.codecs", "import torch", "pyps_wire imports neither torch nor the packages above it"),
-        (
-            "pyps_client.client",
-            "from pyps import run",
-            "nothing of the client's distribution imports the server's",
-        ),
-        (
-            "pyps.run",
-            "from pyps_client import Client",
-            "the server's distribution imports the client in cli and launcher only",
-        ),
+def test_rules_find_what_breaks_them():
+    for importer, text in (
+        ("pyps.core.shard", "import grpc"),
+        ("pyps.core.shard", "from time import time"),
+        ("pyps.run", "def f():\n  import grpc.aio"),
+        ("pyps_client", "import pyps_client.torch"),
+        ("pyps_wire.codecs", "import torch"),
+        ("pyps_client.client", "from pyps import run"),
+        ("pyps.run", "from pyps_client import Client"),
     ):
-        assert any(RULES[rule](found) for found in imports_of(importer, ast.parse(text))), text
+        assert any(broken(found) for found in imports_of(importer, ast.parse(text)) for broken in RULES.values()), text
 
 
 def test_the_client_loads_without_torch_and_without_the_server():

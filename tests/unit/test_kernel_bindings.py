@@ -26,20 +26,26 @@ def adam(p, m, v, gradients, **settings):
 
 
 REFUSED_ARRAYS = [
-    ([1.0] * 4, TypeError, "list"),
-    (np.ones(4), TypeError, "float64"),
-    (np.ones(4, ">f4"), TypeError, ">f4"),
-    (np.ones((2, 2), np.float32), ValueError, "2-dimensional"),
-    (np.ones(8, np.float32)[::2], ValueError, "not C-contiguous"),
-    (np.ones(4, np.float32)[::-1], ValueError, "not C-contiguous"),
-    (misaligned(4), ValueError, "not aligned"),
+    ([1.0] * 4, TypeError, "is of type list; expected a numpy.ndarray of float32"),
+    (np.ones(4, np.float16), TypeError, "has dtype float16; expected float32"),
+    (np.ones(4, np.int64), TypeError, "has dtype int64; expected float32"),
+    (np.ones(4, ">f4"), TypeError, "has dtype >f4; expected float32"),
+    (np.ones((2, 2), np.float32), ValueError, "is 2-dimensional; expected 1-D"),
+    (np.ones(8, np.float32)[::2], ValueError, "is not C-contiguous"),
+    (np.ones(4, np.float32)[::-1], ValueError, "is not C-contiguous"),
+    (misaligned(4), ValueError, "is not aligned to 4 bytes"),
 ]
 
 
 def test_arrays_that_do_not_fit_are_refused():
-    for target, error, words in REFUSED_ARRAYS:
-        for name, call in calls_with(target):
-            assert_refused(call, error, f"^{name} .*{words}")
+    for array, error, words in REFUSED_ARRAYS:
+        for name, call in [*calls_with(array), *calls_on_vectors_with(array)]:
+            assert_refused(call, error, f"^{name} {words}")
+    double = np.ones(4)
+    for name, call in [*calls_with(double), (r"stages\[0\]", lambda: _kernels.vector_fold(floats(), [double], 1))]:
+        assert_refused(call, TypeError, f"^{name} has dtype float64; expected float32")
+    double = np.frombuffer(bytearray(8 * 4 + 4), np.float64, offset=4, count=4)
+    assert_refused(lambda: _kernels.vector_norm1(double), ValueError, "^x is not aligned to 8 bytes")
 
 
 def calls_with(target):
@@ -63,19 +69,57 @@ def calls_with(target):
     ]
 
 
-def test_a_read_only_target_is_refused():
-    with pytest.raises(ValueError, match="parameters is not writable"):
-        _kernels.sgd(read_only(floats()), alone(floats()), rate=0.1)
-    with pytest.raises(ValueError, match="accumulator is not writable"):
-        _kernels.adagrad(floats(), read_only(floats()), alone(floats()), rate=0.1, eps=0)
-    with pytest.raises(ValueError, match="out is not writable"):
-        _kernels.decode(floats(), 1, read_only(floats()))
-    with pytest.raises(ValueError, match="second_moment is not writable"):
-        adam(floats(), floats(), read_only(floats()), alone(floats()))
+def calls_on_vectors_with(array):
+    """Every place of an array among the kernels of vectors, which take float64 too."""
+    k = _kernels
+    writing = [
+        lambda z: k.vector_fill(z, 2),
+        lambda z: k.vector_copy(z, floats()),
+        lambda z: k.vector_scale(z, 2),
+        lambda z: k.vector_add(z, floats(), floats()),
+        lambda z: k.vector_subtract(z, floats(), floats()),
+        lambda z: k.vector_multiply(z, floats(), floats()),
+        lambda z: k.vector_axpy(z, 2, floats()),
+        lambda z: k.vector_move(z, floats(), 2, floats()),
+        lambda z: k.vector_combine(z, [2], [floats()]),
+        lambda z: k.vector_fold(z, [floats()], 2),
+    ]
+    reading = {
+        "x": [
+            lambda x: k.vector_copy(floats(), x),
+            lambda x: k.vector_add(floats(), x, floats()),
+            lambda x: k.vector_axpy(floats(), 2, x),
+            lambda x: k.vector_move(floats(), x, 2, floats()),
+            lambda x: k.vector_move(floats(), x, 2, None),
+            lambda x: k.vector_dot(x, floats()),
+            k.vector_norm1,
+            k.vector_norm_inf,
+        ],
+        "y": [
+            lambda y: k.vector_add(floats(), floats(), y),
+            lambda y: k.vector_move(floats(), floats(), 2, y),
+            lambda y: k.vector_dot(floats(), y),
+        ],
+        r"vectors\[1\]": [lambda x: k.vector_combine(floats(), [1, 2], [floats(), x])],
+        r"stages\[1\]": [lambda x: k.vector_fold(floats(), [floats(), x], 2)],
+        r"names\[1\]": [lambda x: k.vector_gram([floats(), x], [floats()])],
+        r"others\[0\]": [lambda x: k.vector_gram([floats()], [x])],
+    }
+    for name, calls in {"z": writing, **reading}.items():
+        for call in calls:
+            yield name, lambda call=call: call(array)
 
 
-def test_what_is_only_read_may_be_read_only():
-    assert _kernels.encode(read_only(floats()), 1) == floats().tobytes()
+SLOTS = {"velocity", "accumulator", "square_average", "first_moment", "second_moment"}
+WRITTEN = {"z", "array", "out", "parameters", *SLOTS}
+
+
+def test_a_read_only_target_is_refused_and_a_read_only_source_is_not():
+    for name, call in [*calls_with(read_only(floats())), *calls_on_vectors_with(read_only(floats()))]:
+        if name in WRITTEN:
+            assert_refused(call, ValueError, f"^{name} is not writable")
+        else:
+            call()
     _kernels.sgd(floats(), alone(read_only(floats())), rate=0.1)
 
 
@@ -200,6 +244,56 @@ def test_the_guard_refuses_a_broken_number():
         _kernels.first_non_finite(bytes(7), 1)
     with pytest.raises(ValueError, match="7 bytes, which is no whole number of float32"):
         _kernels.norm(bytes(7), 1)
+
+
+def test_vectors_of_unequal_length_are_refused():
+    z, k = floats(), _kernels
+    for call, words in (
+        (lambda: k.vector_copy(z, floats(5)), "x is 5 long; z is 4 long"),
+        (lambda: k.vector_add(z, floats(), floats(5)), "y is 5 long; z is 4 long"),
+        (lambda: k.vector_axpy(z, 1, floats(3)), "x is 3 long; z is 4 long"),
+        (lambda: k.vector_move(z, floats(), 1, floats(3)), "y is 3 long; z is 4 long"),
+        (lambda: k.vector_dot(floats(), floats(3)), "y is 3 long; x is 4 long"),
+        (lambda: k.vector_combine(z, [1, 1], [floats(), floats(3)]), r"vectors\[1\] is 3 long; vectors\[0\] is 4 long"),
+        (lambda: k.vector_combine(z, [1], [floats(3)]), r"vectors\[0\] is 3 long; z is 4 long"),
+        (lambda: k.vector_fold(z, [floats(3)], 1), r"stages\[0\] is 3 long; z is 4 long"),
+        (lambda: k.vector_gram([floats(), floats(3)], [floats()]), r"names\[1\] is 3 long; names\[0\] is 4 long"),
+        (lambda: k.vector_gram([floats()], [floats(3)]), r"others\[0\] is 3 long; names\[0\] is 4 long"),
+    ):
+        assert_refused(call, ValueError, f"^{words}$")
+    assert (z == 1).all()
+
+
+def test_vectors_that_overlap_in_part_are_refused():
+    memory = floats(9)
+    z, k = memory[:4], _kernels
+    for x in (memory[1:5], memory[3:7], memory[:8].view(np.float64)):
+        for call in (
+            lambda x=x: k.vector_copy(z, x),
+            lambda x=x: k.vector_add(z, x, floats()),
+            lambda x=x: k.vector_add(z, floats(), x),
+            lambda x=x: k.vector_axpy(z, 1, x),
+            lambda x=x: k.vector_move(z, floats(), 1, x),
+            lambda x=x: k.vector_combine(z, [1, 1], [floats(), x]),
+        ):
+            assert_refused(call, ValueError, r"^z and .* overlap in memory$")
+    with pytest.raises(ValueError, match=r"^z and stages\[0\] overlap in memory$"):
+        k.vector_fold(z, [memory[1:5]], 1)
+    k.vector_add(z, memory[4:8], memory[5:9])
+
+
+def test_scalars_and_lists_of_vectors_that_do_not_fit_are_refused():
+    z, k = floats(), _kernels
+    for divisor in (0, -1, float("nan"), float("inf")):
+        words = r"^divisor is .*; expected a number above 0 that is finite$"
+        assert_refused(lambda d=divisor: k.vector_fold(z, [floats()], d), ValueError, words)
+    for call, error, words in (
+        (lambda: k.vector_combine(z, [1, 2], [floats()]), ValueError, "2 scalars for 1 vectors; expected one for each"),
+        (lambda: k.vector_combine(z, [1], floats()), TypeError, "vectors is of type ndarray; expected a list of array"),
+        (lambda: k.vector_gram([floats()], iter([])), TypeError, "others is of type list_iterator; expected a list of"),
+    ):
+        assert_refused(call, error, f"^{words}")
+    assert (z == 1).all()
 
 
 # Instruction sets and the GIL.

@@ -8,6 +8,7 @@ import kernel_values
 from kernel_values import (
     CODECS,
     LENGTHS,
+    around_all_halves,
     at_offset,
     bits,
     decode_reference,
@@ -62,13 +63,7 @@ def test_encode_rounds_to_nearest_even():
 
 def test_encode_rounds_right_next_to_every_16_bit_value_and_every_tie():
     for codec in HALVES:
-        decoded = decode_reference(ALL_HALVES, codec)
-        decoded = decoded[np.isfinite(decoded)]
-        ties = np.unique(decoded).astype(np.float64)
-        ties = ((ties[1:] + ties[:-1]) / 2).astype(np.float32)
-        exact = np.concatenate([decoded, ties, np.float32([65519.996, 65520, np.inf, -np.inf])])
-        up, down = np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-np.inf))
-        values = np.concatenate([exact, up, down])
+        values = around_all_halves(codec)
 
         assert _kernels.encode(values, codec) == encode_reference(values, codec), codec
 

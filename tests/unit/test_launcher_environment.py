@@ -1,12 +1,20 @@
-"""What the launcher tells a worker."""
+"""What the launcher tells a worker, the ports it finds, and the lines of servers that it shows."""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
+import socket
 import sys
 from pathlib import Path
 
+import pytest
+
+from pyps import logs
+from pyps.launcher import ports
 from pyps.launcher.environment import Group, visible_gpus, worker_environment
+from pyps.launcher.server_output import ServerLines
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-11111111-2222-3333-4444-555555555555)
@@ -97,21 +105,16 @@ def test_gpus_are_handed_out_in_turn() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in environment_of()
 
 
-def test_an_inherited_list_of_gpus_goes_before_the_machine_s() -> None:
+def test_gpus_are_those_inherited_or_those_that_nvidia_smi_lists(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ("2", "GPU-abc")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
-
-
-def test_a_machine_without_nvidia_smi_has_no_gpus(tmp_path: Path) -> None:
     assert visible_gpus({"PATH": str(tmp_path)}) == ()
-
-
-def test_nvidia_smi_is_asked_for_the_gpus(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
     program.chmod(0o755)
-
-    assert visible_gpus({"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}) == ("0", "1")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    assert visible_gpus({"PATH": path}) == ("0", "1")
+    assert visible_gpus({"PATH": path, "CUDA_VISIBLE_DEVICES": "1"}) == ("1",)
 
 
 def test_python_means_the_launcher_s_own_unless_an_environment_is_active() -> None:
@@ -119,3 +122,74 @@ def test_python_means_the_launcher_s_own_unless_an_environment_is_active() -> No
 
     assert environment_of(PATH="/usr/bin")["PATH"] == f"{folder}{os.pathsep}/usr/bin"
     assert environment_of(PATH="/usr/bin", VIRTUAL_ENV="/venv")["PATH"] == "/usr/bin"
+
+
+# Ports at which the processes of a replica meet.
+
+
+def first_ephemeral() -> int:
+    return int(ports.EPHEMERAL_RANGE.read_text().split()[0])
+
+
+def use_range(text: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "ip_local_port_range"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+
+
+def test_a_port_lies_below_those_that_the_system_gives_away() -> None:
+    if first_ephemeral() <= ports.LOWEST:
+        pytest.skip("this machine gives nearly all its ports away")
+
+    assert all(ports.LOWEST <= ports.free_port() < first_ephemeral() for _ in range(20))
+
+
+def test_a_port_that_is_taken_or_promised_is_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(ports, "LOWEST", taken)
+        # Room for one port alone.
+        use_range(f"{taken + 1}\t60999\n", tmp_path, monkeypatch)
+
+        assert ports.free_port() != taken
+
+    assert ports.free_port() == taken
+    assert ports.free_port(but={taken}) != taken
+
+
+def test_without_room_below_any_free_port_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (None, "", "1024\t65535\n"):
+        use_range(text, tmp_path, monkeypatch)
+        with socket.create_server(("127.0.0.1", ports.free_port())) as listener:
+            assert listener.getsockname()[1]
+
+
+# Which lines of the servers are shown among those of the workers.
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_warnings_and_errors_are_shown_and_routine_is_not(log_format: logs.Format) -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logs.JsonFormatter() if log_format == "json" else logs.TextFormatter())
+    logger = logging.Logger("a server's")
+    logger.addHandler(handler)
+    for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+        logger.log(level, "the event of level %d", level)
+    lines = ServerLines()
+
+    shown = [line for line in stream.getvalue().splitlines() if lines.attention("server-0", line)]
+
+    assert len(shown) == 2
+    assert "level 30" in shown[0]
+    assert "level 40" in shown[1]
+
+
+def test_the_start_block_is_routine_and_a_traceback_is_not() -> None:
+    lines = ServerLines()
+    block = ["pyps 0.1.0 parameter server", "  kernels  avx2, 2 threads", "  data     127.0.0.1:7610"]
+    error = ["Traceback (most recent call last):", '  File "x.py", line 1, in x', "ValueError: x"]
+
+    assert [line for line in [*block, *error] if lines.attention("server-0", line)] == error
+    assert lines.attention("server-1", "  a line of a server whose block comes later")

@@ -249,21 +249,3 @@ def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good
 
     assert one.asked == ["replica-0"]
     assert one.said[-1] == "replica-0 never joined: the servers expect it no more."
-
-
-def test_who_is_about_to_come_back_goes_on(world: Callable[..., World]) -> None:
-    one = world(
-        lambda index, rank, life: [WAITS, FAILS][rank] if index == 0 else WAITS,
-        num_workers=2,
-        num_parts=2,
-        restarts_max=1,
-        never_joined=("replica-1",),
-    )
-    one.wait_until_ready("replica-0.0")
-    one.next_end()
-    for child in one.replicas.children[2:]:
-        child.signal(signal.SIGTERM)
-        one.next_end(may_restart=False)
-
-    assert "; 1 of 2 replicas go on." in one.said[-2]
-    assert one.said[-1] == "replica-1 never joined: the servers expect it no more."

@@ -18,7 +18,8 @@ from support import ROOT, PythonProcess, ServerThread
 
 README = (ROOT / "README.md").read_text()
 SHOWN = "".join(README.split("```")[1::2])
-DOCUMENTS = sorted(ROOT.glob("*.md"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGE = (ROOT / "docs" / "model-parallel.md").read_text()
 # Jobs of the README that end by themselves, by their scripts.
 JOBS = {name: job for job, name in re.findall(r"^(pyps (?:run|sandblaster) .*examples/(\w+)\.py.*)", SHOWN, re.M)}
 # What each says on its way and at its end, in its own lines and the launcher's.
@@ -86,9 +87,10 @@ def test_every_make_target_and_every_linked_file_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for document in DOCUMENTS:
         text = document.read_text()
-        assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets, document.name
+        if document.parent == ROOT:
+            assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets, document.name
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            assert "://" in target or (ROOT / target).exists(), f"{document.name} links to {target}"
+            assert "://" in target or (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 def test_the_calls_shown_are_the_services_own() -> None:
@@ -108,3 +110,20 @@ def test_the_answers_shown_are_messages_of_the_service() -> None:
     for method, answer in answers:
         # Fails at a field that the message does not have.
         json_format.Parse(answer, message_factory.GetMessageClass(methods[method].output_type)())
+
+
+def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
+    options = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200"}).output
+    shown = {"--servers", "--replicas", "--parts", "--max-restarts"}
+    assert shown <= set(re.findall(r"--[a-z-]+", PAGE))
+    assert all(flag in options for flag in shown)
+    sources = (ROOT / "client" / "pyps_client").rglob("*.py")
+    # A message is written over several literals, which a line's end divides.
+    spoken = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in sources))
+    messages = re.findall(r"^\| .*? \| `(.*?)`", PAGE, re.M)
+    assert len(messages) >= 6
+    for message in messages:
+        # Between names, numbers and shapes; a sentence may be put together of several, its beginning is of one.
+        for piece in re.split(r"(?<!\w)'[^']*'|\[[^\]]*\]|\([^)]*\)|…|\b\d+\b", message):
+            words = piece.strip(" :.,=").split()[:5]
+            assert len(words) < 4 or " ".join(words) in spoken, words

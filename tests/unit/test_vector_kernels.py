@@ -54,29 +54,12 @@ def combine_reference(scalars, vectors, length, divisor=1.0):
 # Element by element.
 
 
-def test_fill_writes_one_number():
-    for length, precision in mixtures(1):
-        z = vector(length, precision, 1)
-
-        _kernels.vector_fill(z, A)
-
-        assert same(z, np.full(length, A, precision)), (length, precision)
-
-
-def test_scale_is_in_place():
-    for length, precision in mixtures(1):
-        z = vector(length, precision, 1)
-        expected = (A * exact(z)).astype(precision)
-
-        _kernels.vector_scale(z, A)
-
-        assert same(z, expected), (length, precision)
-
-
 def test_one_vector_makes_another_rounded_once():
     for length, of, to in mixtures(2):
         x, y = vector(length, of, 1), vector(length, to, 2)
         for name, kernel, expected in (
+            ("fill", lambda z, x: _kernels.vector_fill(z, A), np.full(length, A)),
+            ("scale", lambda z, x: _kernels.vector_scale(z, A), A * exact(y)),
             ("copy", _kernels.vector_copy, exact(x)),
             ("axpy", lambda z, x: _kernels.vector_axpy(z, A, x), exact(y) + A * exact(x)),
             ("move along nothing", lambda z, x: _kernels.vector_move(z, x, A, None), exact(x)),

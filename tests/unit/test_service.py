@@ -1,0 +1,134 @@
+"""The service that workers call, without a network: threads, mutex, memory and keepalive of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from pyps.config import resolve
+from pyps.run import Greeting, Run
+from pyps.run.handshake import Welcome
+from pyps.service import convert, hosting
+from pyps.service.leasing import LeaseCall
+from pyps.service.limits import ByteBudget
+from pyps.service.parameter_server import ParameterServer
+from pyps.service.pulling import PullStream
+from pyps.service.serializations import Serializations
+from pyps.service.workbench import Workbench
+from pyps.work import DataSpec, Leased
+from pyps_client import channel
+from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.partition import Model, Tensor
+from pyps_wire.work_pb2 import LeaseRequest
+from run_crew import serving
+
+
+class Watched(Run):
+    """A run that notes on which threads it hears Hello."""
+
+    def __init__(self) -> None:
+        super().__init__(resolve({"optimizer": "sgd:learning_rate=1"}, {}, warn=print))
+        self.threads: list[threading.Thread] = []
+
+    def hello(self, greeting: Greeting) -> Welcome:
+        self.threads.append(threading.current_thread())
+        return super().hello(greeting)
+
+
+def greeting_with(num_tensors: int) -> bytes:
+    """A worker's Hello with that many small tensors."""
+    model = Model(tuple(Tensor(f"tensor.{number}", (2, 3)) for number in range(num_tensors)))
+    return wire.HelloRequest(
+        sender=common.Sender(run_id="r", worker_id="a", incarnation=time.time_ns()),
+        protocol_version=PROTOCOL_VERSION,
+        role=common.ROLE_WORKER,
+        num_servers=1,
+        model=model.to_proto(),
+    ).SerializeToString()
+
+
+def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
+    for num_tensors, on_the_loop in ((10, True), (2000, False)):
+        run, context = Watched(), Any
+        with ThreadPoolExecutor(1) as executor:
+            service = ParameterServer(
+                run,
+                budget=ByteBudget(2**20),
+                work=Workbench(executor),
+                serializations=Serializations(),
+                control_address="",
+            )
+            answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
+        assert wire.HelloReply.FromString(answer).initialize
+        assert [thread is threading.current_thread() for thread in run.threads] == [on_the_loop], num_tensors
+
+
+def test_a_gradient_keeps_no_more_of_its_message_than_it_is_charged_for() -> None:
+    for spare, kept in [(100, True), (1 << 20, False)]:
+        message = bytes(spare) + b"\x00\x00\x80\x3f" * 16
+        gradient = convert.gradient_from(wire.PushRequest(codec=1, kind=1), memoryview(message)[spare:])
+        assert bytes(gradient.payload) == message[spare:]
+        assert (memoryview(gradient.payload).obj is message) == kept, spare
+
+
+def test_both_ends_ping_alike_and_no_client_pings_more_often_than_the_server_allows() -> None:
+    client = dict(channel._options(use_proxy=False))
+    server = dict(hosting._common_options())
+
+    for option in ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.keepalive_permit_without_calls"):
+        assert client[option] == server[option]
+    assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"] == 60_000
+
+
+SENDER = common.Sender(run_id="r", worker_id="a", incarnation=1)
+WAIT_SECONDS = 60.0
+
+
+class Listener:
+    """The far end of a call: it takes messages."""
+
+    def __init__(self) -> None:
+        self.taken: list[wire.Parameters] = []
+
+    async def write(self, message: bytes) -> None:
+        self.taken.append(wire.Parameters.FromString(message))
+
+
+def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex() -> None:
+    run, listener = serving(protocol="asgd"), Listener()
+    run.work.open(DataSpec("train", 6, 3), worker_id="a")
+    assert run.whole is not None
+    wants = [wire.PullRequest.Want(shard_id=shard_id, held_version=-1) for shard_id in range(2)]
+    request = wire.PullRequest(
+        sender=SENDER, role=common.ROLE_WORKER, wants=wants, portion=LeaseRequest(sender=SENDER), epoch=run.epoch
+    )
+    request.codec = common.CODEC_FLOAT32
+
+    async def scene(threads: ThreadPoolExecutor) -> Leased:
+        work = Workbench(threads)
+        with run.whole.held():
+            pull = PullStream(run, work, ByteBudget(2**20), listener, request, serializations=Serializations())  # type: ignore[arg-type]
+            late = asyncio.create_task(pull.serve())
+            await asyncio.sleep(0)
+            async with asyncio.timeout(WAIT_SECONDS):
+                while not threads._work_queue.empty() or not threads._threads:
+                    await asyncio.sleep(0.01)
+            late.cancel()
+            await asyncio.wait([late])
+            # The caller has lost its connection, and asks anew.
+            answer = await LeaseCall(run, work, LeaseRequest(sender=SENDER)).answer()
+        assert isinstance(answer, Leased)
+        return answer
+
+    with ThreadPoolExecutor(1) as threads:
+        leased = asyncio.run(scene(threads))
+    # The thread that waited for the mutex is done.
+    assert not listener.taken
+    deliver = partial(run.work.deliver, "a", 1, [leased.lease_id], example_count=3, now=run.clock())
+    assert deliver().accepted
