@@ -52,23 +52,15 @@ def test_a_place_that_cannot_be_is_refused(monkeypatch) -> None:
             pytest.fail(f"{worker_sampler(range(10))} of worker {index} of {count}")
 
 
-def test_the_optimizer_learns_the_size_of_each_batch() -> None:
-    optimizer = SimpleNamespace(examples_in_batch=None, steps=0)
-    batches = [(torch.zeros(4, 2), torch.zeros(4)), (torch.zeros(3, 2), torch.zeros(3))]
-    sizes = []
-    for _ in count_examples(batches, optimizer):
-        sizes.append(optimizer.examples_in_batch)
-        optimizer.steps += 1
-    assert sizes == [4, 3]
-
-
-def test_batches_before_one_step_count_together() -> None:
-    optimizer = SimpleNamespace(examples_in_batch=None, steps=0)
-    sizes = []
-    for number, _ in enumerate(count_examples([torch.zeros(size) for size in (4, 3, 5, 2)], optimizer), start=1):
-        sizes.append(optimizer.examples_in_batch)
-        optimizer.steps = number // 2
-    assert sizes == [4, 7, 5, 7]
+def test_the_optimizer_learns_of_how_many_examples_the_batches_before_a_step_are() -> None:
+    for batches_a_step, told in ((1, [4, 3, 5, 2]), (2, [4, 7, 5, 7])):
+        optimizer = SimpleNamespace(examples_in_batch=None, steps=0)
+        batches = [(torch.zeros(size, 2), torch.zeros(size)) for size in (4, 3, 5, 2)]
+        sizes = []
+        for number, _ in enumerate(count_examples(batches, optimizer), start=1):
+            sizes.append(optimizer.examples_in_batch)
+            optimizer.steps = number // batches_a_step
+        assert sizes == told
 
 
 def test_each_batch_is_as_large_as_the_servers_then_ask_for() -> None:

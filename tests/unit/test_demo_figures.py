@@ -6,7 +6,6 @@ import runpy
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -32,16 +31,6 @@ def test_loss_and_accuracy_are_those_of_the_scripts_images() -> None:
             functional.cross_entropy(network(images), labels).item(), rel=1e-5
         )
     assert scores.accuracy(parameters) == pytest.approx(script.evaluate(parameters)["accuracy"])
-
-
-def test_scores_that_are_large_do_not_overflow() -> None:
-    parameters = {
-        "0.weight": np.full((64, 64), 100, np.float32),
-        "0.bias": np.zeros(64, np.float32),
-        "2.weight": np.eye(10, 64, dtype=np.float32) * 100,
-        "2.bias": np.zeros(10, np.float32),
-    }
-    assert np.isfinite(Scores().loss(parameters))
 
 
 def worker(worker_id: str, **known: float) -> pb.WorkerInfo:

@@ -70,15 +70,6 @@ def test_a_group_of_one_process_is_a_worker_that_torch_distributed_finds_alone()
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
 
 
-def test_all_processes_of_all_replicas_share_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-    group = Group(rank=0, size=cores, master_port=1)
-
-    assert environment_of(count=1, group=group)["OMP_NUM_THREADS"] == "1"
-    assert environment_of(count=2, group=group)["OMP_NUM_THREADS"] == "1"
-    assert environment_of(count=1, group=Group(0, 1, 1))["OMP_NUM_THREADS"] == str(cores)
-
-
 def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order() -> None:
     def seen(index: int, gpus: tuple[str, ...]) -> set[str]:
         groups = [Group(rank, 2, 1) for rank in range(2)]
@@ -90,11 +81,15 @@ def test_a_replica_sees_the_gpus_of_all_its_processes_in_their_order() -> None:
     assert seen(1, ("4",)) == {"4"}
 
 
-def test_workers_share_the_cores_unless_told_otherwise() -> None:
+def test_workers_and_processes_of_replicas_share_the_cores_unless_told_otherwise() -> None:
     cores = len(os.sched_getaffinity(0))
+    group = Group(rank=0, size=cores, master_port=1)
 
     assert environment_of(count=1)["OMP_NUM_THREADS"] == str(cores)
+    assert environment_of(count=1, group=Group(0, 1, 1))["OMP_NUM_THREADS"] == str(cores)
     assert environment_of(count=100 * cores)["OMP_NUM_THREADS"] == "1"
+    for count in (1, 2):
+        assert environment_of(count=count, group=group)["OMP_NUM_THREADS"] == "1"
     assert environment_of(OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
 
 

@@ -118,7 +118,7 @@ def test_with_the_threads_gone_the_caller_does_the_work():
     assert done == [1, 1, 2]
 
 
-# Jobs shared out among threads: all of them done, in order, whether threads are free or not.
+# Jobs shared out among threads.
 
 
 WAIT_SECONDS = 60.0
