@@ -21,7 +21,7 @@ TOLD = re.compile(r"PYPS_|RANK|WORLD_SIZE|LOCAL_|MASTER_|GLOO_")
 
 
 class ReplicaJob:
-    """Replicas of `parts` processes each, all begun; `start` begins one once more."""
+    """Replicas of `parts` processes each, all begun."""
 
     def __init__(
         self,
@@ -34,44 +34,28 @@ class ReplicaJob:
     ) -> None:
         self.servers = servers
         self.addresses = [server.control for server in servers]
-        # All lives, by replica and process.
-        self.processes: dict[tuple[int, int], list[PythonProcess]] = {}
-        self._start_python, self._command = start_python, (script, *arguments)
-        self._replicas, self._parts = replicas, parts
+        # By replica and process.
+        self.processes: dict[tuple[int, int], PythonProcess] = {}
         for index in range(replicas):
-            self.start(index)
-
-    def start(self, index: int) -> None:
-        """Starts the processes of a replica."""
-        port = free_port()
-        for rank in range(self._parts):
-            told = worker_environment(
-                {},
-                index=index,
-                count=self._replicas,
-                data_addresses=[server.data for server in self.servers],
-                control_addresses=self.addresses,
-                run_id=RUN_ID,
-                group=Group(rank, self._parts, port),
-            )
-            environment = {name: value for name, value in told.items() if TOLD.match(name)}
-            process = self._start_python(*self._command, env=environment)
-            self.processes.setdefault((index, rank), []).append(process)
-
-    def outputs(self) -> list[str]:
-        """What the latest life of each process said."""
-        return [lives[-1].output() for _, lives in sorted(self.processes.items())]
-
-    def wait_for_output(self, text: str) -> None:
-        """Waits until every process has said so in its latest life."""
-        for lives in self.processes.values():
-            lives[-1].wait_for_output(text, DEADLINE)
+            port = free_port()
+            for rank in range(parts):
+                told = worker_environment(
+                    {},
+                    index=index,
+                    count=replicas,
+                    data_addresses=[server.data for server in servers],
+                    control_addresses=self.addresses,
+                    run_id=RUN_ID,
+                    group=Group(rank, parts, port),
+                )
+                environment = {name: value for name, value in told.items() if TOLD.match(name)}
+                self.processes[index, rank] = start_python(script, *arguments, env=environment)
 
     def ended_well(self) -> list[str]:
         """Waits for all ends, of which each must be a good one, and returns what was said."""
-        for lives in self.processes.values():
-            assert lives[-1].wait(DEADLINE) == 0, lives[-1].output()
-        return self.outputs()
+        for process in self.processes.values():
+            assert process.wait(DEADLINE) == 0, process.output()
+        return [process.output() for process in self.processes.values()]
 
 
 def serve(

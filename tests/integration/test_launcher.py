@@ -45,12 +45,12 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
         "len(os.environ['PYPS_SERVERS'].split(',')), len(os.environ['PYPS_CONTROL'].split(',')), "
         "os.environ['PYPS_RUN_ID'])"
     )
-    launcher = run(start_python, "--servers", "2", "--workers", "3", code=code)
+    launcher = run(start_python, "--servers", "2", "--workers", "2", code=code)
 
     assert launcher.wait() == 0
     output = launcher.output()
-    lines = {match[1]: match[2] for match in re.finditer(r"^worker-(\d) \| \d of 3 2 2 (run-\w+)$", output, re.M)}
-    assert lines.keys() == {"0", "1", "2"}
+    lines = {match[1]: match[2] for match in re.finditer(r"^worker-(\d) \| \d of 2 2 2 (run-\w+)$", output, re.M)}
+    assert lines.keys() == {"0", "1"}
     assert len(set(lines.values())) == 1, "one run for all"
     assert "pyps status --servers 127.0.0.1:" in output
     assert re.search(r"pyps export FILE --servers 127\.0\.0\.1:\d+,127\.0\.0\.1:\d+$", output, re.M)
@@ -58,22 +58,10 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
     assert output.endswith("| The model was not kept: add --checkpoint-dir FOLDER.\n")
 
 
-def test_verbose_shows_what_the_servers_say_and_each_keeps_an_update_log_of_its_own(
-    start_python: Start, tmp_path: Path
-) -> None:
-    flags = ("--clip-norm", "1", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
-    logs = ("--update-log", str(tmp_path), "--log-gradients", "--stall-seconds", "20")
-    launcher = run(start_python, "--servers", "2", "--verbose", *flags, *logs, code="print('trained')")
-
-    assert launcher.wait() == 0, launcher.output()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["server-0", "server-1"]
-    for name in ("server-0", "server-1"):
-        assert re.search(rf"^{name} \|   data +127\.0\.0\.1:\d+$", launcher.output(), re.M)
-
-
 def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     start_python: Start, tmp_path: Path
 ) -> None:
+    """With all that one may want of its servers: what each says, and an update log of its own."""
     code = (
         "import numpy, os, pyps_client\n"
         "with pyps_client.Client({'w': numpy.zeros(4096, numpy.float32)}) as client:\n"
@@ -82,8 +70,13 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     )
     folder = tmp_path / "my checkpoints"
     flags = ("--servers", "2", "--checkpoint-dir", str(folder))
-    first = run(start_python, *flags, "--run-id", "mine", code=code)
-    assert first.wait() == 0
+    training = ("--clip-norm", "100", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
+    logs = ("--verbose", "--update-log", str(tmp_path / "logs"), "--log-gradients", "--stall-seconds", "20")
+    first = run(start_python, *flags, *training, *logs, "--run-id", "mine", code=code)
+    assert first.wait() == 0, first.output()
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["server-0", "server-1"]
+    for name in ("server-0", "server-1"):
+        assert re.search(rf"^{name} \|   data +127\.0\.0\.1:\d+$", first.output(), re.M)
     assert "run mine w 0.0" in first.output()
     command = shlex.split(first.output().splitlines()[-1].partition("The model was kept: ")[2])
     assert command == ["pyps", "export", "model.safetensors", "--checkpoint", str(folder)]
@@ -137,11 +130,11 @@ def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: St
 def test_one_interrupt_ends_workers_servers_and_what_they_started(start_python: Start) -> None:
     grandchild = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"{grandchild}; {WAITING}"
-    launcher = run(start_python, "--servers", "2", "--workers", "2", code=code)
+    launcher = run(start_python, "--workers", "2", code=code)
     for name in ("worker-0", "worker-1"):
         launcher.wait_for_output(f"ready {name}")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
-    assert len(everybody) == 2 + 2 + 2
+    assert len(everybody) == 1 + 2 + 2
 
     launcher.signal(signal.SIGINT)
 
@@ -165,7 +158,7 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Sta
 
 
 def test_nothing_outlives_a_launcher_that_was_killed(start_python: Start) -> None:
-    launcher = run(start_python, "--servers", "2", "--workers", "2", code=WAITING)
+    launcher = run(start_python, "--workers", "2", code=WAITING)
     for name in ("worker-0", "worker-1"):
         launcher.wait_for_output(f"ready {name}")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
@@ -176,7 +169,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(start_python: Start) -> Non
 
 
 def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: Start) -> None:
-    launcher = run(start_python, "--servers", "3", code=WAITING)
+    launcher = run(start_python, "--servers", "2", code=WAITING)
     wait_until(lambda: servers_of(launcher), what="the first server")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
 
@@ -205,7 +198,7 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Star
 
 
 def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
-    launcher = run(start_python, "--servers", "2", "--workers", "2", code=WAITING)
+    launcher = run(start_python, "--servers", "2", code=WAITING)
     launcher.wait_for_output("ready worker-0")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
 

@@ -154,6 +154,7 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
         assert joining.result() == ["late", "late"]
 
 
+@pytest.mark.extended
 def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_process: StartProcess) -> None:
     servers = start_servers(start_server_process, 2, *SHORT)
     told = addresses(servers)

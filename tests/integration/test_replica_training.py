@@ -139,7 +139,7 @@ def test_p5_a_step_reaches_no_server_before_every_process_has_finished_it(
     servers = serve(start_server, 2, replicas=2)
     job = ReplicaJob(start_python, servers, "--steps", str(steps + 1), *files, replicas=2)
     for rank in range(2):
-        job.processes[0, rank][0].wait_for_output(f"about to step 0/{rank} after {steps} steps", DEADLINE)
+        job.processes[0, rank].wait_for_output(f"about to step 0/{rank} after {steps} steps", DEADLINE)
 
     def pushed(replica: int) -> Counter[str]:
         """Shards that became updates, by process, over all servers."""
@@ -240,7 +240,7 @@ def test_a_mistake_of_one_process_is_refused_by_all_in_the_same_words(
         ("no replica", "give RemoteOptimizer replica=Replica()"),
     ):
         job = ReplicaJob(start_python, servers, "--steps", "1", "--rule", "sgd", "--mistake", case)
-        for [process] in job.processes.values():
+        for process in job.processes.values():
             assert process.wait(DEADLINE) == 1, process.output()
             assert words in process.output(), case
             assert "Traceback" not in process.output(), case

@@ -137,25 +137,6 @@ def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex() -> None:
     assert reached == 3 + 2
 
 
-def test_the_speed_up_of_four_clients_grows_with_the_minibatch() -> None:
-    """Small minibatches scale badly, since the mutex is held as long for each: the source's reason to grow them."""
-
-    def speed_up(computing: float) -> float:
-        def pushes(clients: int) -> int:
-            server = ServerPlan(expected_workers=clients, service_seconds=0.05)
-            return (
-                cluster("asgd", workers=crew(clients, fixed(computing)), server=server)
-                .run(seconds=50.0)
-                .simulation.num_taken
-            )
-
-        return pushes(4) / pushes(1)
-
-    speed_ups = [speed_up(batch / 1024) for batch in (16, 128, 1024)]
-    assert speed_ups == sorted(speed_ups)
-    assert speed_ups[0] < 2 < 3.5 < speed_ups[-1] <= 4.0
-
-
 # One mutex a shard.
 
 # Large enough for the kernel to run long without the interpreter's lock, so that threads would meet inside.

@@ -52,14 +52,6 @@ def test_the_law_holds_to_the_last_update_under_every_protocol() -> None:
         assert told == from_the_log, protocol
 
 
-def test_backup_workers_make_no_stale_update() -> None:
-    """Late gradients are dropped, those of updates are all fresh (Chen et al. 2016)."""
-    run = cluster("backup:b=2", workers=crew(WORKERS, exponential())).run(pushes=600)
-    assert set(run.staleness()) == {0}
-    dropped = [receipt for receipt in run.simulation.receipts() if receipt.outcome == Outcome.REJECTED]
-    assert len(dropped) > 100
-
-
 def test_under_ssp_blocked_workers_do_not_count() -> None:
     """The bound is on clocks: staleness stays below async's, and the tighter the bound, the fresher."""
 

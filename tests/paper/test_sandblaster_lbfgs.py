@@ -91,13 +91,13 @@ def keep(world: VectorWorld, name: str, values: Doubles) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layout", [{"num_shards": 1, "num_servers": 1}, {"num_shards": 5, "num_servers": 2}])
-def test_the_direction_is_that_of_a_single_node_in_float64(form, layout) -> None:
-    gradient, history = make_history(20_000, 10)
+@pytest.mark.parametrize(("num_pairs", "num_shards", "num_servers"), [(1, 1, 1), (2, 5, 2), (10, 1, 1), (10, 5, 2)])
+def test_the_direction_is_that_of_a_single_node_in_float64(form, num_pairs, num_shards, num_servers) -> None:
+    gradient, history = make_history(20_000, num_pairs)
     newest_s, newest_y = history[-1]
     gamma = (newest_s @ newest_y) / (newest_y @ newest_y)
     expected = -inverse_hessian_times(gradient, history, gamma)
-    world, pairs = loaded(gradient, history, **layout)
+    world, pairs = loaded(gradient, history, num_shards=num_shards, num_servers=num_servers)
     slope = form(world, pairs)
     keep(world, "expected", expected)
     assert distance(world, DIRECTION, "expected") <= 1e-6
