@@ -70,11 +70,7 @@ def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -
     model, lazy = torch.nn.Linear(2, 2), torch.nn.LazyLinear(2)
     strange = torch.nn.Parameter(torch.zeros(7))
     for module, param_groups, words in (
-        (
-            model,
-            groups(model.weight, torch.nn.Parameter(torch.zeros(7))),
-            r"Parameter 1 of group 0 \(shape \(7,\)\) is not a parameter",
-        ),
+        (model, groups(model.weight, strange), r"Parameter 1 of group 0 \(shape \(7,\)\) is not a parameter"),
         (model, [*groups(*model.parameters()), {"params": []}], "Parameter group 1 is empty"),
         (lazy, groups(*lazy.parameters()), "has no shape yet: run one batch"),
     ):
