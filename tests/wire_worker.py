@@ -17,7 +17,7 @@ import pytest
 
 from inspection import inspect
 from pyps_wire import common_pb2 as common
-from pyps_wire import framing, inspector_pb2
+from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PROTOCOL_VERSION
 from pyps_wire.errors import METADATA_KEY
@@ -238,14 +238,6 @@ class WireWorker:
         """Pulls everything without being a worker."""
         request = wire.PullRequest(sender=self.sender, role=common.ROLE_OBSERVER)
         return list(self.stub.Pull(request, timeout=CALL_SECONDS, metadata=self.metadata))
-
-    def pull_frames(self) -> list[tuple[wire.Parameters, Floats]]:
-        """Pulls everything as raw frames, as the real client does."""
-        request = wire.PullRequest(sender=self.sender, role=common.ROLE_WORKER, epoch=self.epoch)
-        call = self.channel.unary_stream(METHODS["Pull"])
-        frames: Iterable[bytes] = call(request.SerializeToString(), timeout=CALL_SECONDS, metadata=self.metadata)
-        parts = [framing.split(frame) for frame in frames]
-        return [(wire.Parameters.FromString(header), np.frombuffer(payload, np.float32)) for header, payload in parts]
 
     def heartbeat(self, **fields: int) -> wire.HeartbeatReply:
         """Gives a sign of life."""
