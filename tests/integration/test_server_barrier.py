@@ -122,15 +122,18 @@ def test_gradients_that_waited_under_another_protocol_are_settled_at_a_restart(s
     assert "protocol async" in wait_for_event(server, "configured")
 
 
-def test_a_parked_call_holds_no_thread(start_server_process):
-    server = start_server_process()
-    with crew(server, 64) as workers:
+def test_64_hardsync_workers_complete_on_the_default_server_and_hold_no_thread_while_parked(start_server_process):
+    server = start_server_process(*HARDSYNC, "--expected-workers", "64")
+    with crew(server, 64) as [*early, last]:
         before = psutil.Process(server.pid).num_threads()
-        pulls = [parked_pull(worker, 1) for worker in workers]
-        wait_until(lambda: len(status_of(server).waiting_for) == 64, 60, "all waits")
+        for index, worker in enumerate(early):
+            assert worker.push(worker.push_request(float(index)))[0].outcome == common.OUTCOME_PENDING
+        pulls = [parked_pull(worker, 1) for worker in early]
+        wait_until(lambda: len(status_of(server).waiting_for) == 63, 60, "all waits")
         assert psutil.Process(server.pid).num_threads() < before + 16
-        workers[0].push(workers[0].push_request(1.0))
-        assert [[shard.version for shard in pull] for pull in pulls] == [[1]] * 64
+        last.push(last.push_request(63.0))
+        mean = sum(range(64)) / 64
+        assert [[(shard.version, set(values_of(shard))) for shard in pull] for pull in pulls] == [[(1, {-mean})]] * 63
 
 
 def test_rounds_of_large_shards_are_made_on_threads_and_leave_no_waits_behind(start_server):
