@@ -66,6 +66,8 @@ class GradientBuffer:
             for index, place in (places if flat is None else {}).items()
             if place.numel()
         }
+        # Where the vectors lie in memory, from an address to behind another.
+        self._ranges = [(host.data_ptr(), host.data_ptr() + host.nbytes) for host in self._host]
         self._events: list[torch.cuda.Event] = []
         # What the numbers of each group mean, as a session takes it.
         self.kinds = layout.kinds
@@ -187,13 +189,12 @@ class GradientBuffer:
             gradient = gradients[index]
             if gradient is None:
                 continue
-            address = self._addresses.get(index)
-            lies_there = address is not None and gradient.data_ptr() == address
-            if not (lies_there and gradient.is_contiguous()):
+            if not self._gathered_there(index, gradient):
                 targets, values = again if self.present[index] else first
                 targets.append(places[index])
-                # A view that turns what lies there would be overwritten while it is read.
-                values.append(gradient.clone() if lies_there else gradient)
+                # Another view of the vectors (turned, moved, of another tensor) would be overwritten while it is read.
+                views = any(begin <= gradient.data_ptr() < end for begin, end in self._ranges)
+                values.append(gradient.clone() if views else gradient)
             self.present[index] = True
         if first[0]:
             with torch.no_grad():
@@ -201,6 +202,12 @@ class GradientBuffer:
         if again[0]:
             with torch.no_grad():
                 torch._foreach_add_(*again)
+
+    def _gathered_there(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether the gradient is the tensor's place in the vectors, number by number."""
+        if gradient.data_ptr() != self._addresses.get(index):
+            return False
+        return gradient.is_contiguous() and not gradient.is_neg() and not gradient.is_conj()
 
     def _fits(self) -> bool:
         """True when the sums are finite, and still so in the wire's type."""

@@ -101,6 +101,27 @@ def test_a_gradient_that_was_replaced_since_is_copied_and_none_is_handed_out_whe
         model.weight.grad.copy_(torch.arange(4.0).view(2, 2))
 
 
+def test_other_views_of_handed_out_memory_are_sent_with_their_own_numbers() -> None:
+    model = torch.nn.ParameterList([torch.zeros(2, 2), torch.zeros(2, 2)])
+    for name, view in {
+        "exchanged": lambda a, b: (b, a),
+        "exchanged and turned": lambda a, b: (b.t(), a.t()),
+        "overlapping": lambda a, b: (a.as_strided((2, 2), (1, 1)), b),
+        "moved and overlapping": lambda a, b: (a.as_strided((2, 2), (1, 1), a.storage_offset() + 1), b),
+        "expanded": lambda a, b: (a[:1].expand(2, 2), b),
+        "with its sign in a bit": lambda a, b: (torch._neg_view(a), b),
+    }.items():
+        buffer = gradient_buffer(model)
+        for index, parameter in enumerate(model):
+            parameter.grad = torch.zeros(2, 2)
+            buffer.hand_out()
+            parameter.grad.copy_(torch.arange(4.0).view(2, 2) + 10 * index)
+        gradients = view(*(parameter.grad for parameter in model))
+        expected = [number for gradient in gradients for number in gradient.flatten().tolist()]
+        buffer.add(list(gradients), versions=VERSIONS)
+        assert buffer.vectors[0].tolist()[:8] == expected, name
+
+
 def test_gradients_of_another_type_or_format_stay_where_they_are() -> None:
     for model, codec in (
         (torch.nn.Linear(3, 2).to(torch.bfloat16), "float32"),
