@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,47 +30,41 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., ServerThread]]:
     """Starts servers in this process: `start_server("--run-id", "a", env={...})`, ready when it returns."""
-    started: list[ServerThread] = []
+    with contextlib.ExitStack() as started:
 
-    def start(*flags: str, **options: Any) -> ServerThread:
-        started.append(ServerThread(*flags, **options))
-        return started[-1]
+        def start(*flags: str, **options: Any) -> ServerThread:
+            server = ServerThread(*flags, **options)
+            started.callback(server.stop)
+            # pytest shows captured output of failed tests only, so this costs a passing test nothing.
+            started.callback(lambda: print(f"--- log of the server on {server.data}:\n{server.output()}"))
+            return server
 
-    yield start
-    for server in started:
-        # pytest shows captured output of failed tests only, so this costs a passing test nothing.
-        print(f"--- log of the server on {server.data}:\n{server.output()}")
-        server.stop()
+        yield start
 
 
 @pytest.fixture
 def start_server_process() -> Iterator[Callable[..., ServerProcess]]:
     """Starts servers as processes of their own, for tests that kill, signal or command one."""
-    started: list[ServerProcess] = []
+    with contextlib.ExitStack() as started:
 
-    def start(
-        *flags: str, env: Mapping[str, str | None] | None = None, wait: bool = True, fresh: bool = False
-    ) -> ServerProcess:
-        started.append(ServerProcess(*flags, env=env, wait=wait, fresh=fresh))
-        return started[-1]
+        def start(*flags: str, **options: Any) -> ServerProcess:
+            server = ServerProcess(*flags, **options)
+            started.callback(server.close)
+            started.callback(lambda: print(f"--- output of {server.arguments}:\n{server.output()}"))
+            return server
 
-    yield start
-    for server in started:
-        print(f"--- output of the server on {server.ready.get('data')}:\n{server.output()}")
-        server.close()
+        yield start
 
 
 @pytest.fixture
 def start_python() -> Iterator[Callable[..., PythonProcess]]:
     """Starts Python processes: `start_python("-c", code, env={...}) -> PythonProcess`."""
-    started: list[PythonProcess] = []
+    with contextlib.ExitStack() as started:
 
-    def start(*arguments: str, env: Mapping[str, str | None] | None = None, fresh: bool = False) -> PythonProcess:
-        process = PythonProcess(*arguments, env=env, fresh=fresh)
-        started.append(process)
-        return process
+        def start(*arguments: str, **options: Any) -> PythonProcess:
+            process = PythonProcess(*arguments, **options)
+            started.callback(process.close)
+            started.callback(lambda: print(f"--- output of {process.arguments}:\n{process.output()}"))
+            return process
 
-    yield start
-    for process in started:
-        print(f"--- output of {process.arguments}:\n{process.output()}")
-        process.close()
+        yield start

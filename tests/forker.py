@@ -9,6 +9,7 @@ message, over the socket whose number is its argument.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -38,6 +39,9 @@ PRELOADED = (
     "pyps_client.data",
     "pyps_client.torch",
 )
+
+# Of linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -71,12 +75,12 @@ def serve(connection: socket.socket) -> dict[str, Any]:
         if connection in ready:
             message = connection.recv(1 << 20)
             if not message:
-                for pid in children:
-                    os.kill(pid, signal.SIGKILL)
                 sys.exit()
             job: dict[str, Any] = json.loads(message)
             pid = os.fork()
             if pid == 0:
+                # However this process ends, what it forked ends with it.
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)

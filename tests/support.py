@@ -100,9 +100,14 @@ class Forker:
             else:
                 self._jobs.pop(told["id"]).ended.set_result(told["status"])
         for child in self._jobs.values():
-            for future in (child.pid_known, child.ended):
-                if not future.done():
-                    future.set_exception(AssertionError("tests/forker.py ended; its error stands in pytest's output"))
+            if not child.pid_known.done():
+                child.pid_known.set_exception(AssertionError("tests/forker.py ended; pytest's output says why"))
+            # Its children end with it.
+            child.ended.set_result(-signal.SIGKILL)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
 
 
 class ForkedChild:
@@ -134,10 +139,14 @@ class ForkedChild:
         self.send_signal(signal.SIGKILL)
 
 
-@functools.cache
+_forkers: list[Forker] = []
+
+
 def forker() -> Forker:
-    """The forker of this process."""
-    return Forker()
+    """The forker of this process; another one where it has died."""
+    if not _forkers or not _forkers[-1].running:
+        _forkers.append(Forker())
+    return _forkers[-1]
 
 
 # What is read when Python or a library starts, so that a fork would come too late for it.
@@ -382,7 +391,10 @@ class ServerThread:
         try:
             return self._ended.result(deadline_seconds) if self._server is not None else None
         finally:
-            logging.getLogger("pyps").removeHandler(self._handler)
+            logger = logging.getLogger("pyps")
+            logger.removeHandler(self._handler)
+            if not logger.handlers:
+                logger.setLevel(logging.NOTSET)
 
 
 AnyServer = ServerThread | ServerProcess
