@@ -20,7 +20,7 @@ from pyps.run.settings import RuleSettings
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.scheduler import Scheduler
 from pyps_wire.contract import PROTOCOL_VERSION
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import PARALLEL_SHARD_SIZE_MIN, Model, Tensor
 
 # Schedules an action of the caller's at a time.
 At = Callable[[float, Callable[[], None]], None]
@@ -68,7 +68,16 @@ class VirtualServer:
         tell: Callable[[Event], None],
         recorder: RunRecorder | None = None,
     ) -> None:
-        """Each of the parameters becomes a shard."""
+        """Each of the parameters becomes a shard.
+
+        Raises ValueError for one that is empty, or so large that a server would cut it.
+        """
+        for index, each in enumerate(parameters):
+            if not 0 < each.size <= PARALLEL_SHARD_SIZE_MIN:
+                raise ValueError(
+                    f"parameters[{index}] holds {each.size:,} numbers; a simulated shard holds 1 to "
+                    f"{PARALLEL_SHARD_SIZE_MIN:,}: cut it into several"
+                )
         self.plan = plan
         self._scheduler, self._tell = scheduler, tell
         config = ServerConfig(

@@ -106,3 +106,11 @@ def test_what_is_asked_for_in_the_past_is_done_now() -> None:
     while scheduler.step():
         pass
     assert called == [5.0]
+
+
+def test_a_shard_that_a_server_would_cut_is_refused_with_what_to_do() -> None:
+    for size, count in ((0, "0"), (3_000_000, "3,000,000")):
+        with pytest.raises(ValueError, match=rf"parameters\[1\] holds {count} numbers; .* 1 to 262,144: cut it"):
+            cluster(parameters=[np.ones(2), np.zeros(size)])
+    [shard] = cluster(parameters=[np.zeros(262_144)], workers=1).simulation.shards
+    assert shard.read(lambda version, values: values.size) == 262_144
