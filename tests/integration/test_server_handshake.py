@@ -156,6 +156,10 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server)
         assert (status, name) == ("FAILED_PRECONDITION", "ProtocolMismatch")
         for word in ("version 1", "version 2", "pyps-client 9.9", "install"):
             assert word in text
+        # The same model, cut by another release.
+        status, name, text = refusal_of(first.hello, fingerprint="0123")
+        assert (status, name) == ("FAILED_PRECONDITION", "ModelMismatch")
+        assert "fingerprint 0123, here " + first.plan.fingerprint in text
 
 
 def test_a_server_told_its_run_takes_no_other(start_server):
