@@ -51,6 +51,25 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pyt
         folder.close()
 
 
+def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder) -> None:
+    path = write(folder) / "parameters.safetensors"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        checkpoint = newest(folder.path)
+        assert checkpoint is not None
+        if place < len(whole) - 128:
+            # In the header some bits mean nothing (the free text in it): then the values must be right.
+            try:
+                values = dict(checkpoint.parameters())
+            except CheckpointDamaged:
+                continue
+            assert (values[1] == make_shards()[1].state().parameters).all()
+        else:
+            with pytest.raises(CheckpointDamaged, match=r"parameters\.safetensors"):
+                dict(checkpoint.parameters())
+
+
 def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder) -> None:
     path = write(folder) / "manifest.json"
     whole = path.read_bytes()
