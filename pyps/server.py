@@ -330,10 +330,11 @@ class Server:
         saved = await self._save_within(left)
         if self._update_log is not None:
             self._update_log.end()
-        if self._checkpoints is not None:
-            self._checkpoints.close()
         metrics.stop()
         control.stop(0.1).wait(1.0)
+        if self._checkpoints is not None:
+            # Not before: a call may have asked for a checkpoint.
+            self._checkpoints.close()
         log.info("server ended", seconds=round(self._clock() - began, 2))
         return 0 if saved else 1
 

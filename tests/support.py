@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 from pyps import _kernels, logs
 from pyps.config import ServerConfig, flag_name, resolve
+from pyps.launcher.ports import free_port
 from pyps.server import Server
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
@@ -66,6 +67,21 @@ def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str
         else:
             environment[name] = value
     return environment
+
+
+_given_ports: set[int] = set()
+
+
+def server_port() -> int:
+    """A port below those that the system gives away: still free when a server that was killed comes back to it.
+
+    Each process that runs tests takes others.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while (port := free_port(but=_given_ports)) % 8 != worker % 8:
+        continue
+    _given_ports.add(port)
+    return port
 
 
 class Forker:
@@ -273,7 +289,7 @@ class ServerProcess(PythonProcess):
     ):
         self._ready_folder = tempfile.TemporaryDirectory(prefix="pyps-ready-")
         self._ready_path = Path(self._ready_folder.name) / "ready.json"
-        ports = ("--port", "0", "--control-port", "0", "--metrics-port", "0")
+        ports = ("--port", str(server_port()), "--control-port", "0", "--metrics-port", "0")
         ready = ("--ready-file", str(self._ready_path))
         super().__init__("-m", "pyps", "serve", *ports, *ready, *flags, env=env, cwd=cwd, fresh=fresh)
         self.ready: dict[str, Any] = {}
@@ -329,7 +345,7 @@ class ServerThread:
         self._log = io.StringIO()
         self._handler = logging.StreamHandler(self._log)
         self._handler.setFormatter(logs.TextFormatter())
-        ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
+        ports = {"port": str(server_port()), "control_port": "0", "metrics_port": "0"}
         told = ports | parse_flags(flags)
         toml = told.pop("config", None)
         self._config = resolve(told, environment, Path(toml) if toml else None, warn=logs.get("pyps.config").warning)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
 
+from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
@@ -134,6 +136,10 @@ def test_64_hardsync_workers_complete_on_the_default_server_and_hold_no_thread_w
         last.push(last.push_request(63.0))
         mean = sum(range(64)) / 64
         assert [[(shard.version, set(values_of(shard))) for shard in pull] for pull in pulls] == [[(1, {-mean})]] * 63
+        # Then all at once.
+        rounds = at_once([partial(worker.train, 3, clock=1, wait_seconds=60) for worker in (*early, last)], 100)
+        assert {receipt.staleness for own in rounds for receipt in own} == {0}
+        assert status_of(server).version_max == 4
 
 
 def test_rounds_of_large_shards_are_made_on_threads_and_leave_no_waits_behind(start_server):
@@ -148,3 +154,47 @@ def test_rounds_of_large_shards_are_made_on_threads_and_leave_no_waits_behind(st
         shards = workers[0].observe()
     assert [(shard.version, set(values_of(shard))) for shard in shards] == [(3, {-3.0})] * 4
     assert status_of(server).pending_bytes == 0
+
+
+STEPS = 6
+TWO_SHARDS = Model((Tensor("x", (2048,)),), shard_size=1024)
+# Under backup a joiner's gradients may be the late ones.
+LATE_JOINED = (
+    *("async", "softsync:n=1", "softsync:n=2", "hardsync", "hardsync:weighting=equal"),
+    *("ssp:s=0", "ssp:s=3", "ssp:s=0,strict_bsp=true", "serial", "asgd", "asgd:mutex=shard"),
+)
+
+
+def test_a_late_joiner_takes_its_steps_beside_the_others(start_server):
+    for protocol in LATE_JOINED:
+        server = start_server("--protocol", protocol, "--staleness", "none")
+        with (
+            crew(server, 1, model=TWO_SHARDS) as [first],
+            WireWorker(server.data, "late", model=TWO_SHARDS) as late,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            pushed = first.train(2)
+            late.hello()
+            others = pool.submit(train_and_leave, late)
+            if protocol != "serial":
+                # From its first push on no round is made without it; of turns, each waits for the other's.
+                wait_until(lambda server=server: pushed_of(server, "late") == 2, 60, f"{protocol}: the joiner's push")
+            pushed += train_and_leave(first, clock=2)
+            own = others.result(60)
+            shards = inspect(server.control, "ListShards").shards
+        taken = [receipt for receipt in pushed + own if receipt.outcome != common.OUTCOME_REJECTED]
+        assert sum(shard.pushes_applied + shard.pushes_pending for shard in shards) == len(taken), protocol
+        assert max(receipt.num_workers for receipt in own) == 2, protocol
+        assert (len(pushed), len(own), len(taken)) == (2 * (2 + STEPS), 2 * STEPS, 2 * (2 + 2 * STEPS)), protocol
+
+
+def pushed_of(server, worker_id: str) -> int:
+    """How many shards the worker has pushed to."""
+    workers = inspect(server.control, "ListWorkers").workers
+    return next(len(worker.shards_pushed) for worker in workers if worker.worker_id == worker_id)
+
+
+def train_and_leave(worker: WireWorker, clock: int = 0) -> list[common.Receipt]:
+    receipts = worker.train(STEPS, clock=clock)
+    worker.leave()
+    return receipts
