@@ -104,6 +104,10 @@ def main(arguments: Sequence[str]) -> int:
     # So that files are restored then too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     chosen = [mutant for mutant in mutants if not options.names or mutant.name in options.names]
+    near = sorted({place for mutant in chosen for place in mutant.near if (ROOT / place.partition("::")[0]).exists()})
+    if failed := _first_failure(["-m", "not extended", *near], seconds=None):
+        print(f"{failed} fails without any mutant: it would be said to have found one.")
+        return 1
     # One after the other those that need a build: one for each, and one at the end.
     chosen.sort(key=lambda mutant: mutant.is_native)
     try:

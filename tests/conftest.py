@@ -27,6 +27,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long tests first: what is shared out last is then short, and all processes end together."""
+    items.sort(key=lambda item: "unit" in item.path.parts)
+
+
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., ServerThread]]:
     """Starts servers in this process: `start_server("--run-id", "a", env={...})`, ready when it returns."""

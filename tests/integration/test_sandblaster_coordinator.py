@@ -294,3 +294,46 @@ def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
         start_server("--run-id", "blast", "--port", port)
 
         assert reading.result(60.0) == before
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [
+        pytest.param(
+            {1_000: 256, 1_000_000: 250_000},
+            ("--history", "10", "--portions", "4", "--iterations", "4"),
+            id="thousand, million",
+        ),
+        pytest.param(
+            {1_000_000: 1_047_552, 100_000_000: 1_047_552},
+            ("--history", "2", "--portions", "2", "--iterations", "3"),
+            id="up to 100 million",
+        ),
+    ],
+)
+def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
+    start_server: StartServer, start_python: StartPython, sizes: dict[int, int], flags: tuple[str, ...]
+) -> None:
+    said = {}
+    for num_parameters, shard_size in sizes.items():
+        job = Coordinated(start_server, start_python)
+        job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
+        coordinator = job.coordinate(*flags, "--copies", "1")
+        summary(coordinator)
+        said[num_parameters] = figures(coordinator)
+        for line in said[num_parameters]:
+            # Each message has the coordinator's name, which ends with its process id: of more digits, or fewer.
+            traffic = line["traffic"]
+            traffic["instruction_bytes"] -= traffic["instruction_messages"] * len(str(coordinator.pid))
+        job.bits()
+
+    small, large = said.values()
+    kinds = ("iteration", "trials", "pairs", "pair_kept")
+    assert [[line[kind] for kind in kinds] for line in small] == [[line[kind] for kind in kinds] for line in large]
+    for one, other in zip(small, large, strict=True):
+        for figure in ("instruction_messages", "instruction_bytes"):
+            assert one["traffic"][figure] == other["traffic"][figure]
+        for said_of in (one["traffic"], other["traffic"]):
+            # A pass is asked after more often where it takes longer, with a line a worker in each answer.
+            assert said_of["pass_bytes"] < 1_000 * said_of["pass_messages"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -198,3 +199,14 @@ def train_and_leave(worker: WireWorker, clock: int = 0) -> list[common.Receipt]:
     receipts = worker.train(STEPS, clock=clock)
     worker.leave()
     return receipts
+
+
+def test_a_server_that_stood_still_for_longer_than_a_lease_loses_nobody(start_server):
+    ahead = 0.0
+    server = start_server(*HARDSYNC, "--lease-seconds", "30", clock=lambda: time.monotonic() + ahead)
+    with crew(server, 2) as workers:
+        ahead = 100.0
+        wait_for_event(server, "standstill", "the server stood still")
+        at_once([partial(worker.train, 2) for worker in workers])
+        assert status_of(server).version_max >= 2
+    assert events_of(server, "expired") == []
