@@ -275,8 +275,8 @@ def refusal_of(call: Callable[..., object], *arguments: object, **keywords: obje
 
 # Several workers of one run at once.
 
-# A worker that is killed is forgotten within two seconds. No shorter: those that live must be heard on a busy machine.
-QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "2")
+# A worker that is killed is forgotten within six seconds. No shorter: those that live must be heard on a busy machine.
+QUICK_LEASES = ("--heartbeat-seconds", "0.3", "--lease-seconds", "6")
 
 
 @contextlib.contextmanager

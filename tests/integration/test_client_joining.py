@@ -47,7 +47,7 @@ from support import AnyServer, PythonProcess
 Start = Callable[..., AnyServer]
 
 # How long an initialiser may be silent is bounded by the lease.
-SHORT_LEASE = ("--lease-seconds", "1.5", "--heartbeat-seconds", "0.3")
+SHORT_LEASE = ("--lease-seconds", "6", "--heartbeat-seconds", "0.3")
 
 # A process that is elected, sends server 1 its part, then stands still before server 0 gets its own.
 HALF_AN_INITIALISER = """
