@@ -9,7 +9,7 @@ from types import TracebackType
 
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection, call_seconds
-from pyps_client.retry import LinkLost
+from pyps_client.retry import SIGNAL_SECONDS, LinkLost
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_wire.codecs import dtype_of
 from pyps_wire.common_pb2 import CODEC_FLOAT32, OptimizerSettings, Sender
@@ -102,7 +102,8 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(SIGNAL_SECONDS)
 
     def held(self) -> bool:
         """Asks server 0 whether the election still stands."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import torch.utils.data
 
+from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire.errors import BadRequest
 
 # Batches that are loaded before they are asked for.
@@ -60,7 +61,10 @@ class PortionLoader:
         for place, examples in enumerate(own):
             for wanted in order[place : place + 1 + BATCHES_AHEAD]:
                 self._ask(wanted)
-            yield self._asked.pop(examples).result(), len(examples)
+            batch = self._asked.pop(examples)
+            while not batch.done():
+                wait([batch], SIGNAL_SECONDS)
+            yield batch.result(), len(examples)
 
     def close(self) -> None:
         """Ends the thread, after the batch that it reads now."""
