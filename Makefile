@@ -11,9 +11,10 @@ BENCHMARKS = $(subst $(comma), ,$(BENCH))
 PYTEST_FLAGS ?=
 # Processes that run tests; one that has done with its own takes over from another.
 TESTS_AT_ONCE ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check format proto bench experiments wheel test-compose clean
+.PHONY: help install demo test test-all test-everything check format proto bench experiments wheel test-compose clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,13 +37,13 @@ demo: $(STAMP) ## Watch four workers train on real data; PROTOCOL=softsync:n=2 S
 		$(if $(OPTIMIZER),--optimizer '$(OPTIMIZER)') $(if $(WARMUP),--warmup '$(WARMUP)')
 
 test: $(STAMP) ## Run the tests that every change has to pass, in a few minutes
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal -m 'not extended' --ignore=tests/compose $(PYTEST_FLAGS)
+	$(PYTEST) -m 'not extended' $(PYTEST_FLAGS)
 
-test-all: $(STAMP) ## Run everything: the tests that take long too, containers, the demo, quick benchmarks and experiments
-	$(BIN)/python -m pytest -n $(TESTS_AT_ONCE) --dist worksteal --ignore=tests/compose $(PYTEST_FLAGS)
-	$(MAKE) --no-print-directory test-compose demo
-	$(MAKE) --no-print-directory bench BENCH=quick
-	$(MAKE) --no-print-directory experiments
+test-all: ## Run everything: the tests that take long too, containers, the demo, quick benchmarks and experiments
+	@$(MAKE) --no-print-directory --keep-going test-everything test-compose demo bench experiments BENCH=quick
+
+test-everything: $(STAMP)
+	$(PYTEST) $(PYTEST_FLAGS)
 
 check: $(STAMP) ## Run linters, type checks, import rules, sanitizers; see that generated code is fresh
 	$(BIN)/ruff check --no-cache .
