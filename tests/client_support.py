@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from inspection import inspect
 from pyps_client import Client
-from support import AnyServer, wait_until
+from support import AnyServer, inspect, wait_until
 
 Array = npt.NDArray[np.float32]
 Server = TypeVar("Server", bound=AnyServer)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from client_support import addresses, start_servers
-from inspection import inspect
 from pyps_wire.work_pb2 import GetWorkRequest
-from support import ROOT, AnyServer, PythonProcess, ServerProcess, wait_until
+from support import ROOT, AnyServer, PythonProcess, ServerProcess, inspect, wait_until
 
 SCRIPT = ROOT / "tests" / "sandblaster_script.py"
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")

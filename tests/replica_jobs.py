@@ -6,11 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from inspection import inspect
 from pyps.launcher.environment import Group, worker_environment
 from pyps.launcher.ports import free_port
 from pyps_wire import inspector_pb2 as pb
-from support import AnyServer, PythonProcess, wait_until
+from support import AnyServer, PythonProcess, inspect, wait_until, workers_of
 
 Start = Callable[..., PythonProcess]
 SCRIPT = str(Path(__file__).resolve().parent / "replica_script.py")
@@ -65,11 +64,6 @@ def serve(
     own = [("--checkpoint-dir", str(checkpoints / f"server-{i}")) if checkpoints else () for i in range(count)]
     fixed = ("--run-id", RUN_ID, "--expected-workers", str(replicas))
     return [start_server(*fixed, *of_server, *flags) for of_server in own]
-
-
-def workers_of(address: str) -> dict[str, pb.WorkerInfo]:
-    """The processes that the server knows, by their names in the run."""
-    return {worker.worker_id: worker for worker in inspect(address, "ListWorkers").workers}
 
 
 def shards_of(addresses: list[str]) -> list[pb.ShardInfo]:

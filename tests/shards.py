@@ -23,8 +23,7 @@ from pyps.core.shard import Shard, ShardState
 from pyps.core.update import Update
 from pyps.core.update_rules import RULES
 from pyps_wire.errors import BadRequest, PypsError
-
-JOIN_SECONDS = 60.0
+from support import DEADLINE_SECONDS
 
 
 def floats(*values: float) -> Floats:
@@ -244,7 +243,7 @@ def run_together(functions: Sequence[Callable[[], None]]) -> None:
 
     def run(function: Callable[[], None]) -> None:
         try:
-            barrier.wait(JOIN_SECONDS)
+            barrier.wait(DEADLINE_SECONDS)
             function()
         except BaseException as error:  # told to the test's own thread
             errors.append(error)
@@ -253,7 +252,7 @@ def run_together(functions: Sequence[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(JOIN_SECONDS)
+        thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive(), "a thread did not end in time"
     if errors:
         raise errors[0]

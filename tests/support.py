@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -21,28 +22,37 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from unittest import mock
+
+import grpc
 
 from pyps import _kernels, logs
+from pyps.cli.main import app
 from pyps.config import ServerConfig, flag_name, resolve
 from pyps.launcher.ports import free_port
 from pyps.server import Server
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.inspector_pb2_grpc import InspectorStub
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A loaded two-core machine starts a server in a few seconds; this is for the worst day.
-START_SECONDS = 60.0
+# What is waited for takes a few seconds on a loaded two-core machine; this is for the worst day.
+DEADLINE_SECONDS = 60.0
 
 
-def wait_until(predicate: Callable[[], T], deadline_seconds: float = 60.0, what: str = "the condition") -> T:
+def wait_until(
+    predicate: Callable[[], T], deadline_seconds: float = DEADLINE_SECONDS, what: str = "the condition"
+) -> T:
     """Calls `predicate` until it returns something true and returns that; fails after the deadline."""
     deadline = time.monotonic() + deadline_seconds
     while True:
@@ -105,7 +115,7 @@ class Forker:
         job = {"id": job_id, "arguments": arguments, "env": env, "cwd": cwd, "output": output}
         child = self._jobs[job_id] = ForkedChild(arguments)
         self._connection.send(json.dumps(job).encode())
-        child.pid_known.result(START_SECONDS)
+        child.pid_known.result(DEADLINE_SECONDS)
         return child
 
     def _listen(self) -> None:
@@ -231,7 +241,7 @@ class PythonProcess:
             message = f"{self.arguments} still runs after {deadline_seconds:g} s; its output:\n{self.output()}"
             raise AssertionError(message) from None
 
-    def wait_for_output(self, text: str, deadline_seconds: float = 60.0) -> str:
+    def wait_for_output(self, text: str, deadline_seconds: float = DEADLINE_SECONDS) -> str:
         """Waits until `text` stands in the output and returns the output."""
 
         def seen() -> bool:
@@ -245,7 +255,7 @@ class PythonProcess:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def terminate(self, deadline_seconds: float = 60.0) -> int:
+    def terminate(self, deadline_seconds: float = DEADLINE_SECONDS) -> int:
         """Sends SIGTERM, waits for the end, returns the exit status."""
         if self.running:
             self.signal(signal.SIGTERM)
@@ -255,7 +265,7 @@ class PythonProcess:
         """Sends SIGKILL (as `kill -9`) and returns the exit status."""
         if self.running:
             self._process.kill()
-        return self.wait(20.0)
+        return self.wait(DEADLINE_SECONDS)
 
     def close(self) -> None:
         """Kills the process if it still runs and removes its files."""
@@ -300,7 +310,7 @@ class ServerProcess(PythonProcess):
                 self.close()
                 raise
 
-    def wait_ready(self, deadline_seconds: float = START_SECONDS) -> None:
+    def wait_ready(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
         """Waits until the server serves; fails with its output when it ends instead."""
         wait_until(lambda: self._ready_path.exists() or not self.running, deadline_seconds, "the server's ready file")
         if not self._ready_path.exists():
@@ -357,7 +367,7 @@ class ServerThread:
         self._ended = asyncio.run_coroutine_threadsafe(self._serve(), server_loop())
         self._ended.add_done_callback(self._give_up)
         try:
-            self.addresses = self._ready.result(START_SECONDS)
+            self.addresses = self._ready.result(DEADLINE_SECONDS)
         except BaseException:
             self.stop()
             raise
@@ -391,7 +401,7 @@ class ServerThread:
         """The lines that servers of this process have logged since this one began."""
         return self._log.getvalue()
 
-    def wait_for_output(self, text: str, deadline_seconds: float = 60.0) -> str:
+    def wait_for_output(self, text: str, deadline_seconds: float = DEADLINE_SECONDS) -> str:
         """Waits until `text` has been logged and returns all that was."""
         wait_until(lambda: text in self.output(), deadline_seconds, f"{text!r} in the server's log:\n{self.output()}")
         return self.output()
@@ -400,7 +410,7 @@ class ServerThread:
         """Waits for the end and returns what would be the exit status."""
         return self._ended.result(deadline_seconds)
 
-    def stop(self, deadline_seconds: float = 60.0) -> int | None:
+    def stop(self, deadline_seconds: float = DEADLINE_SECONDS) -> int | None:
         """Ends the server as SIGTERM would and returns the exit status; None where it never served."""
         if self._server is not None and self.running:
             server_loop().call_soon_threadsafe(self._server.stop, "the test ends")
@@ -437,3 +447,80 @@ def server_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
     return loop
+
+
+# What a server says on its control port.
+
+
+@contextmanager
+def connected(address: str) -> Iterator[grpc.Channel]:
+    """A channel of the test's own to that address."""
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        yield channel
+
+
+def inspect(address: str, method: str, request: Any = None) -> Any:
+    """Calls Inspector through its generated stub; the request is empty unless given."""
+    request = request if request is not None else getattr(pb, f"{method}Request")()
+    with connected(address) as channel:
+        return getattr(InspectorStub(channel), method)(request, timeout=DEADLINE_SECONDS)
+
+
+def checksums(address: str) -> dict[int, tuple[int, str]]:
+    """Version and checksum of each shard on the server."""
+    shards = inspect(address, "ListShards").shards
+    return {shard.shard_id: (shard.version, shard.checksum) for shard in shards}
+
+
+def shell(*arguments: str, status: int = 0, **environment: str) -> str:
+    """Runs a `pyps` command in this process: what it printed, once it has ended with that status.
+
+    Not `pyps bench` and what else changes its process, which ignores Ctrl-C at its end.
+    """
+    output, ended = io.StringIO(), 0
+    with mock.patch.dict(os.environ, environment), redirect_stdout(output), redirect_stderr(output):
+        try:
+            app(list(arguments), prog_name="pyps")
+        except SystemExit as ending:
+            ended = ending.code or 0
+    assert ended == status, output.getvalue()
+    assert "Traceback" not in output.getvalue()
+    return output.getvalue()
+
+
+def status_of(server: AnyServer) -> pb.Status:
+    """The server at a glance."""
+    status: pb.Status = inspect(server.control, "GetStatus")
+    return status
+
+
+def configure(server: AnyServer, **fields: object) -> pb.ConfigureReply:
+    """Changes settings of the running server."""
+    return inspect(server.control, "Configure", pb.ConfigureRequest(**fields))  # type: ignore[arg-type]
+
+
+def events_of(server: AnyServer, kind: str) -> list[str]:
+    """The messages of the events of that kind so far."""
+    events = inspect(server.control, "ListEvents", pb.ListEventsRequest(limit=1000)).events
+    return [event.message for event in events if event.kind == kind]
+
+
+def wait_for_event(server: AnyServer, kind: str, text: str = "", deadline_seconds: float = DEADLINE_SECONDS) -> str:
+    """The first event of that kind with that text in its message."""
+
+    def found() -> str:
+        return next((message for message in events_of(server, kind) if text in message), "")
+
+    return wait_until(found, deadline_seconds, f"an event {kind!r} with {text!r}")
+
+
+def workers_of(address: str) -> dict[str, pb.WorkerInfo]:
+    """The processes that the server knows, by their names in the run."""
+    return {worker.worker_id: worker for worker in inspect(address, "ListWorkers").workers}
+
+
+def compensated_sum(values: Iterable[float]) -> float:
+    """What sum() returns from Python 3.12 on: floats are added with the error of rounding made good."""
+    numbers = list(values)
+    return math.fsum(numbers) if any(isinstance(number, float) for number in numbers) else sum(numbers)

@@ -1,4 +1,4 @@
-"""Small models and data for tests of training, and what servers say of it."""
+"""Small models and data for tests of training."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from inspection import inspect
 from pyps.core.gradient import Codec
 from pyps.core.update_rules import RULES, WeightedGradient, validate
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_wire.common_pb2 import OptimizerSettings
-from pyps_wire.inspector_pb2 import Status, WorkerInfo
-from support import AnyServer
 
 torch.set_num_threads(1)
 
@@ -55,15 +52,6 @@ def parameters_of(model: torch.nn.Module) -> np.ndarray:
 
 def gradients_of(model: torch.nn.Module) -> np.ndarray:
     return flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-
-
-def status(server: AnyServer) -> Status:
-    reply: Status = inspect(server.control, "GetStatus")
-    return reply
-
-
-def workers(server: AnyServer) -> dict[str, WorkerInfo]:
-    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
 
 
 def train_on_portions(

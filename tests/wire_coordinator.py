@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire import work_pb2 as work
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
 from pyps_wire.work_pb2_grpc import WorkQueueStub
-from support import wait_until
-from wire_worker import CALL_SECONDS, Floats, WireWorker, crew, status_of
+from support import DEADLINE_SECONDS, inspect, status_of, wait_until
+from wire_worker import Floats, WireWorker, crew
 
 # Room for a few vectors, a pair of history and two stages.
 PLAN = {"history_pairs": 1, "vectors_float32": 4, "vectors_float64": 1, "stages": 2, "num_portions": 8}
@@ -38,7 +37,7 @@ class WireCoordinator:
     def attach(self, coordinator_epoch: int = 0, **plan: int) -> wire.AttachReply:
         """Becomes the coordinator."""
         request = wire.AttachRequest(sender=self.sender, coordinator_epoch=coordinator_epoch, **{**PLAN, **plan})
-        reply = self.stub.Attach(request, timeout=CALL_SECONDS)
+        reply = self.stub.Attach(request, timeout=DEADLINE_SECONDS)
         self.epoch, self.op_seq = reply.coordinator_epoch, 0
         return reply
 
@@ -55,7 +54,7 @@ class WireCoordinator:
 
     def execute(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteReply:
         """Executes the next program."""
-        reply = self.stub.Execute(self.request(*instructions, commits=commits, state=state), timeout=CALL_SECONDS)
+        reply = self.stub.Execute(self.request(*instructions, commits=commits, state=state), timeout=DEADLINE_SECONDS)
         self.op_seq += 1
         return reply
 
@@ -77,7 +76,7 @@ def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterato
 
 def stage(worker: WireWorker, messages: list[wire.StageRequest]) -> wire.StageReply:
     """Sends the messages in one stream."""
-    return VectorMachineStub(worker.channel).Stage(iter(messages), timeout=CALL_SECONDS)
+    return VectorMachineStub(worker.channel).Stage(iter(messages), timeout=DEADLINE_SECONDS)
 
 
 # The work queue.
@@ -95,7 +94,7 @@ class Portions:
         self.held: list[int] = []
 
     def open(self, data: work.DataSpec = TRAIN) -> work.OpenWorkReply:
-        return self.stub.Open(work.OpenWorkRequest(sender=self.worker.sender, data=data), timeout=CALL_SECONDS)
+        return self.stub.Open(work.OpenWorkRequest(sender=self.worker.sender, data=data), timeout=DEADLINE_SECONDS)
 
     def request(self, pass_: int | None = None, seconds: float = 0.0) -> work.LeaseRequest:
         request = work.LeaseRequest(sender=self.worker.sender, wait_milliseconds=round(seconds * 1000), held=self.held)
@@ -104,17 +103,17 @@ class Portions:
         return request
 
     def lease(self, pass_: int | None = None, seconds: float = 0.0) -> work.LeaseReply:
-        reply = self.stub.Lease(self.request(pass_, seconds), timeout=CALL_SECONDS)
+        reply = self.stub.Lease(self.request(pass_, seconds), timeout=DEADLINE_SECONDS)
         if reply.outcome == work.LeaseReply.OUTCOME_LEASED:
             self.held.append(reply.portion.lease_id)
         return reply
 
     def waiting(self, pass_: int | None = None, seconds: float = 50.0):
-        return self.stub.Lease.future(self.request(pass_, seconds), timeout=CALL_SECONDS)
+        return self.stub.Lease.future(self.request(pass_, seconds), timeout=DEADLINE_SECONDS)
 
     def claim(self, leased: work.LeaseReply) -> work.ClaimReply:
         request = work.ClaimRequest(sender=self.worker.sender, lease_id=leased.portion.lease_id)
-        return self.stub.Claim(request, timeout=CALL_SECONDS)
+        return self.stub.Claim(request, timeout=DEADLINE_SECONDS)
 
     def deliver(self, leased: work.LeaseReply, *, stage_id: int = 0, loss_sum: float = 0.0) -> work.DeliverReply:
         request = work.DeliverRequest(
@@ -125,7 +124,7 @@ class Portions:
             example_count=leased.portion.stop - leased.portion.start,
         )
         self.held.remove(leased.portion.lease_id)
-        return self.stub.Deliver(request, timeout=CALL_SECONDS)
+        return self.stub.Deliver(request, timeout=DEADLINE_SECONDS)
 
     def finish(self, pass_: int) -> None:
         """Does what is left of a pass."""
@@ -149,7 +148,7 @@ class Coordinator:
             num_portions=num_portions,
             **{"pass": pass_, "copies_max": 2, "portions_per_stage": 1} | fields,
         )
-        return self.stub.BeginPass(request, timeout=CALL_SECONDS)
+        return self.stub.BeginPass(request, timeout=DEADLINE_SECONDS)
 
     def wait(self, pass_: int, seconds: float = 0.0) -> work.AwaitPassReply:
         request = work.AwaitPassRequest(
@@ -158,17 +157,17 @@ class Coordinator:
             wait_milliseconds=round(seconds * 1000),
             **{"pass": pass_},
         )
-        return self.stub.AwaitPass(request, timeout=CALL_SECONDS)
+        return self.stub.AwaitPass(request, timeout=DEADLINE_SECONDS)
 
     def waiting(self, pass_: int):
         request = work.AwaitPassRequest(
             sender=self.sender, coordinator_epoch=self.epoch, wait_milliseconds=50_000, **{"pass": pass_}
         )
-        return self.stub.AwaitPass.future(request, timeout=CALL_SECONDS)
+        return self.stub.AwaitPass.future(request, timeout=DEADLINE_SECONDS)
 
     def end(self, message: str) -> None:
         request = work.EndWorkRequest(sender=self.sender, coordinator_epoch=self.epoch, message=message)
-        self.stub.EndWork(request, timeout=CALL_SECONDS)
+        self.stub.EndWork(request, timeout=DEADLINE_SECONDS)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Workers of a few lines, straight on the generated stubs: what tests of the server speak, and what it says of them."""
+"""Workers of a few lines, straight on the generated stubs: what tests of the server speak."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from inspection import inspect
 from pyps_wire import common_pb2 as common
-from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PROTOCOL_VERSION
 from pyps_wire.errors import METADATA_KEY
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Partition, Tensor, partition
-from support import AnyServer, wait_until
+from support import DEADLINE_SECONDS, AnyServer
 
 T = TypeVar("T")
 Floats = npt.NDArray[np.float32]
 
 SMALL = Model((Tensor("layer.weight", (10, 3)), Tensor("layer.bias", (7,))))
-CALL_SECONDS = 60.0
 _INCARNATIONS = itertools.count(time.time_ns())
 
 CHANNEL_OPTIONS = [
@@ -99,7 +96,7 @@ class WireWorker:
                 getattr(request, name).extend(value)
             else:
                 getattr(request, name).CopyFrom(value)
-        reply: wire.HelloReply = self.stub.Hello(request, timeout=CALL_SECONDS, metadata=self.metadata)
+        reply: wire.HelloReply = self.stub.Hello(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
         self.epoch = reply.epoch
         return reply
 
@@ -124,7 +121,9 @@ class WireWorker:
 
     def initialize(self, term: int, value: float = 0.0) -> wire.InitializeReply:
         """Initialises every parameter with one value."""
-        return self.stub.Initialize(self.initialize_messages(term, value), timeout=CALL_SECONDS, metadata=self.metadata)
+        return self.stub.Initialize(
+            self.initialize_messages(term, value), timeout=DEADLINE_SECONDS, metadata=self.metadata
+        )
 
     def join(self, value: float = 0.0) -> wire.HelloReply:
         """Says Hello, and initialises the run where it is asked to."""
@@ -156,7 +155,7 @@ class WireWorker:
 
     def push(self, *requests: wire.PushRequest) -> list[common.Receipt]:
         """Sends the messages in one stream and returns their receipts."""
-        return list(self.stub.Push(iter(requests), timeout=CALL_SECONDS, metadata=self.metadata))
+        return list(self.stub.Push(iter(requests), timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
     def push_step(
         self, values: float, base_versions: Mapping[int, int] | None = None, **fields: object
@@ -201,7 +200,7 @@ class WireWorker:
     def proceed(self, clock: int, *, wait_seconds: float = 30.0) -> wire.ProceedReply:
         """Asks for the step after `clock` steps and waits for the answer."""
         return self.stub.Proceed(
-            self.proceed_request(clock, wait_seconds), timeout=wait_seconds + CALL_SECONDS, metadata=self.metadata
+            self.proceed_request(clock, wait_seconds), timeout=wait_seconds + DEADLINE_SECONDS, metadata=self.metadata
         )
 
     def proceed_request(self, clock: int, wait_seconds: float = 30.0) -> wire.ProceedRequest:
@@ -211,7 +210,7 @@ class WireWorker:
     def push_frames(self, frames: Iterable[bytes]) -> list[common.Receipt]:
         """Sends raw frames, as the real client does."""
         call = self.channel.stream_stream(METHODS["Push"])
-        replies: Iterable[bytes] = call(iter(frames), timeout=CALL_SECONDS, metadata=self.metadata)
+        replies: Iterable[bytes] = call(iter(frames), timeout=DEADLINE_SECONDS, metadata=self.metadata)
         return [common.Receipt.FromString(reply) for reply in replies]
 
     def pull(
@@ -219,7 +218,7 @@ class WireWorker:
         wants: Sequence[wire.PullRequest.Want] = (),
         *,
         wait_seconds: float = 0.0,
-        timeout: float = CALL_SECONDS,
+        timeout: float = DEADLINE_SECONDS,
         **fields: int,
     ) -> list[wire.Parameters]:
         """Pulls the shards that are newer than those held."""
@@ -237,17 +236,17 @@ class WireWorker:
     def observe(self) -> list[wire.Parameters]:
         """Pulls everything without being a worker."""
         request = wire.PullRequest(sender=self.sender, role=common.ROLE_OBSERVER)
-        return list(self.stub.Pull(request, timeout=CALL_SECONDS, metadata=self.metadata))
+        return list(self.stub.Pull(request, timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
     def heartbeat(self, **fields: int) -> wire.HeartbeatReply:
         """Gives a sign of life."""
         request = wire.HeartbeatRequest(sender=self.sender, **fields)
-        return self.stub.Heartbeat(request, timeout=CALL_SECONDS, metadata=self.metadata)
+        return self.stub.Heartbeat(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
 
     def leave(self, cause: int = wire.LeaveRequest.CAUSE_FINISHED) -> wire.LeaveReply:
         """Leaves the run."""
         request = wire.LeaveRequest(sender=self.sender, cause=cause)
-        return self.stub.Leave(request, timeout=CALL_SECONDS, metadata=self.metadata)
+        return self.stub.Leave(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
 
 
 def parked_pull(worker: WireWorker, min_version: int, seconds: float = 100.0) -> grpc.Call:
@@ -310,37 +309,12 @@ def beating(workers: Iterable[WireWorker], seconds: float = 0.2) -> Iterator[Non
         yield
     finally:
         ends.set()
-        heart.join(60)
+        heart.join(DEADLINE_SECONDS)
 
 
-def at_once(calls: Iterable[Callable[[], T]], deadline_seconds: float = 60.0) -> list[T]:
+def at_once(calls: Iterable[Callable[[], T]], deadline_seconds: float = DEADLINE_SECONDS) -> list[T]:
     """Makes the calls from a thread each; their results, in order."""
     calls = list(calls)
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         return [future.result(deadline_seconds) for future in futures]
-
-
-def status_of(server: AnyServer) -> inspector_pb2.Status:
-    """The server at a glance."""
-    return inspect(server.control, "GetStatus")
-
-
-def configure(server: AnyServer, **fields: object) -> inspector_pb2.ConfigureReply:
-    """Changes settings of the running server."""
-    return inspect(server.control, "Configure", inspector_pb2.ConfigureRequest(**fields))  # type: ignore[arg-type]
-
-
-def events_of(server: AnyServer, kind: str) -> list[str]:
-    """The messages of the events of that kind so far."""
-    events = inspect(server.control, "ListEvents", inspector_pb2.ListEventsRequest(limit=1000)).events
-    return [event.message for event in events if event.kind == kind]
-
-
-def wait_for_event(server: AnyServer, kind: str, text: str = "", deadline_seconds: float = 60.0) -> str:
-    """The first event of that kind with that text in its message."""
-
-    def found() -> str:
-        return next((message for message in events_of(server, kind) if text in message), "")
-
-    return wait_until(found, deadline_seconds, f"an event {kind!r} with {text!r}")

@@ -9,8 +9,8 @@ import pytest
 
 from local_worker import descriptors_of, local_worker, maps_of, segments_of
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
-from wire_worker import QUICK_LEASES, beating, wait_for_event
+from support import wait_for_event, wait_until
+from wire_worker import QUICK_LEASES, beating
 
 MODELS = {
     "small": Model((Tensor("x", (10_000,)),)),

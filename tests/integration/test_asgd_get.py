@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from client_support import SGD, addresses
-from inspection import inspect
 from pyps_client import Client, RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.work import RemoteQueue
@@ -21,7 +20,7 @@ from pyps_wire.errors import BadRequest
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest
 from shards import run_together
-from support import ServerThread
+from support import ServerThread, inspect
 
 StartServer = Callable[..., ServerThread]
 

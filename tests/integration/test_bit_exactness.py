@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 
 from client_support import addresses, start_servers
-from inspection import inspect
 from pyps_client import Launch, Observer, Session
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.torch.conversion import TorchConverter
@@ -18,7 +17,7 @@ from pyps_wire import inspector_pb2 as pb
 from pyps_wire.codecs import codec_of, dtype_of, encode
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread
+from support import ServerThread, inspect
 
 Vectors = list[npt.NDArray[np.generic]]
 # Each worker's parameters after each round, then those that the servers hold, bit for bit.

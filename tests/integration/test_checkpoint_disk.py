@@ -11,10 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from inspection import inspect
 from pyps.checkpoint import Checkpoint
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess
+from support import ServerProcess, inspect
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerProcess]

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inspection import checksums, inspect
 from pyps.checkpoint import Checkpoint
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import PypsError
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, wait_until
+from support import ServerThread, checksums, inspect, wait_until
 from wire_worker import WireWorker, values_of
 
 Start = Callable[..., ServerThread]

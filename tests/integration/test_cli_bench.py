@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect
 from pyps.cli.rounds import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, child_environment, wait_until
+from support import AnyServer, PythonProcess, child_environment, inspect, wait_until
 from wire_worker import WireWorker
 
 Start = Callable[..., AnyServer]

@@ -13,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect, shell
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, ServerThread, wait_until
+from support import AnyServer, ServerThread, inspect, shell, wait_until
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]

@@ -13,8 +13,7 @@ import pytest
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import Observer
-from support import AnyServer, PythonProcess, child_environment, wait_until
-from training import workers
+from support import AnyServer, PythonProcess, child_environment, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
@@ -90,7 +89,7 @@ def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
         client.push(gradients_like(small_model(), 0), examples=1)
         client.pull()
         # It waits for the next round, or for its turn, which this worker holds up.
-        wait_until(lambda: workers(server)["ends"].waits_for, what="the other's wait")
+        wait_until(lambda: workers_of(server.control)["ends"].waits_for, what="the other's wait")
 
         ended.signal(number)
 
@@ -100,8 +99,8 @@ def test_a_worker_that_is_ended_while_it_waits_takes_leave_and_the_others_go_on(
             client.push(gradients_like(small_model(), seed), examples=1)
             client.pull()
         assert time.monotonic() - began < LEASE_SECONDS / 3
-    assert workers(server)["ends"].state == "failed"
-    assert workers(server)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
+    assert workers_of(server.control)["ends"].state == "failed"
+    assert workers_of(server.control)["ends"].message in ("KeyboardInterrupt: ", "Terminated: SIGTERM")
 
 
 def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
@@ -110,13 +109,13 @@ def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
     server = start_server("--protocol", "hardsync", *FLAGS)
     ended = start_python("-c", OVERLAPPED, server.data)
     ended.wait_for_output("joined")
-    wait_until(lambda: workers(server)["ends"].pushes_pending, what="its first push")
+    wait_until(lambda: workers_of(server.control)["ends"].pushes_pending, what="its first push")
 
     ended.signal(signal.SIGTERM)
 
     assert ended.wait(20) == 143, ended.output()
     assert "Traceback" not in ended.output()
-    assert workers(server)["ends"].state == "failed"
+    assert workers_of(server.control)["ends"].state == "failed"
 
 
 def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
@@ -136,7 +135,7 @@ def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
     process = start_python("-c", code, server.data)
     assert process.wait() == 0, process.output()
     assert "child ended with -15" in process.output()
-    assert workers(server)["parent"].state == "finished"
+    assert workers_of(server.control)["parent"].state == "finished"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +221,7 @@ def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(
     assert "Traceback" not in process.output()
     sentence = "pyps: The gradient of 'w' has shape [4]; expected [3]."
     assert process.output().splitlines()[-2:] == [sentence, f"  at {script}:8"]
-    wait_until(lambda: workers(server)["w"].state == "failed", what="the worker's failure on the server")
+    wait_until(lambda: workers_of(server.control)["w"].state == "failed", what="the worker's failure on the server")
 
 
 @pytest.mark.parametrize("kind", UNNAMED)
@@ -250,7 +249,7 @@ def test_a_message_of_several_lines_stays_readable(start_server: Start, start_py
     assert "\\n" not in output
     assert any("learning_rate" in line and "0.5" in line for line in output.splitlines())
     assert output.splitlines()[-1] == "  at <string>:5"
-    assert not workers(server)
+    assert not workers_of(server.control)
 
 
 def test_the_traceback_comes_when_asked_for(start_python: StartPython) -> None:

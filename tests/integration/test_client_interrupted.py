@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect
 from pyps_client.crew import Crew
 from pyps_client.local_link import LocalLink
 from pyps_client.torch.overlap import Lane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.local_pb2 import LocalRequest
-from support import PythonProcess, ServerProcess, wait_until
+from support import PythonProcess, ServerProcess, inspect, wait_until
 
 Start = Callable[..., ServerProcess]
 

@@ -22,7 +22,6 @@ from client_support import (
     small_model,
     start_servers,
 )
-from inspection import inspect
 from pyps.launcher.ports import free_port
 from pyps_client import (
     LimitExceeded,
@@ -42,7 +41,7 @@ from pyps_client import (
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.initialization import Initialization
-from support import AnyServer, PythonProcess
+from support import AnyServer, PythonProcess, inspect
 
 Start = Callable[..., AnyServer]
 

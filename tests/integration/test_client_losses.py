@@ -19,10 +19,9 @@ from client_support import (
     small_model,
     start_servers,
 )
-from inspection import inspect
 from pyps_client import RunFinished, ServerUnavailable, StateLost
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
-from support import AnyServer, wait_until
+from support import AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
 MakeProxy = Callable[[str], CuttingProxy]

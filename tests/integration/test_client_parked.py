@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from client_support import Clock, CuttingProxy, addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect
 from pyps_client import Client, RunFinished, WaitTimedOut
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, REASON_STALE
-from support import PythonProcess, ServerThread, wait_until
+from support import PythonProcess, ServerThread, inspect, wait_until
 
 Start = Callable[..., ServerThread]
 RATE = 0.05

@@ -17,15 +17,13 @@ import pytest
 
 from client_support import addresses, start_servers
 from cut_model import CUT, SGD, vectors_of, whole_tensors
-from inspection import inspect
 from peer_threads import Meeting, ThreadPeers, on_all
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lost_replica
 from pyps_client.looking import model_of_run
 from pyps_wire.errors import ReplicaLost
-from pyps_wire.inspector_pb2 import WorkerInfo
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, ServerThread, wait_until
+from support import AnyServer, ServerThread, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
 Floats = npt.NDArray[np.float32]
@@ -107,10 +105,6 @@ def assert_equal(tensors: dict[str, Floats], expected: dict[str, Floats], **tole
         np.testing.assert_allclose(tensors[name], values, err_msg=name, **({"rtol": 1e-6, "atol": 1e-6} | tolerance))
 
 
-def workers_of(server: AnyServer) -> dict[str, WorkerInfo]:
-    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
-
-
 def error_of(call: Callable[[], object]) -> PypsError:
     with pytest.raises(PypsError) as caught:
         call()
@@ -142,7 +136,7 @@ def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
         return [[receipt.shard_id for receipt in receipts] for receipts in (first, second)]
 
     def check_contacts() -> None:
-        on_0, on_1 = (workers_of(server) for server in servers)
+        on_0, on_1 = (workers_of(server.control) for server in servers)
         assert {name: list(worker.shards_pushed) for name, worker in on_0.items()} == {"r/0": SHARDS[0], "r/1": []}
         assert {name: list(worker.shards_pulled) for name, worker in on_0.items()} == {"r/0": SHARDS[0], "r/1": []}
         # Server 1 has never heard of process 0, which has nothing there.
@@ -153,7 +147,9 @@ def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
 
     assert on_all(meeting, work) == [[SHARDS[0]] * 2, [SHARDS[1]] * 2]
     assert_equal(snapshot(told), moved(-2.0))
-    wait_until(lambda: {w.state for s in servers for w in workers_of(s).values()} == {"finished"}, what="all left")
+    wait_until(
+        lambda: {w.state for s in servers for w in workers_of(s.control).values()} == {"finished"}, what="all left"
+    )
 
 
 def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(start_server: Start) -> None:
@@ -171,7 +167,7 @@ def test_of_more_servers_than_shards_the_leader_tells_the_idle_one_of_the_run(st
     on_all(Meeting("r", 2), work)
     tensors = snapshot(told)
     assert (tensors["a"] == 1.0).all() and (tensors["b"] == 2.0).all()
-    assert [sorted(workers_of(server)) for server in servers] == [["r/0", "r/1"], ["r/1"], ["r/0"]]
+    assert [sorted(workers_of(server.control)) for server in servers] == [["r/0", "r/1"], ["r/1"], ["r/0"]]
 
 
 def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server: Start) -> None:

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
-from inspection import inspect
 from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable, open_stream
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import decode, encode
 from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, OUTCOME_APPLIED, REASON_NOT_FINITE
-from support import AnyServer, wait_until
+from support import AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from pyps_client import RemoteOptimizer
-from support import ServerThread
-from training import backward, batches, gradients_of, mlp, parameters_of, status
+from support import ServerThread, status_of
+from training import backward, batches, gradients_of, mlp, parameters_of
 
 StartServer = Callable[..., ServerThread]
 
@@ -35,7 +35,7 @@ def test_a_worker_of_the_papers_loop_pushes_its_first_gradient_alone_and_steps_a
             backward(model, batch)
             optimizer.step()
             np.testing.assert_allclose(parameters_of(model), before - 0.05 * gradients_of(model), atol=1e-7)
-            assert status(server).version_max == 1
+            assert status_of(server).version_max == 1
 
 
 def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: StartServer) -> None:
@@ -47,10 +47,10 @@ def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: StartServer) -> None:
         with RemoteOptimizer(model, sgd, server.data, push_every=n_push, pull_every=n_fetch) as optimizer:
             for count, batch in enumerate(batches(FIRST_STEPS + STEPS)):
                 if count == FIRST_STEPS:
-                    before = status(server)
+                    before = status_of(server)
                 backward(model, batch)
                 optimizer.step(examples=16)
-            after = status(server)
+            after = status_of(server)
         assert after.bytes_in - before.bytes_in == STEPS // n_push * MODEL_BYTES
         # What has not changed since the last fetch is not sent again, and alone the replica makes all versions.
         assert after.bytes_out - before.bytes_out == STEPS // max(n_push, n_fetch) * MODEL_BYTES

@@ -14,12 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, wait_until
+from support import AnyServer, inspect, wait_until, workers_of
 from wire_worker import WireWorker, values_of
 
 Start = Callable[..., AnyServer]
@@ -105,7 +104,7 @@ def test_workers_staleness_and_receipts_are_told_by_worker(start_server: Start) 
         b.push(b.push_request(1.0), b.push_request(1.0))
         a.heartbeat(clock=17)
         b.leave()
-        workers = {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
+        workers = workers_of(server.control)
         everybody = inspect(server.control, "GetStaleness")
         only_b = inspect(server.control, "GetStaleness", pb.GetStalenessRequest(worker_id="b"))
         receipts = inspect(server.control, "ListReceipts").receipts
@@ -173,10 +172,6 @@ def status(server: AnyServer) -> pb.Status:
     return inspect(server.control, "GetStatus")
 
 
-def worker_infos(server: AnyServer) -> dict[str, pb.WorkerInfo]:
-    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
-
-
 def test_a_change_is_in_force_at_once_and_everybody_can_see_it(start_server: Start) -> None:
     server = start_server("--staleness", "divide")
     with WireWorker(server.data) as worker:
@@ -214,19 +209,21 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: 
         want = wire.PullRequest.Want(shard_id=0, held_version=1, min_version=2)
         pull = Thread(target=a.pull, args=([want],), kwargs={"wait_seconds": 15.0})
         pull.start()
-        wait_until(lambda: worker_infos(server)["a"].waits_for == ["b"], what="the wait")
+        wait_until(lambda: workers_of(server.control)["a"].waits_for == ["b"], what="the wait")
         (reason,) = status(server).waiting_for
         assert "b" in reason
         assert inspect(server.control, "ListShards").shards[0].waiting_for == ["b"]
         b.push(b.push_request(1.0, base_version=1))
         pull.join(15)
         assert not pull.is_alive()
-        told = wait_until(lambda: [i for i in worker_infos(server).values() if i.blocked_seconds], what="blocked time")
+        told = wait_until(
+            lambda: [i for i in workers_of(server.control).values() if i.blocked_seconds], what="blocked time"
+        )
         assert [worker.worker_id for worker in told] == ["a"]
-        assert not worker_infos(server)["a"].waits_for
+        assert not workers_of(server.control)["a"].waits_for
         assert status(server).blocked_seconds == told[0].blocked_seconds
         b.leave()
-        after = worker_infos(server)
+        after = workers_of(server.control)
     assert (after["a"].counts, after["b"].counts) == (True, False)
     assert status(server).roster == ["a"]
 
@@ -244,7 +241,7 @@ def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(sta
     assert late.reason == common.REASON_DROPPED
     told = status(server)
     assert (told.pushes_dropped, told.pushes_rejected, dict(told.rejected_by_reason)) == (1, 1, {"dropped": 1})
-    workers = worker_infos(server)
+    workers = workers_of(server.control)
     assert [workers[name].pushes_dropped for name in "ab"] == [0, 1]
     assert inspect(server.control, "ListShards").shards[0].pushes_dropped == 1
 
@@ -262,7 +259,7 @@ def test_staleness_is_told_by_worker_and_by_shard_with_the_step_that_it_cost(sta
     assert one.step_lost == pytest.approx(1 - (1 + 1 + 1 / 2) / 3)
     assert (other.count, other.step_lost) == (0, 0.0)
     shard = inspect(server.control, "ListShards").shards[0]
-    worker_info = worker_infos(server)["a"]
+    worker_info = workers_of(server.control)["a"]
     assert shard.step_lost == worker_info.step_lost == status(server).step_lost == one.step_lost
     assert (shard.staleness_mean, shard.staleness_max, shard.examples, shard.updates) == (1.0, 2, 3, 3)
     with pytest.raises(grpc.RpcError) as refused:

@@ -9,11 +9,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from google.protobuf import descriptor_pool
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.json_format import MessageToDict, ParseDict
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from inspection import Reflected, ReflectionDatabase, connected
-from support import AnyServer
+from support import DEADLINE_SECONDS, AnyServer, connected
 from wire_worker import WireWorker
 
 Start = Callable[..., AnyServer]
@@ -95,3 +98,43 @@ def test_grpcurl_makes_the_same_calls(server: AnyServer) -> None:
     for method, (request, field) in CALLS.items():
         answer = json.loads(run("-d", json.dumps(request), server.control, f"{INSPECTOR}/{method}"))
         assert field is None or answer[field], f"{method} gave {answer}"
+
+
+class Reflected:
+    """A service known from the server's reflection alone: methods by name, JSON in, JSON out, as with grpcurl."""
+
+    def __init__(self, channel: grpc.Channel, service: str, *, version: str):
+        self._channel = channel
+        self.database = ReflectionDatabase(channel, version=version)
+        self._pool = descriptor_pool.DescriptorPool(self.database)
+        self.service = self._pool.FindServiceByName(service)
+
+    def call(self, method: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Makes a call."""
+        described = self.service.methods_by_name[method]
+        request_type = message_factory.GetMessageClass(described.input_type)
+        reply_type = message_factory.GetMessageClass(described.output_type)
+        call = self._channel.unary_unary(
+            f"/{self.service.full_name}/{method}",
+            request_serializer=request_type.SerializeToString,
+            response_deserializer=reply_type.FromString,
+        )
+        reply = call(ParseDict(request or {}, request_type()), timeout=DEADLINE_SECONDS)
+        return MessageToDict(reply)
+
+
+class ReflectionDatabase(ProtoReflectionDescriptorDatabase):
+    """Descriptors from a server's reflection service of the given version, "v1" or "v1alpha"."""
+
+    def __init__(self, channel: grpc.Channel, *, version: str):
+        super().__init__(channel)
+        self._stub = _ReflectionStub(channel, version)
+
+
+class _ReflectionStub:
+    def __init__(self, channel: grpc.Channel, version: str):
+        self.ServerReflectionInfo = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cut_model import CUT
-from inspection import inspect
 from pyps.cli.expectations import Expectations
 from pyps_wire import inspector_pb2 as pb
-from support import ServerThread
+from support import ServerThread, inspect
 from wire_replica import new_life
 from wire_worker import WireWorker
 

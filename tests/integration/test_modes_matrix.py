@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from client_support import Array, gradients_like, make_client, small_model
-from inspection import inspect
 from pyps.core import aggregation, staleness
 from pyps.core.aggregation import PROTOCOLS
 from pyps.core.staleness import POLICIES
@@ -28,8 +27,8 @@ from pyps.update_log import log_paths, replay
 from pyps_client import Client, Observer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
-from shards import JOIN_SECONDS, make_shard, push, run_together
-from support import ServerThread
+from shards import make_shard, push, run_together
+from support import DEADLINE_SECONDS, ServerThread, inspect
 from wire_worker import WireWorker
 
 FACTORS: Mapping[str, tuple[str | int, ...]] = {
@@ -174,7 +173,7 @@ class Training:
         """Takes a worker's steps, and repeats the first worker's last push."""
         pushes = self.pushes[f"worker-{index}"] = []
         with self.client(f"worker-{index}") as client:
-            self.all_joined.wait(JOIN_SECONDS)
+            self.all_joined.wait(DEADLINE_SECONDS)
             for step in range(STEPS):
                 parameters = client.pull()
                 bases = client.session.held_versions

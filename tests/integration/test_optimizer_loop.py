@@ -8,8 +8,8 @@ import torch
 
 from pyps_client import RemoteOptimizer, TrainingFinished
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
-from support import wait_until
-from training import backward, batches, mlp, parameters_of, status, workers
+from support import status_of, wait_until, workers_of
+from training import backward, batches, mlp, parameters_of
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
@@ -50,7 +50,7 @@ def test_a_closure_is_called_with_gradients_on_and_its_loss_is_reported(start_se
         first, second = optimizer.step(closure).item(), optimizer.step(closure).item()
         assert second < first
         assert optimizer.global_step == 2
-        reported = wait_until(lambda: workers(server)["me"].scalars.get("loss"), what="the reported loss")
+        reported = wait_until(lambda: workers_of(server.control)["me"].scalars.get("loss"), what="the reported loss")
         assert reported == pytest.approx(second)
 
 
@@ -167,5 +167,5 @@ def test_a_script_that_says_nothing_of_its_end_leaves_as_finished_with_all_its_g
     )
     process = start_python("-c", script, env={"PYPS_SERVERS": server.data, "PYPS_WORKER_ID": "script"})
     assert process.wait() == 0, process.output()
-    assert workers(server)["script"].state == "finished"
-    assert status(server).examples == 6
+    assert workers_of(server.control)["script"].state == "finished"
+    assert status_of(server).examples == 6

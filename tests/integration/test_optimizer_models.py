@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import count_examples
-from training import backward, batches, flat, gradients_of, mlp, parameters_of, status
+from support import status_of
+from training import backward, batches, flat, gradients_of, mlp, parameters_of
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
@@ -133,7 +134,7 @@ def test_a_step_that_the_gradient_scaler_skips_pushes_nothing(start_server) -> N
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
                 scaler.step(its)
                 scaler.update()
-        assert status(server).version_max == 10
+        assert status_of(server).version_max == 10
         assert optimizer.skipped == 0
     assert scalers[0].get_scale() == scalers[1].get_scale()
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=2e-3)
@@ -152,7 +153,7 @@ def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_exa
                     its.step()
                     its.zero_grad()
         assert optimizer.global_step == 3
-        assert status(server).examples == 12 * 16
+        assert status_of(server).examples == 12 * 16
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 

@@ -6,12 +6,11 @@ import numpy as np
 import torch
 
 from client_support import addresses
-from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
 from pyps_wire import inspector_pb2 as pb
-from support import ServerThread, wait_until
-from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of, status, workers
+from support import ServerThread, inspect, status_of, wait_until, workers_of
+from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of
 
 ALONE = [
     "async",
@@ -63,8 +62,8 @@ def test_three_workers_train_under_each_protocol_and_leave_as_finished(start_ser
         with ThreadPoolExecutor(NUM_WORKERS) as pool:
             losses = list(pool.map(lambda name, server=server: train(server, name), "abc", timeout=120))
         assert max(losses) < first / 2, (protocol, losses)
-        assert {worker.state for worker in workers(server).values()} == {"finished"}, protocol
-        assert status(server).workers_alive == 0, protocol
+        assert {worker.state for worker in workers_of(server.control).values()} == {"finished"}, protocol
+        assert status_of(server).workers_alive == 0, protocol
 
 
 def configure(server: ServerThread, protocol: str) -> None:
@@ -89,7 +88,7 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
                 configure(server, protocol)
                 wait_until(lambda protocol=protocol: session.protocol == protocol, what="word of the change")
             optimizer._downpour.flush()
-            before = status(server).version_max
+            before = status_of(server).version_max
             # The first gradient after overlapped steps was computed on older parameters.
             refused = sum(session.refused.values())
             for number, batch in enumerate(batches(8)):
@@ -99,6 +98,6 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
             optimizer._downpour.flush()
             assert sum(session.refused.values()) == refused, session.refused
             if protocol == "hardsync":
-                assert status(server).version_max == before + 8
+                assert status_of(server).version_max == before + 8
     said = [message for message in caplog.messages if "takes gradients of the present version only" in message]
     assert ["hardsync" in said[0], "backup:b=0" in said[1], len(said)] == [True, True, 2]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from client_support import addresses
-from inspection import inspect
 from pyps_client import RemoteOptimizer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import NotFinite
-from training import backward, batches, gradients_of, mlp, parameters_of, status
+from support import inspect, status_of
+from training import backward, batches, gradients_of, mlp, parameters_of
 
 TRANSPORTS = ["grpc", "shm"]
 
@@ -65,14 +65,14 @@ def test_halves_travel_in_half_the_bytes_and_parameters_are_float32_on_the_serve
         masters = parameters_of(model)
         dtypes = {"gradient_dtype": gradient_dtype, "parameter_dtype": parameter_dtype}
         with remote(model, server.data, run_id="halves", transport=way, **dtypes) as optimizer:
-            joined = status(server)
+            joined = status_of(server)
             for batch in batches(5):
                 backward(model, batch)
                 masters = masters - np.float32(0.1) * rounded(gradients_of(model), gradient_dtype)
                 optimizer.step()
                 np.testing.assert_array_equal(parameters_of(model), rounded(masters, parameter_dtype), err_msg=way)
             snapshot = optimizer.snapshot()
-            trained = status(server)
+            trained = status_of(server)
         np.testing.assert_array_equal(np.concatenate([tensor.flatten() for tensor in snapshot.values()]), masters)
         if way == "grpc":
             size = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -141,10 +141,10 @@ def test_a_nan_changes_nothing_on_the_servers_and_ten_end_the_worker(start_serve
         for _ in range(3):
             step(float("nan"))
         np.testing.assert_array_equal(parameters_of(model), before)
-        assert (optimizer.skipped, status(server).version_max) == (3, 1)
+        assert (optimizer.skipped, status_of(server).version_max) == (3, 1)
         assert "the gradient of 2.bias[7] is nan: this push is skipped (3 in a row" in caplog.text
         step(1.0)
-        assert status(server).version_max == 2
+        assert status_of(server).version_max == 2
         for _ in range(9):
             step(float("inf"))
         with pytest.raises(NotFinite, match=r"gradient of 2\.bias\[7\] is -?inf; 10 gradients in a row"):

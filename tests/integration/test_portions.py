@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from client_support import SGD, addresses, start_servers
-from inspection import inspect
 from pyps.launcher.ports import free_port
 from pyps_client import Client
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
-from support import AnyServer, ServerProcess, ServerThread, wait_until
+from support import AnyServer, ServerProcess, ServerThread, inspect, wait_until
 from training import train_on_portions
 
 StartServer = Callable[..., ServerThread]

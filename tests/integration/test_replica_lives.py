@@ -16,16 +16,14 @@ import pytest
 
 from client_support import addresses, start_servers
 from cut_model import CUT, SGD, vectors_of, whole_tensors
-from inspection import inspect
 from peer_threads import Meeting, ThreadPeers, on_all
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
 from pyps_client.connection import Connection
 from pyps_client.handshake import Handshake
 from pyps_wire.errors import ReplicaLost
-from pyps_wire.inspector_pb2 import WorkerInfo
 from pyps_wire.partition import partition
-from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, wait_until
+from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, wait_until, workers_of
 
 Start = Callable[..., ServerThread]
 StartProcess = Callable[..., ServerProcess]
@@ -61,13 +59,9 @@ def push(session: Session) -> int:
     return sum(receipt.version_after > 0 for receipt in session.push([np.ones_like(each) for each in parameters]))
 
 
-def workers_of(server: AnyServer) -> dict[str, WorkerInfo]:
-    return {worker.worker_id: worker for worker in inspect(server.control, "ListWorkers").workers}
-
-
 def left_with(server: AnyServer, worker_id: str) -> str:
     """What a worker said as it left in failure; empty while it has not."""
-    worker = workers_of(server).get(worker_id)
+    worker = workers_of(server.control).get(worker_id)
     return worker.message if worker is not None and worker.state == "failed" else ""
 
 
@@ -77,7 +71,7 @@ def outlast_a_lease(server: AnyServer, name: str, *, servers: str, run_id: str) 
     handshake = Handshake(launch, partition=partition(CUT, num_servers=2), optimizer=SGD)
     with contextlib.closing(Connection(0, launch=launch)) as connection:
         handshake.hello(connection, connection.channel, 10.0)
-    wait_until(lambda: workers_of(server)[name].state == "expired", what="the end of a silent worker's lease")
+    wait_until(lambda: workers_of(server.control)[name].state == "expired", what="the end of a silent worker's lease")
 
 
 @pytest.fixture
@@ -131,7 +125,7 @@ def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
 
     assert hangs.wait() == 128 + signal.SIGTERM
     for server in servers:
-        if f"{NAME}/0" in workers_of(server):
+        if f"{NAME}/0" in workers_of(server.control):
             assert left_with(server, f"{NAME}/0") == "Terminated: SIGTERM"
 
 
@@ -147,9 +141,9 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
 
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(on_all, Meeting("r", 2), work)
-        wait_until(lambda: workers_of(first).keys() >= {"r/0", "r/1"}, what="both at server 0")
+        wait_until(lambda: workers_of(first.control).keys() >= {"r/0", "r/1"}, what="both at server 0")
         outlast_a_lease(first, "silent", servers=told, run_id="late")
-        assert {workers_of(first)[name].state for name in ("r/0", "r/1")} == {"alive"}
+        assert {workers_of(first.control)[name].state for name in ("r/0", "r/1")} == {"alive"}
         start_server("--port", str(port), *SHORT)
         assert joining.result() == ["late", "late"]
 
@@ -163,7 +157,7 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_pro
         servers[1].signal(signal.SIGSTOP)
         try:
             outlast_a_lease(servers[0], "silent", servers=told, run_id=session.run_id)
-            assert workers_of(servers[0])["plain"].state == "alive"
+            assert workers_of(servers[0].control)["plain"].state == "alive"
             assert "worker=plain silent_seconds" not in servers[0].output()
         finally:
             servers[1].signal(signal.SIGCONT)
@@ -210,7 +204,7 @@ def test_a_survivor_leaves_all_servers_as_soon_as_it_learns_of_the_loss(start_se
     try:
         sessions[1].close("failed", "out of memory")
         for server in servers:
-            if "r/0" in workers_of(server):
+            if "r/0" in workers_of(server.control):
                 said = wait_until(lambda server=server: left_with(server, "r/0"), what="the survivor's leave")
                 assert said.startswith("ReplicaLost: ") and "out of memory" in said
     finally:

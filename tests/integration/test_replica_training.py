@@ -15,11 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from inspection import inspect
 from pyps.cli.export import from_checkpoints
-from replica_jobs import DEADLINE, SCRIPT, ReplicaJob, Start, serve, shards_of, wait_for_pushes, workers_of
+from replica_jobs import DEADLINE, SCRIPT, ReplicaJob, Start, serve, shards_of, wait_for_pushes
 from replica_script import RULES, batches, groups_of, network
-from support import AnyServer, ServerThread, wait_until
+from support import AnyServer, ServerThread, inspect, wait_until, workers_of
 
 StartServer = Callable[..., ServerThread]
 

@@ -21,7 +21,6 @@ from torch.nn import functional
 
 import pyps_client
 from client_support import CuttingProxy, addresses, start_servers
-from inspection import inspect
 from pyps_client import Observer, SandblasterResult, coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
@@ -30,10 +29,9 @@ from pyps_wire.errors import BadRequest, ServerUnavailable
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
 from pyps_wire.work_pb2_grpc import WorkQueueStub
 from sandblasting import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
-from sums import compensated_sum
-from support import PythonProcess, ServerThread, wait_until
+from support import DEADLINE_SECONDS, PythonProcess, ServerThread, compensated_sum, inspect, wait_until
 from wire_coordinator import instruction
-from wire_worker import CALL_SECONDS, CHANNEL_OPTIONS
+from wire_worker import CHANNEL_OPTIONS
 
 Start = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
@@ -72,7 +70,7 @@ class Conductor:
         """Becomes the coordinator of every server."""
         for stub in self._machines:
             plan = machine.AttachRequest(sender=self.sender, coordinator_epoch=self.epoch, **PLAN)
-            self.epoch = stub.Attach(plan, timeout=CALL_SECONDS).coordinator_epoch
+            self.epoch = stub.Attach(plan, timeout=DEADLINE_SECONDS).coordinator_epoch
         self._op_seq = 0
         self.execute(instruction("ALLOC", target="g"))
 
@@ -81,7 +79,7 @@ class Conductor:
         self._op_seq += 1
         for stub in self._machines:
             request = machine.ExecuteRequest(**self._known(), op_seq=self._op_seq, instructions=instructions)
-            stub.Execute(request, timeout=CALL_SECONDS)
+            stub.Execute(request, timeout=DEADLINE_SECONDS)
 
     def begin(self, *, portions: int, copies: int = 1, per_stage: int = 1) -> None:
         """Begins the next pass."""
@@ -89,13 +87,13 @@ class Conductor:
         self.execute(instruction("BEGIN_PASS", count=self.pass_))
         described = {"num_portions": portions, "copies_max": copies, "portions_per_stage": per_stage}
         request = work.BeginPassRequest(**self._known(), **described, **{"pass": self.pass_})
-        self.queue.BeginPass(request, timeout=CALL_SECONDS)
+        self.queue.BeginPass(request, timeout=DEADLINE_SECONDS)
 
     def state(self, *, wait_seconds: float = 0.0) -> work.AwaitPassReply:
         """How the pass stands."""
         wait = {"wait_milliseconds": round(wait_seconds * 1000), "pass": self.pass_}
         request = work.AwaitPassRequest(**self._known(), **wait)
-        reply: work.AwaitPassReply = self.queue.AwaitPass(request, timeout=CALL_SECONDS + wait_seconds)
+        reply: work.AwaitPassReply = self.queue.AwaitPass(request, timeout=DEADLINE_SECONDS + wait_seconds)
         return reply
 
     def outcome(self) -> work.AwaitPassReply:
@@ -130,7 +128,7 @@ class Conductor:
     def end(self) -> None:
         """Ends the work."""
         request = work.EndWorkRequest(**self._known(), message="enough")
-        self.queue.EndWork(request, timeout=CALL_SECONDS)
+        self.queue.EndWork(request, timeout=DEADLINE_SECONDS)
 
     def close(self) -> None:
         for channel in self._channels:

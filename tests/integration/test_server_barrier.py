@@ -8,24 +8,11 @@ from functools import partial
 
 import psutil
 
-from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
-from wire_worker import (
-    QUICK_LEASES,
-    WireWorker,
-    at_once,
-    beating,
-    crew,
-    events_of,
-    parked_pull,
-    refusal_of,
-    status_of,
-    values_of,
-    wait_for_event,
-)
+from support import events_of, inspect, status_of, wait_for_event, wait_until
+from wire_worker import QUICK_LEASES, WireWorker, at_once, beating, crew, parked_pull, refusal_of, values_of
 
 HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
-from wire_worker import (
-    WireWorker,
-    configure,
-    crew,
-    events_of,
-    parked_pull,
-    refusal_of,
-    status_of,
-    values_of,
-    wait_for_event,
-)
+from support import configure, events_of, status_of, wait_for_event, wait_until
+from wire_worker import WireWorker, crew, parked_pull, refusal_of, values_of
 
 
 def test_gradients_that_wait_become_an_update_when_the_protocol_goes_and_parked_pulls_are_answered(start_server):

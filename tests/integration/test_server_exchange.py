@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
 from pyps_wire.inspector_pb2 import ConfigureRequest
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
-from wire_worker import WireWorker, at_once, crew, refusal_of, status_of, values_of
+from support import inspect, status_of, wait_until
+from wire_worker import WireWorker, at_once, crew, refusal_of, values_of
 
 # Four shards of a megabyte each: their work is done on threads.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)

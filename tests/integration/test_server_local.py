@@ -14,8 +14,8 @@ from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotInitialized
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
-from wire_worker import SMALL, WireWorker, at_once, configure, status_of, values_of
+from support import configure, status_of, wait_until
+from wire_worker import SMALL, WireWorker, at_once, values_of
 
 # Several shards in either group: more than is handled on the event loop.
 LARGE = Model((Tensor("x", (500_000,)), Tensor("y", (300_000,), group=1)), shard_size=160_000)

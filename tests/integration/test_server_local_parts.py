@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from cut_model import CUT, cut_run, push_tensors, vectors_of, whole_tensors
-from inspection import checksums, inspect
 from local_worker import LocalSocket, LocalWorker, local_worker, maps_of
-from pyps_wire import inspector_pb2 as pb
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotInitialized, ReplicaLost
-from support import AnyServer, wait_until
+from support import AnyServer, checksums, inspect, wait_until, workers_of
 from wire_worker import refusal_of
 
 Start = Callable[..., AnyServer]
@@ -43,10 +41,6 @@ def replica(server: AnyServer, name: str = "r") -> Iterator[list[LocalWorker]]:
         yield [first, second]
 
 
-def infos(server: AnyServer) -> dict[str, pb.WorkerInfo]:
-    return {info.worker_id: info for info in inspect(server.control, "ListWorkers").workers}
-
-
 def ids_of(worker: LocalWorker) -> list[int]:
     return [shard.shard_id for shard in worker.own.shards]
 
@@ -61,7 +55,7 @@ def test_each_process_of_a_replica_shares_the_vectors_of_its_part_alone(server: 
             replies = process.exchange()
             assert [reply.receipt.shard_id for reply in replies] == ids_of(process)
             np.testing.assert_array_equal(parameters, expected[part] - np.float32(part + 1.0))
-        told = infos(server)
+        told = workers_of(server.control)
         for part, process in enumerate(processes):
             info = told[f"r/{part}"]
             assert (info.replica, list(info.parts), info.transport) == ("r", [part], "shm")

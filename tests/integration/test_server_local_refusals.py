@@ -20,8 +20,8 @@ from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotAllowed, PypsError, UnknownWorker
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
-from wire_worker import QUICK_LEASES, SMALL, beating, status_of
+from support import status_of, wait_until
+from wire_worker import QUICK_LEASES, SMALL, beating
 
 LARGE = Model((Tensor("x", (400_000,)),), shard_size=160_000)
 PAGE = mmap.PAGESIZE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from support import wait_until
-from wire_worker import QUICK_LEASES, WireWorker, beating, crew, events_of, refusal_of, status_of, wait_for_event
+from support import events_of, status_of, wait_for_event, wait_until
+from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
 
 def asking(worker: WireWorker, clock: int, seconds: float = 100.0):

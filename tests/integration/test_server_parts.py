@@ -7,19 +7,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from cut_model import CUT
-from inspection import inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
-from support import ServerProcess
+from support import ServerProcess, configure, events_of, inspect, status_of
 from wire_replica import WireProcess, join, replica
-from wire_worker import (
-    at_once,
-    configure,
-    events_of,
-    refusal_of,
-    status_of,
-    values_of,
-)
+from wire_worker import at_once, refusal_of, values_of
 
 HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 FAILED = wire.LeaveRequest.CAUSE_FAILED

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from client_support import addresses, gradients_like, make_client, start_servers
-from inspection import checksums, shell
 from pyps.update_log import LoggedPush, ShardLog, log_paths, replay
 from pyps.update_log.lines import decode, encode
-from support import ServerThread
+from support import ServerThread, checksums, shell
 from wire_worker import WireWorker
 
 

@@ -6,9 +6,9 @@ import json
 import math
 import urllib.request
 
-from inspection import inspect, shell
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
+from support import DEADLINE_SECONDS, inspect, shell, status_of, wait_for_event
 from wire_coordinator import (
     COORDINATED,
     TRAIN,
@@ -20,7 +20,7 @@ from wire_coordinator import (
     wait_for_waits,
     work_of,
 )
-from wire_worker import CALL_SECONDS, QUICK_LEASES, WireWorker, beating, crew, refusal_of, status_of, wait_for_event
+from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
 
 def test_workers_share_an_epoch_and_then_the_next(start_server):
@@ -94,7 +94,7 @@ def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_s
     with opened(server) as [dead, alive]:
         lost = [dead.lease(0) for _ in range(5)]
         with beating([alive.worker]):
-            reply = alive.stub.Lease(alive.request(0, 50.0), timeout=CALL_SECONDS)
+            reply = alive.stub.Lease(alive.request(0, 50.0), timeout=DEADLINE_SECONDS)
             assert reply.outcome == wire.LeaseReply.OUTCOME_LEASED
             alive.held = [reply.portion.lease_id]
             assert alive.deliver(reply).accepted

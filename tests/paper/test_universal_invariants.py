@@ -16,17 +16,8 @@ import pytest
 
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from shards import (
-    JOIN_SECONDS,
-    Log,
-    crew,
-    digest,
-    gradient,
-    make_shard,
-    pull,
-    replay,
-    run_together,
-)
+from shards import Log, crew, digest, gradient, make_shard, pull, replay, run_together
+from support import DEADLINE_SECONDS
 
 WORKERS = 4
 ROUNDS = 60
@@ -70,7 +61,7 @@ class Training:
                 self.seen[shard.shard_id].append((version, digest(parameters)))
                 self.versions[worker_id, shard.shard_id].append(version)
                 if sequence == 0:
-                    self.all_pulled.wait(JOIN_SECONDS)
+                    self.all_pulled.wait(DEADLINE_SECONDS)
                 values = parameters + random.standard_normal(shard.length).astype(np.float32)
                 # Every tenth gradient is poisoned, every fifth is sent twice.
                 if sequence % 10 == 9:

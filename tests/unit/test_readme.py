@@ -11,10 +11,9 @@ import pytest
 from google.protobuf import json_format, message_factory
 from typer.testing import CliRunner
 
-from inspection import inspect
 from pyps.cli.main import COMMANDS, app
 from pyps_wire import inspector_pb2
-from support import ROOT, PythonProcess, ServerThread
+from support import ROOT, PythonProcess, ServerThread, inspect
 
 README = (ROOT / "README.md").read_text()
 SHOWN = "".join(README.split("```")[1::2])

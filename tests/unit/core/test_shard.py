@@ -12,7 +12,6 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.shard import Shard
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
 from shards import (
-    JOIN_SECONDS,
     Log,
     crew,
     floats,
@@ -26,6 +25,7 @@ from shards import (
     roster,
     run_together,
 )
+from support import DEADLINE_SECONDS
 
 
 def everything(shard: Shard) -> tuple[object, ...]:
@@ -292,7 +292,7 @@ def test_a_waiter_may_read_the_shard() -> None:
     shard.when_version(1, lambda: seen.append(pull(shard)[0]))
     pusher = threading.Thread(target=push, args=(shard, [1.0]), daemon=True)
     pusher.start()
-    pusher.join(JOIN_SECONDS)
+    pusher.join(DEADLINE_SECONDS)
     assert seen == [1]
 
 

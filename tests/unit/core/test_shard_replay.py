@@ -12,19 +12,7 @@ from pyps.core.gradient import Codec, Gradient, PayloadKind
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
-from shards import (
-    Completed,
-    Configured,
-    Log,
-    crew,
-    digest,
-    gradient,
-    make_behaviour,
-    make_shard,
-    nothing,
-    pull,
-    replay,
-)
+from shards import Completed, Configured, Log, crew, digest, gradient, make_behaviour, make_shard, nothing, pull, replay
 
 LENGTH = 40
 WORKERS = 5

@@ -5,16 +5,7 @@ from __future__ import annotations
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from shards import (
-    Log,
-    crew,
-    make_shard,
-    nothing,
-    pull,
-    push,
-    restored,
-    roster,
-)
+from shards import Log, crew, make_shard, nothing, pull, push, restored, roster
 
 TWO = roster("a", "b")
 THREE = roster("a", "b", "c")

@@ -17,7 +17,7 @@ from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.portion_gradient import PortionGradient
 from pyps_wire.errors import BadRequest
-from sums import compensated_sum
+from support import compensated_sum
 
 Batches = list[tuple[Any, int]]
 

@@ -8,7 +8,7 @@ import pytest
 from pyps.core.instructions import Instruction, Operation
 from pyps.work import vector_free as module
 from pyps.work.lbfgs_state import Pair
-from sums import compensated_sum
+from support import compensated_sum
 
 PAIRS = tuple(Pair(k, 1.0 + k, 2.0 + k) for k in range(1, 6))
 
