@@ -120,9 +120,3 @@ class Worker:
 
     def end_loop(self) -> None:
         raise Stopped
-
-
-def delivered(queue: WorkQueue, pass_: int) -> list[int]:
-    """The examples of the portions that were delivered in a pass, in order."""
-    log = [entry for entry in queue.progress(0.0, deliveries=True).deliveries if entry.pass_ == pass_]
-    return sorted(place for entry in log for place in range(entry.portion.start, entry.portion.stop))

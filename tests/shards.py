@@ -1,28 +1,39 @@
-"""Shards for tests: built in a line, pushed to from threads, with a log of what happened to them."""
+"""What a server is made of, without a server: shards, checkpoints of them, runs with workers, work queues."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from pyps.checkpoint import CheckpointFolder, RunHeader
+from pyps.config import ServerConfig, resolve
 from pyps.core import aggregation, schedule, staleness
+from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard, ShardState
+from pyps.core.staleness import Weighing
 from pyps.core.update import Update
 from pyps.core.update_rules import RULES
+from pyps.run import Greeting, RuleSettings, Run
+from pyps.run.initialization import Opening
+from pyps.work import DataSpec, WorkQueue
 from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.partition import Model, Tensor, partition
 from support import DEADLINE_SECONDS
 
 
@@ -35,7 +46,7 @@ def roster(*workers: str, missing: int = 0) -> Roster:
     return Roster(tuple(sorted(workers or ("a",))), missing)
 
 
-def crew(num_workers: int) -> Roster:
+def roster_of(num_workers: int) -> Roster:
     """Returns a roster of w00, w01, ..."""
     return Roster(tuple(f"w{index:02d}" for index in range(num_workers)))
 
@@ -256,3 +267,177 @@ def run_together(functions: Sequence[Callable[[], None]]) -> None:
         assert not thread.is_alive(), "a thread did not end in time"
     if errors:
         raise errors[0]
+
+
+# Shards in checkpoints.
+
+SHARD_SIZE = 16
+# Two shards.
+MODEL = Model((Tensor("weight", (4, 5)), Tensor("bias", (12,))), shard_size=SHARD_SIZE)
+HEADER = RunHeader(
+    run_id="run-1",
+    epoch=3,
+    server_index=0,
+    num_servers=1,
+    model=MODEL,
+    optimizer=RuleSettings.make("adagrad", ({"learning_rate": 0.1},)),
+    behaviour=make_behaviour("async", "divide").texts,
+    told=make_behaviour("hardsync").texts,
+)
+
+
+@pytest.fixture
+def checkpoint_folder(tmp_path: Path) -> Iterator[CheckpointFolder]:
+    """A fixture of modules that have such a name too."""
+    opened = CheckpointFolder(tmp_path / "server-0")
+    yield opened
+    opened.close()
+
+
+def adagrad_shards() -> dict[int, Shard]:
+    """Two Adagrad shards after a few updates each."""
+    settings = dict(HEADER.optimizer.groups[0])
+    shards = {
+        i: make_shard(np.linspace(-1, 1, 16), shard_id=i, rule="adagrad", settings=settings, epoch=3) for i in (0, 1)
+    }
+    for shard_id, shard in shards.items():
+        for sequence in range(1, 3 + shard_id):
+            push(shard, np.full(16, 0.1 * sequence), sequence=sequence, epoch=3, example_count=35)
+    return shards
+
+
+def write_checkpoint(folder: CheckpointFolder, shards: Mapping[int, Shard] | None = None) -> Path:
+    return folder.write(HEADER, shards or adagrad_shards()).path
+
+
+def waiting(*values: float) -> tuple[Contribution, ...]:
+    """Gradients that wait for an update."""
+    return tuple(
+        Contribution(
+            gradient([value, -2.0], extents=(Extent(2, 2),), sequence=sequence, clock=4, learning_rate=0.5, norm=7.5),
+            1,
+            Weighing(rate_scale=0.25),
+        )
+        for sequence, value in enumerate(values)
+    )
+
+
+def restored_run(folder: CheckpointFolder) -> Run:
+    """The server's run, as it is after --resume."""
+    saved = folder.resume()
+    assert saved is not None
+    run = Run(ServerConfig())
+    run.restore(saved)
+    return run
+
+
+# Runs.
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_run(*, recorder: Any = None, clock: Any = None, **flags: str) -> Run:
+    """A run that nobody has joined: SGD with learning rate 1 and no staleness policy unless told otherwise."""
+    flags = {"optimizer": "sgd:learning_rate=1", "staleness": "none", **flags}
+    more = {} if clock is None else {"clock": clock}
+    return Run(resolve(flags, {}, warn=print), recorder=recorder, **more)
+
+
+def serving(*names: str, model: Model = MODEL, **settings: Any) -> Run:
+    """A run with these workers, "a" unless told otherwise, that serves zeros."""
+    run = make_run(**settings)
+    names = names or ("a",)
+    terms = [
+        run.hello(Greeting("r", name, 1, 1, "test", False, 0, 1, model, None, "", "", 0, "")).term for name in names
+    ]
+    initialization = run.begin_initialize(Opening("r", names[0], 1, terms[0], model, None, 0, 1))
+    assert initialization is not None
+    for shard in partition(model, num_servers=1).of_server(0):
+        initialization.add(shard.shard_id, Codec.FLOAT32, memoryview(bytes(4 * shard.length)))
+    run.commit(initialization)
+    return run
+
+
+class RunDriver:
+    """A run that serves MODEL, and pushes of its workers."""
+
+    def __init__(self, *names: str, **flags: str) -> None:
+        self.clock = Clock()
+        self.run = serving(*names, clock=self.clock, **flags)
+        self._sequences = dict.fromkeys(names, 0)
+
+    def push(self, name: str, value: float = 1.0, base_version: int = 0, shard_id: int = 0, **fields: Any) -> Receipt:
+        self._sequences[name] += 1
+        payload = np.full(self.run.shards[shard_id].length, value, np.float32).tobytes()
+        fields = {"example_count": 1, **fields}
+        gradient = Gradient(name, 1, self._sequences[name], base_version, 0, Codec.FLOAT32, payload, **fields)
+        return self.run.push(gradient, shard_id, run_id="r")
+
+    def may_proceed(self, name: str, clock: int = 0, **call: Any) -> bool:
+        return self.run.may_proceed("r", name, 1, clock=clock, **{"wake": lambda: None, **call})
+
+    def pass_seconds(self, seconds: int, *alive: str) -> None:
+        """Lets time pass, in which the server looks round and these workers give signs of life."""
+        for _ in range(seconds):
+            self.clock.now += 1.0
+            for name in alive:
+                self.run.heartbeat("r", name, 1, clock=0, scalars={})
+            self.run.tick()
+
+    def versions(self) -> list[int]:
+        return [shard.version for shard in self.run.shards.values()]
+
+    def events(self, kind: str) -> list[str]:
+        """What people are told of such events."""
+        return [event.message for event in self.run.events if event.kind == kind]
+
+
+# Work queues.
+
+
+def data_spec(num_examples: int = 10, portion_examples: int = 3, **fields: Any) -> DataSpec:
+    """A data set."""
+    return DataSpec("train", num_examples, portion_examples, **fields)
+
+
+def plain_queue(
+    num_examples: int = 10, portion_examples: int = 3, *, stall_seconds: float = 60.0, **more: Any
+) -> WorkQueue:
+    """A queue of plain work that is open."""
+    queue = WorkQueue(stall_seconds=stall_seconds, **more)
+    queue.open(data_spec(num_examples, portion_examples), worker_id="opener")
+    return queue
+
+
+def coordinated_queue(num_examples: int = 10, *, stall_seconds: float = 60.0, **more: Any) -> WorkQueue:
+    """A queue of coordinated work that is open; no pass has begun."""
+    queue = WorkQueue(stall_seconds=stall_seconds, **more)
+    queue.open(data_spec(num_examples, 0, coordinated=True), worker_id="opener")
+    return queue
+
+
+def begin_pass(queue: WorkQueue, pass_: int = 1, *, num_portions: int = 5, epoch: int = 1, **more: Any) -> None:
+    """Begins a pass."""
+    settings = {"copies_max": 2, "portions_per_stage": 1, "now": 0.0} | more
+    queue.begin_pass(pass_, coordinator_epoch=epoch, num_portions=num_portions, **settings)
+
+
+def restored_queue(queue: WorkQueue, **more) -> WorkQueue:
+    """A queue that goes on from the other's state, which went through JSON."""
+    other = WorkQueue(stall_seconds=60, **more)
+    other.restore(json.loads(json.dumps(queue.state())))
+    return other
+
+
+def counted(queue: WorkQueue, pass_: int) -> list[int]:
+    """The examples of a pass in the delivery log, in order: each once where all is well."""
+    log = queue.progress(0.0, deliveries=True).deliveries
+    return sorted(example for d in log if d.pass_ == pass_ for example in range(d.portion.start, d.portion.stop))

@@ -94,7 +94,7 @@ def cluster(
     settings = {"learning_rate": 1.0} if settings is None else settings
     first = [np.array(values, np.float32) for values in parameters]
     log = RunLog()
-    plans = crew(workers) if isinstance(workers, int) else workers
+    plans = worker_plans(workers) if isinstance(workers, int) else workers
     simulation = Simulation(
         first,
         RuleSettings.make(rule, (settings,)),
@@ -108,7 +108,7 @@ def cluster(
     return Cluster(behaviour, rule, settings, first, log, simulation.shards, simulation)
 
 
-def crew(count: int, timing: Timing | None = None, **fields: Any) -> list[WorkerPlan]:
+def worker_plans(count: int, timing: Timing | None = None, **fields: Any) -> list[WorkerPlan]:
     """Returns workers a, b, c, ... of the same kind."""
     return [WorkerPlan(name(index), timing or fixed(1.0), **fields) for index in range(count)]
 

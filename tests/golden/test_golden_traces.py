@@ -14,7 +14,7 @@ import pytest
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import fixed
 from pyps.simulation.worker import WorkerPlan
-from simulated import Cluster, cluster, crew
+from simulated import Cluster, cluster, worker_plans
 
 FOLDER = Path(__file__).parent
 
@@ -73,12 +73,12 @@ def serial() -> Cluster:
 
 def warm_up() -> Cluster:
     """Four updates in turn, then async; each worker is let in two updates after the one before."""
-    return cluster("async", warmup="updates=4,protocol=serial,release_every=2", workers=crew(3, steps=6)).run()
+    return cluster("async", warmup="updates=4,protocol=serial,release_every=2", workers=worker_plans(3, steps=6)).run()
 
 
 def switches() -> Cluster:
     """hardsync, softsync and async in one run: what waits when a protocol goes becomes one last update of it."""
-    run = cluster("hardsync", workers=[*crew(2, steps=9), WorkerPlan("slow", fixed(2.5), steps=4)])
+    run = cluster("hardsync", workers=[*worker_plans(2, steps=9), WorkerPlan("slow", fixed(2.5), steps=4)])
     simulation = run.simulation
     simulation.at(3.6, lambda: simulation.server.configure(protocol="softsync:n=1"))
     simulation.at(6.2, lambda: simulation.server.configure(protocol="async", staleness="divide"))

@@ -22,7 +22,7 @@ from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import fixed
 from pyps.simulation.worker import Computed, Step
 from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together
-from simulated import cluster, crew
+from simulated import cluster, worker_plans
 
 # Long enough for threads to meet inside a kernel, which runs without the interpreter's lock.
 LENGTHS = (60_000, 3_001, 40_000)
@@ -112,7 +112,7 @@ def test_a5_k_minibatches_make_one_update() -> None:
     def four_minibatches(step: Step) -> Computed:
         return Computed({0: 4 * np.ones(1, np.float32)}, examples=4 * 16, minibatches=4)
 
-    plans = crew(4, fixed(4.0), steps=5)
+    plans = worker_plans(4, fixed(4.0), steps=5)
     run = cluster("asgd:accumulate=4", workers=plans, compute=four_minibatches).run()
     assert run.shards[0].version == 4 * 5
     # The rate meets their sum, once.
@@ -126,7 +126,7 @@ def test_a6_throughput_is_bound_by_the_clients_or_by_the_mutex() -> None:
     reached = 0
     for clients, computing in itertools.product((1, 2, 8), (0.05, 0.2, 4.0)):
         server = ServerPlan(expected_workers=clients, service_seconds=holding, transfer_seconds=transfer)
-        run = cluster("asgd", workers=crew(clients, fixed(computing)), server=server).run(seconds=seconds)
+        run = cluster("asgd", workers=worker_plans(clients, fixed(computing)), server=server).run(seconds=seconds)
         bound = min(clients / (computing + holding + transfer), 1 / holding)
         measured = run.simulation.num_taken / seconds
         assert measured <= bound * (1 + 1e-9), (clients, computing)

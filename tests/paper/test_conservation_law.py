@@ -13,7 +13,7 @@ from itertools import pairwise
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
 from pyps.simulation.timing import exponential
-from simulated import Cluster, cluster, crew
+from simulated import Cluster, cluster, worker_plans
 
 PROTOCOLS = (
     *("async", "softsync:n=1", "softsync:n=3", "hardsync", "backup:b=2", "ssp:s=0", "ssp:s=4"),
@@ -47,7 +47,7 @@ def both_sides(run: Cluster) -> tuple[int, int]:
 
 def test_the_law_holds_to_the_last_update_under_every_protocol() -> None:
     for protocol in PROTOCOLS:
-        run = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=300)
+        run = cluster(protocol, workers=worker_plans(WORKERS, exponential())).run(pushes=300)
         told, from_the_log = both_sides(run)
         assert told == from_the_log, protocol
 
@@ -56,7 +56,7 @@ def test_under_ssp_blocked_workers_do_not_count() -> None:
     """The bound is on clocks: staleness stays below async's, and the tighter the bound, the fresher."""
 
     def mean(protocol: str) -> float:
-        ages = cluster(protocol, workers=crew(WORKERS, exponential())).run(pushes=800).staleness()
+        ages = cluster(protocol, workers=worker_plans(WORKERS, exponential())).run(pushes=800).staleness()
         return sum(ages) / len(ages)
 
     means = [mean(protocol) for protocol in ("ssp:s=0", "ssp:s=1", "ssp:s=4", "async")]

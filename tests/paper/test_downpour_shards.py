@@ -15,7 +15,7 @@ from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import fixed, lognormal
 from pyps.simulation.worker import WorkerPlan
 from shards import pull, replay
-from simulated import Cluster, cluster, crew, name, noisy
+from simulated import Cluster, cluster, name, noisy, worker_plans
 
 ADAGRAD = {"rule": "adagrad", "settings": {"learning_rate": 0.1}}
 
@@ -35,7 +35,7 @@ def independent_run() -> Cluster:
         "downpour",
         parameters=[np.zeros(7), np.zeros(3)],
         workers=[
-            *crew(2, lognormal(sigma=0.3)),
+            *worker_plans(2, lognormal(sigma=0.3)),
             # These send their shards in another order.
             *(WorkerPlan(worker_id, lognormal(sigma=0.3), shards=(1, 0)) for worker_id in "cd"),
             # This replica holds only a part of the model.
@@ -87,7 +87,7 @@ def test_d6_a_dead_replica_costs_its_own_work_and_nobody_elses() -> None:
     """The others' rate stays within 5 %: here exactly, since nobody waits for anybody."""
 
     def steps(dies_at: float) -> dict[str, int]:
-        plans = [*crew(3, lognormal(sigma=0.2)), WorkerPlan("dead", fixed(1.0), dies_at=dies_at)]
+        plans = [*worker_plans(3, lognormal(sigma=0.2)), WorkerPlan("dead", fixed(1.0), dies_at=dies_at)]
         run = cluster("downpour", workers=plans, server=ServerPlan(lease_seconds=3.0)).run(seconds=50.0)
         # Whatever it had pushed counts; what it was computing is lost.
         assert run.shards[0].version == sum(run.steps(plan.worker_id) for plan in plans)

@@ -19,7 +19,7 @@ from pyps.simulation.event import Kind
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.timing import Timing, exponential, fixed, lognormal
 from pyps.simulation.worker import Computed, Step, WorkerPlan
-from simulated import Cluster, cluster, crew, name, noisy
+from simulated import Cluster, cluster, name, noisy, worker_plans
 
 L = 5
 STEPS = 12
@@ -32,7 +32,7 @@ SPEEDS: dict[str, Sequence[Timing]] = {
 
 
 def plans(speeds: Sequence[Timing], *, steps: int | None = STEPS) -> list[WorkerPlan]:
-    return [replace(plan, timing=timing) for plan, timing in zip(crew(L, steps=steps), speeds, strict=True)]
+    return [replace(plan, timing=timing) for plan, timing in zip(worker_plans(L, steps=steps), speeds, strict=True)]
 
 
 def clocks_at_each_pull(run: Cluster) -> list[tuple[str, Counter[str]]]:
@@ -69,7 +69,7 @@ def test_r1_nobody_begins_a_step_more_than_s_clocks_ahead_of_the_slowest() -> No
 def test_r1_holds_with_one_that_joins_late_whatever_its_count() -> None:
     """It begins at the present minimum: the others neither wait for it to catch up nor lose their bound."""
     late = WorkerPlan("late", fixed(1.0), joins_at=20.5, steps=10)
-    run = cluster("ssp:s=2", workers=[*crew(2), late], server=ServerPlan(expected_workers=2)).run(seconds=60.0)
+    run = cluster("ssp:s=2", workers=[*worker_plans(2), late], server=ServerPlan(expected_workers=2)).run(seconds=60.0)
     waits = [event for event in run.events(Kind.WAIT) if event.time > 0]
     assert waits == []
     assert run.steps("late") == 10
@@ -124,7 +124,7 @@ def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int,
         run = cluster(
             protocol,
             parameters=[np.linspace(-1, 1, 33)],
-            workers=crew(num_workers, lognormal(sigma=0.5), steps=20),
+            workers=worker_plans(num_workers, lognormal(sigma=0.5), steps=20),
             compute=noisy,
             rule=rule,
             settings={"learning_rate": rate},
@@ -140,7 +140,7 @@ def test_r4_strict_bsp_is_hardsync_at_the_lth_part_of_the_rate(num_workers: int,
 @pytest.mark.parametrize("protocol", ["ssp:s=2", "ssp:s=0,strict_bsp=true"])
 def test_r5_the_others_go_on_when_the_lease_of_a_dead_worker_has_run_out(protocol: str) -> None:
     """A worker that dies leaves the clock set, else all would wait for it for ever."""
-    workers = crew(4, steps=40)
+    workers = worker_plans(4, steps=40)
     workers[1] = replace(workers[1], steps=None, dies_at=10.5)
     run = cluster(protocol, workers=workers, server=ServerPlan(expected_workers=4, lease_seconds=30.0)).run()
     (expiry,) = run.events(Kind.EXPIRE)
@@ -151,7 +151,7 @@ def test_r5_the_others_go_on_when_the_lease_of_a_dead_worker_has_run_out(protoco
 
 
 def test_r5_nobody_waits_for_a_worker_that_has_finished() -> None:
-    workers = [replace(plan, steps=5 * (index + 1)) for index, plan in enumerate(crew(4))]
+    workers = [replace(plan, steps=5 * (index + 1)) for index, plan in enumerate(worker_plans(4))]
     run = cluster("ssp:s=1", workers=workers).run()
     assert [run.steps(name(index)) for index in range(4)] == [5, 10, 15, 20]
     assert run.simulation.events[-1].time == 20.0

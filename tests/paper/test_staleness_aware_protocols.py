@@ -14,7 +14,7 @@ from pyps.core.arrays import Floats
 from pyps.core.receipt import Outcome
 from pyps.simulation.timing import Timing, exponential, fixed, lognormal, normal
 from pyps.simulation.worker import Computed, Step, WorkerPlan
-from simulated import Cluster, cluster, crew, noisy
+from simulated import Cluster, cluster, noisy, worker_plans
 
 L = 30
 GRADIENTS = 3_000
@@ -39,14 +39,14 @@ def test_s1_mean_staleness_is_l_less_one_over_c_however_the_times_are_spread() -
     """Where n does not divide L, c = floor(L / n) counts: for 20 of 30 it is 1, as for 30."""
     cases = [(1, "alike"), (2, "alike"), (5, "spread"), (5, "without memory"), (20, "alike"), (30, "alike")]
     for n, speed in cases:
-        run = cluster(f"softsync:n={n}", workers=crew(L, SPEEDS[speed])).run(pushes=GRADIENTS)
+        run = cluster(f"softsync:n={n}", workers=worker_plans(L, SPEEDS[speed])).run(pushes=GRADIENTS)
         assert mean_staleness(run) == pytest.approx((L - 1) / max(1, L // n), rel=0.01), (n, speed)
 
 
 def test_on_like_machines_few_gradients_are_more_than_2n_late() -> None:
     """P(tau > 2 n) < 1e-3 at n = 1 and 15; the paper measured 1e-4. This holds for this timing, not for every one."""
     for n in (1, 15):
-        run = cluster(f"softsync:n={n}", workers=crew(L, normal(variation=0.1))).run(pushes=GRADIENTS)
+        run = cluster(f"softsync:n={n}", workers=worker_plans(L, normal(variation=0.1))).run(pushes=GRADIENTS)
         assert np.mean(np.array(run.staleness()) > 2 * n) < 1e-3
 
 
@@ -71,7 +71,7 @@ def hardsync_run(workers: int, steps: int, *, timing: Timing) -> Cluster:
         worker = ord(step.worker_id) - ord("a")
         return Computed({0: batch_gradient(step.parameters[0], examples(step.number, worker))}, examples=4)
 
-    plans = crew(workers, timing, steps=steps)
+    plans = worker_plans(workers, timing, steps=steps)
     settings = {"learning_rate": RATE}
     return cluster("hardsync", parameters=[np.zeros(LENGTH)], workers=plans, compute=compute, settings=settings).run()
 
@@ -96,7 +96,7 @@ def test_s2_the_sum_in_worker_order_is_bit_identical_to_a_serial_reference() -> 
 
 def test_s3_softsync_makes_an_update_of_every_c_gradients() -> None:
     for n, c in ((1, 7), (2, 3), (3, 2), (5, 1), (7, 1), (100, 1)):
-        run = cluster(f"softsync:n={n}", workers=crew(7, lognormal(sigma=0.5))).run(pushes=100)
+        run = cluster(f"softsync:n={n}", workers=worker_plans(7, lognormal(sigma=0.5))).run(pushes=100)
         applied = [receipt for receipt in run.taken() if receipt.outcome == Outcome.APPLIED]
         assert run.shards[0].version == len(applied) == 100 // c, n
         assert len(run.shards[0].state().pending) == 100 % c, n
@@ -111,7 +111,7 @@ def test_s4_with_equal_times_staleness_under_1_softsync_is_0_or_1() -> None:
 
 def test_s6_nobody_waits_in_softsync() -> None:
     for n in (1, 30):
-        run = cluster(f"softsync:n={n}", workers=crew(L, exponential())).run(seconds=20.0)
+        run = cluster(f"softsync:n={n}", workers=worker_plans(L, exponential())).run(seconds=20.0)
         assert [worker.blocked_seconds for worker in run.simulation.workers] == [0.0] * L, n
 
 
@@ -126,7 +126,9 @@ def test_under_hardsync_the_quick_wait_for_the_slow() -> None:
 def test_without_modulation_softsync_n_equal_l_is_downpour() -> None:
     """alpha(tau) = alpha0 and n = L is Downpour SGD with n_push = n_fetch = 1, bit for bit."""
     runs = [
-        cluster(protocol, parameters=[np.zeros(9)], workers=crew(5, exponential()), compute=noisy, seed=3, **RATE_01)
+        cluster(
+            protocol, parameters=[np.zeros(9)], workers=worker_plans(5, exponential()), compute=noisy, seed=3, **RATE_01
+        )
         for protocol in ("softsync:n=5", "downpour")
     ]
     one, other = (run.run(pushes=200) for run in runs)

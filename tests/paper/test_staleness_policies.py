@@ -19,7 +19,7 @@ from pyps.core.receipt import Outcome, Reason
 from pyps.core.shard import Shard
 from pyps.core.staleness import StalenessPolicy, Weighing, WeighingContext
 from pyps.core.update_rules import RULES
-from shards import crew, make_shard, pull, push
+from shards import make_shard, pull, push, roster_of
 
 VERSION = 5000
 ADAPTIVE = sorted(name for name, rule in RULES.items() if rule.adaptive)
@@ -52,7 +52,7 @@ def train(shard: Shard, stalenesses: Sequence[int], *, steps: int = 1, seed: int
             push(
                 shard,
                 values,
-                workers=crew(4),
+                workers=roster_of(4),
                 worker_id=f"w{index:02d}",
                 sequence=sequence,
                 base_version=version - staleness,
@@ -91,7 +91,7 @@ def test_s5_a_mean_is_divided_as_a_whole_where_all_are_equally_stale() -> None:
 def test_pitfall_11_a_fresh_gradient_keeps_its_rate_under_every_policy_but_the_constant_one() -> None:
     scales = {policy: push(shard_of(policy), np.ones(16)).rate_scale for policy in AT_10}
     assert scales == dict.fromkeys(AT_10, 1.0)
-    assert push(shard_of("constant"), np.ones(16), workers=crew(4)).rate_scale == 1 / 4
+    assert push(shard_of("constant"), np.ones(16), workers=roster_of(4)).rate_scale == 1 / 4
 
 
 # Pitfall 12: the order of modulation, mean and momentum.

@@ -15,7 +15,7 @@ from pyps.simulation.event import Kind
 from pyps.simulation.timing import fixed, lognormal, scripted
 from pyps.simulation.worker import Computed, Step, WorkerPlan
 from shards import gradient, make_shard, pull, push, roster
-from simulated import cluster, crew, name
+from simulated import cluster, name, worker_plans
 
 W = np.array([0.5, -1.25, 3.0], np.float32)
 # Exact in float32 at learning rate 1, so that the order of two additions cannot show.
@@ -64,7 +64,7 @@ def compute(step: Step) -> Computed:
 def test_h1_four_gpus_with_a_minibatch_each_are_one_worker_with_all_four(rule: str, rate: float) -> None:
     """Over fifty steps within 1e-5, the first within 1e-6; `adam` is the chapter's optimizer."""
     settings = {"learning_rate": rate}
-    plans = crew(GPUS, lognormal(sigma=0.3), steps=STEPS)
+    plans = worker_plans(GPUS, lognormal(sigma=0.3), steps=STEPS)
     parameters = [np.zeros(LENGTH)]
     hybrid = cluster("hybrid", parameters=parameters, workers=plans, compute=compute, rule=rule, settings=settings)
 
@@ -103,7 +103,7 @@ def test_h2_h3_all_staleness_is_zero_and_a_round_takes_as_long_as_its_slowest_wo
 
 def throughput(protocol: str, *, slowest: float) -> float:
     """Pushes in a virtual second of four workers, one of which takes `slowest` seconds a step."""
-    plans = [*crew(3), WorkerPlan("z", fixed(slowest))]
+    plans = [*worker_plans(3), WorkerPlan("z", fixed(slowest))]
     return cluster(protocol, workers=plans).run(seconds=300.0).simulation.num_taken / 300
 
 
@@ -116,7 +116,7 @@ def test_a_straggler_three_times_as_slow(protocol: str, share: float) -> None:
 
 
 def test_synchronous_uses_one_gpu_at_a_time() -> None:
-    run = cluster("synchronous", workers=crew(4, lognormal(sigma=0.5), steps=10)).run()
+    run = cluster("synchronous", workers=worker_plans(4, lognormal(sigma=0.5), steps=10)).run()
     assert run.shards[0].version == 40
     assert run.staleness() == [0] * 40
     order = "".join(event.worker_id for event in run.events(Kind.PUSH))

@@ -16,7 +16,7 @@ import pytest
 
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from shards import Log, crew, digest, gradient, make_shard, pull, replay, run_together
+from shards import Log, digest, gradient, make_shard, pull, replay, roster_of, run_together
 from support import DEADLINE_SECONDS
 
 WORKERS = 4
@@ -68,7 +68,7 @@ class Training:
                     values[-1] = np.nan
                 sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=version)
                 for _ in range(2 if sequence % 5 == 0 else 1):
-                    shard.push(sent, roster=crew(WORKERS))
+                    shard.push(sent, roster=roster_of(WORKERS))
 
 
 @pytest.fixture(scope="module", params=["sgd", "adagrad"])

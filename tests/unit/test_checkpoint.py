@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import checkpointed
-from checkpointed import HEADER, MODEL, make_shards, restored_run, waiting, write
 from cut_model import CUT, vectors_of, whole_tensors
 from pyps.checkpoint import CheckpointError, CheckpointFolder, RunHeader
 from pyps.cli.export import from_checkpoints
@@ -22,14 +20,26 @@ from pyps.core.shard import Shard
 from pyps.run import RuleSettings
 from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch
 from pyps_wire.partition import Model, partition
-from shards import make_shard, push, restored, roster
+from shards import (
+    HEADER,
+    MODEL,
+    adagrad_shards,
+    checkpoint_folder,
+    make_shard,
+    push,
+    restored,
+    restored_run,
+    roster,
+    waiting,
+    write_checkpoint,
+)
 
-folder = checkpointed.folder
+folder = checkpoint_folder
 
 
 def test_a_restored_run_is_the_same_bit_for_bit(folder: CheckpointFolder) -> None:
-    shards = make_shards()
-    write(folder, shards)
+    shards = adagrad_shards()
+    write_checkpoint(folder, shards)
     run = folder.resume()
     assert run is not None
     assert run.header == HEADER
@@ -44,8 +54,8 @@ def test_a_restored_run_is_the_same_bit_for_bit(folder: CheckpointFolder) -> Non
 
 
 def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder) -> None:
-    shards = make_shards()
-    write(folder, shards)
+    shards = adagrad_shards()
+    write_checkpoint(folder, shards)
     run = folder.resume()
     assert run is not None
     twin = restored(shards[1], run.shards[1], shard_id=1, epoch=3)
@@ -61,7 +71,7 @@ def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:
         shard_id: make_shard(np.zeros(16), shard_id=shard_id, rule="adagrad", settings={}, pending=pending)
         for shard_id, pending in enumerate((waiting(1.5), (), waiting(2.5, 3.5)))
     }
-    path = write(folder, shards)
+    path = write_checkpoint(folder, shards)
     run = folder.resume()
     assert run is not None
     assert [state.pending for state in run.shards.values()] == [waiting(1.5), (), waiting(2.5, 3.5)]
@@ -74,7 +84,7 @@ def test_a_round_goes_on_where_it_was(folder: CheckpointFolder) -> None:
     workers = roster("a", "b")
     shard = make_shard(np.zeros(16), rule="adagrad", settings={}, protocol="hardsync")
     push(shard, np.ones(16), sequence=1, worker_id="b", workers=workers)
-    write(folder, {0: shard})
+    write_checkpoint(folder, {0: shard})
     run = folder.resume()
     assert run is not None
     twin = restored(shard, run.shards[0])
@@ -85,8 +95,8 @@ def test_a_round_goes_on_where_it_was(folder: CheckpointFolder) -> None:
 
 
 def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
-    shards = make_shards()
-    path = write(folder, shards)
+    shards = adagrad_shards()
+    path = write_checkpoint(folder, shards)
     parameters, slots = load_file(path / "parameters.safetensors"), load_file(path / "slots.safetensors")
     assert list(parameters) == ["shard-000000", "shard-000001"]
     assert (parameters["shard-000001"] == shards[1].state().parameters).all()
@@ -96,7 +106,7 @@ def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
 
 
 def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:
-    paths = [write(folder) for _ in range(5)]
+    paths = [write_checkpoint(folder) for _ in range(5)]
     assert sorted(folder.path.glob("checkpoint-*")) == paths[2:]
     assert not list(folder.path.glob(".old-*"))
     assert folder.newest == paths[4]
@@ -104,7 +114,7 @@ def test_only_the_newest_are_kept(folder: CheckpointFolder) -> None:
 
 def test_without_resume_a_folder_with_checkpoints_is_refused_with_the_choice(folder: CheckpointFolder) -> None:
     folder.require_empty()
-    write(folder)
+    write_checkpoint(folder)
     with pytest.raises(CheckpointError, match=r"holds checkpoint-00000001 of run 'run-1' at version 3.*--resume, or"):
         folder.require_empty()
 
@@ -127,7 +137,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
 
 
 def test_two_lives_of_a_server_never_serve_under_one_epoch(folder: CheckpointFolder) -> None:
-    write(folder)
+    write_checkpoint(folder)
     epochs = []
     for _ in range(3):
         run = folder.resume()
@@ -136,14 +146,14 @@ def test_two_lives_of_a_server_never_serve_under_one_epoch(folder: CheckpointFol
     # The server adds one to each: 4, 5, 6, though no checkpoint was written in between.
     assert epochs == [3, 4, 5]
     # Nor under that of a checkpoint whose parameters are damaged.
-    damaged = folder.write(dataclasses.replace(HEADER, epoch=9), make_shards()).path / "parameters.safetensors"
+    damaged = folder.write(dataclasses.replace(HEADER, epoch=9), adagrad_shards()).path / "parameters.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert restored_run(folder).epoch == 10
 
 
 def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> None:
-    write(folder)
-    write(folder)
+    write_checkpoint(folder)
+    write_checkpoint(folder)
     run = restored_run(folder)
     with pytest.raises(RunMismatch):
         folder.forget(run, "another")
@@ -155,7 +165,7 @@ def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> N
     with pytest.raises(NotInitialized):
         folder.save(run)
     assert sorted(path.name for path in folder.path.glob("f*")) == ["forgotten-00000001", "forgotten-00000002"]
-    assert write(folder).name == "checkpoint-00000003"
+    assert write_checkpoint(folder).name == "checkpoint-00000003"
 
 
 # Models that are cut into parts, and what is written of one that is not.

@@ -15,13 +15,11 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-import checkpointed
-from checkpointed import make_shards, restored_run, waiting, write
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder, newest
 from pyps.checkpoint.disk import Disk
-from shards import make_shard, push
+from shards import adagrad_shards, checkpoint_folder, make_shard, push, restored_run, waiting, write_checkpoint
 
-folder = checkpointed.folder
+folder = checkpoint_folder
 
 
 def truncate(path: Path) -> None:
@@ -39,7 +37,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pyt
     names = ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "pending.bin", "manifest.json"]
     for name, damage in itertools.product(names, [flip, truncate, Path.unlink]):
         folder = CheckpointFolder(tmp_path / f"{name} {damage.__name__}")
-        older, newer = write(folder, shards), write(folder, shards)
+        older, newer = write_checkpoint(folder, shards), write_checkpoint(folder, shards)
         damage(newer / name)
         caplog.clear()
         with caplog.at_level(logging.INFO):
@@ -52,7 +50,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pyt
 
 
 def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder) -> None:
-    path = write(folder) / "parameters.safetensors"
+    path = write_checkpoint(folder) / "parameters.safetensors"
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
@@ -64,14 +62,14 @@ def test_every_flipped_bit_of_the_parameters_is_noticed(folder: CheckpointFolder
                 values = dict(checkpoint.parameters())
             except CheckpointDamaged:
                 continue
-            assert (values[1] == make_shards()[1].state().parameters).all()
+            assert (values[1] == adagrad_shards()[1].state().parameters).all()
         else:
             with pytest.raises(CheckpointDamaged, match=r"parameters\.safetensors"):
                 dict(checkpoint.parameters())
 
 
 def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder) -> None:
-    path = write(folder) / "manifest.json"
+    path = write_checkpoint(folder) / "manifest.json"
     whole = path.read_bytes()
     for place in range(0, len(whole), 5):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -81,7 +79,7 @@ def test_every_changed_byte_of_the_manifest_is_noticed(folder: CheckpointFolder)
 
 
 def test_when_all_are_damaged_the_server_does_not_start_anew_silently(folder: CheckpointFolder) -> None:
-    truncate(write(folder) / "manifest.json")
+    truncate(write_checkpoint(folder) / "manifest.json")
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* can be used"):
         folder.resume()
 
@@ -94,7 +92,7 @@ class FixedNames(Disk):
 
 
 def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder) -> None:
-    path = write(folder)
+    path = write_checkpoint(folder)
     run = restored_run(folder)
     folder.close()
     stuck = CheckpointFolder(folder.path, disk=FixedNames())
@@ -104,7 +102,7 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
 
 
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
-    path = write(folder) / "manifest.json"
+    path = write_checkpoint(folder) / "manifest.json"
     manifest = {**json.loads(path.read_text()), "format_version": 3}
     del manifest["checksum"]
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
@@ -211,7 +209,7 @@ def cut_at_every_operation(
     for num_operations in itertools.count():
         disk = CutDisk()
         folder = CheckpointFolder(tmp_path / f"{loss.__name__} {num_operations}", keep=1, disk=disk)
-        write(folder)
+        write_checkpoint(folder)
         disk.left = num_operations
         try:
             result = work(folder)
@@ -230,12 +228,12 @@ def cut_at_every_operation(
 def test_the_end_at_any_disk_operation_leaves_a_whole_checkpoint_and_what_was_written_stays(
     tmp_path: Path, loss: Loss
 ) -> None:
-    later = make_shards()
+    later = adagrad_shards()
     for shard in later.values():
         push(shard, np.ones(16), sequence=9, epoch=3)
-    expected = {"checkpoint-00000001": make_shards(), "checkpoint-00000002": later}
+    expected = {"checkpoint-00000001": adagrad_shards(), "checkpoint-00000002": later}
     names = []
-    for folder, _ in cut_at_every_operation(tmp_path, loss, lambda folder: write(folder, later)):
+    for folder, _ in cut_at_every_operation(tmp_path, loss, lambda folder: write_checkpoint(folder, later)):
         run = folder.resume()
         assert run is not None and folder.newest is not None, f"after {len(names)} operations"
         names.append(folder.newest.name)

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpointed import HEADER
 from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, RestoredRun
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps.core.vector_machine import VectorMachine
 from pyps.run import RuleSettings
-from shards import run_together
+from shards import HEADER, run_together
 from vector_world import BYTES_MAX, Driver, make_machine, make_shards
 
 LENGTHS = (16, 16)

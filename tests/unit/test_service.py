@@ -26,7 +26,7 @@ from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseRequest
-from run_crew import serving
+from shards import serving
 
 
 class Watched(Run):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from portion_world import Stopped, Worker, delivered, queue
+from portion_world import Stopped, Worker, queue
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
+from shards import counted
 from support import wait_until
 
 PACES = [{}, {"push_every": 4}, {"overlap": "step"}, {"overlap": "step", "push_every": 4}]
@@ -38,7 +39,7 @@ def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) 
                 batches = portions.epoch(loader)
             epochs.append(train(worker, batches))
             assert sorted(epochs[-1]) == list(range(50))
-            assert delivered(work, number) == list(range(50))
+            assert counted(work, number) == list(range(50))
         assert (epochs[0] == list(range(50))) == (not shuffle)
         assert (epochs[0] != epochs[1]) == shuffle
 
@@ -50,9 +51,9 @@ def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_en
     loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=2)
     assert sorted(train(worker, loader)) == list(range(50))
     # The gradients of the last batches came after the loader had asked for the last time.
-    assert len(delivered(work, 0)) < 50
+    assert len(counted(work, 0)) < 50
     seen = train(worker, loader)
-    assert delivered(work, 0) == list(range(50))
+    assert counted(work, 0) == list(range(50))
     assert not seen
 
 
@@ -77,12 +78,12 @@ def test_a_portion_is_delivered_only_once_its_pushes_are_answered() -> None:
     worker.session.gate.clear()
     worker.step()
     next(batches)
-    assert delivered(work, 0) == []
+    assert counted(work, 0) == []
     worker.session.gate.set()
     wait_until(lambda: worker.stepper.steps_answered == 2)
     worker.step()
     next(batches)
-    assert delivered(work, 0) == list(range(8))
+    assert counted(work, 0) == list(range(8))
 
 
 def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_push() -> None:
@@ -133,7 +134,7 @@ def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
     # Two portions were trained on, up to the very last step.
     seen = train(worker, portions.epoch())
     assert seen == list(range(16, 40))
-    assert delivered(work, 0) == list(range(40))
+    assert counted(work, 0) == list(range(40))
 
 
 def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back() -> None:
@@ -145,7 +146,7 @@ def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back(
         worker.step()
         break
     assert sorted(train(worker, portions.epoch(loader))) == list(range(16))
-    assert delivered(work, 0) == list(range(16))
+    assert counted(work, 0) == list(range(16))
 
 
 def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
@@ -155,7 +156,7 @@ def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
     for number, _ in enumerate(portions.epoch()):
         if number != 3:
             worker.step()
-    assert delivered(work, 0) == list(range(24))
+    assert counted(work, 0) == list(range(24))
     assert len(worker.session.pushes) == 5
 
 
@@ -167,12 +168,12 @@ def test_several_batches_before_one_step_count_together() -> None:
     for number, _ in enumerate(portions.epoch(), start=1):
         if number == 4:
             # The third batch's gradient has not gone yet: it goes with the fourth's.
-            early = delivered(work, 0)
+            early = counted(work, 0)
         if number % 2 == 0:
             worker.step()
     assert early == []
     assert [pushed.example_count for pushed in worker.session.pushes] == [8, 8, 8]
-    assert delivered(work, 0) == list(range(24))
+    assert counted(work, 0) == list(range(24))
 
 
 def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
@@ -199,7 +200,7 @@ def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) ->
     portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
     thread = threading.Thread(target=lambda: seen.extend(train(worker, portions)))
     thread.start()
-    wait_until(lambda: len(delivered(work, 0)) == 8)
+    wait_until(lambda: len(counted(work, 0)) == 8)
     worker.session.parameters[0][:] = 7
     worker.session.version += 1
     worker.session.finished = True
@@ -229,7 +230,7 @@ def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(n
     next(batches, None)
     thread.join(60)
     assert not thread.is_alive()
-    assert delivered(work, 0) == list(range(16))
+    assert counted(work, 0) == list(range(16))
 
 
 def test_a_queue_that_came_back_empty_hears_of_the_data_set_again() -> None:
@@ -242,7 +243,7 @@ def test_a_queue_that_came_back_empty_hears_of_the_data_set_again() -> None:
     worker.session.channel._queue = restarted
     seen = [example for batch in batches if not worker.step() for example in batch]
     assert len(seen) >= 16
-    assert delivered(restarted, 0) == list(range(16))
+    assert counted(restarted, 0) == list(range(16))
 
 
 class Lengthless(torch.utils.data.IterableDataset):

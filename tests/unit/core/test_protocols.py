@@ -24,7 +24,7 @@ from pyps.core.gradient import PayloadKind
 from pyps.core.pacing import ClockBound, TurnTaking
 from pyps.core.receipt import Reason
 from pyps.core.roster import Roster
-from shards import arrival, contribution, crew, refusal, roster
+from shards import arrival, contribution, refusal, roster, roster_of
 
 EAGER = ("async", "asgd", "asgd:mutex=shard", "serial", "ssp:s=0", "ssp:s=3")
 BARRIERS = (Hardsync(), Hardsync("equal"), Backup(0), StrictBsp())
@@ -84,11 +84,11 @@ def test_a_protocol_says_whether_it_is_a_barrier_and_asgd_alone_asks_for_one_mut
 
 def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old() -> None:
     for text in EAGER:
-        protocol, arrived = parse(text), arrival("a", workers=crew(4), version=9, base_version=2)
+        protocol, arrived = parse(text), arrival("a", workers=roster_of(4), version=9, base_version=2)
         assert protocol.decide(arrived) == Apply((Part(arrived.contribution, share=1.0),)), text
-        assert protocol.decide(arrival("a", workers=crew(4), kind=PayloadKind.NOTHING)) == Acknowledge(), text
-        assert (protocol.complete((), version=0, roster=crew(4)), protocol.settle(())) == (None, None), text
-        assert (protocol.waiting_for((), crew(4)), protocol.warnings(1)) == ((), ()), text
+        assert protocol.decide(arrival("a", workers=roster_of(4), kind=PayloadKind.NOTHING)) == Acknowledge(), text
+        assert (protocol.complete((), version=0, roster=roster_of(4)), protocol.settle(())) == (None, None), text
+        assert (protocol.waiting_for((), roster_of(4)), protocol.warnings(1)) == ((), ()), text
         protocol.check(1)
 
 
@@ -111,8 +111,8 @@ def test_who_may_compute_is_judged_under_serial_and_ssp_alone_by_a_pacer_of_each
 def test_c_is_the_floor_of_l_over_n_and_at_least_one() -> None:
     cases = {(30, 1): 30, (30, 4): 7, (30, 30): 1, (4, 3): 1, (2, 5): 1, (0, 1): 1}
     assert {(num_workers, n): Softsync(n).gradients_per_update(num_workers) for num_workers, n in cases} == cases
-    assert [Softsync(n).split(crew(30)) for n in (1, 4, 30)] == [1.0, 30 / 7, 30.0]
-    assert Softsync(2).split(crew(0)) == 1.0
+    assert [Softsync(n).split(roster_of(30)) for n in (1, 4, 30)] == [1.0, 30 / 7, 30.0]
+    assert Softsync(2).split(roster_of(0)) == 1.0
     assert parse("softsync:n=4").warnings(30) == (
         "softsync:n=4 with 30 workers makes an update of every 7 gradients, so the effective n is 4.28571",
     )
@@ -121,20 +121,22 @@ def test_c_is_the_floor_of_l_over_n_and_at_least_one() -> None:
 
 def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them() -> None:
     first, second = contribution("b"), contribution("b", sequence=1)
-    arrived = arrival("a", first, second, workers=crew(3))
+    arrived = arrival("a", first, second, workers=roster_of(3))
     parts = tuple(Part(each, 1 / 3) for each in (first, second, arrived.contribution))
     assert Softsync(1).decide(arrived) == Apply(parts)
-    assert Softsync(1).decide(arrival("a", first, workers=crew(3))) == Park(min_version=0), "and nobody waits with it"
+    assert Softsync(1).decide(arrival("a", first, workers=roster_of(3))) == Park(min_version=0), (
+        "and nobody waits with it"
+    )
     # Workers still expected count for c, a push of nothing does not.
     assert isinstance(Softsync(1).decide(arrival("a", workers=roster("a", missing=1))), Park)
-    assert Softsync(1).decide(arrival("a", workers=crew(1), kind=PayloadKind.NOTHING)) == Acknowledge()
+    assert Softsync(1).decide(arrival("a", workers=roster_of(1), kind=PayloadKind.NOTHING)) == Acknowledge()
 
 
 def test_when_workers_go_exactly_c_of_those_that_wait_are_applied() -> None:
     waiting = tuple(contribution("a", sequence=sequence) for sequence in range(3))
-    due = Softsync(1).complete(waiting, version=0, roster=crew(2))
+    due = Softsync(1).complete(waiting, version=0, roster=roster_of(2))
     assert due == Apply((Part(waiting[0], 0.5), Part(waiting[1], 0.5)))
-    assert Softsync(1).complete(waiting[2:], version=1, roster=crew(2)) is None
+    assert Softsync(1).complete(waiting[2:], version=1, roster=roster_of(2)) is None
     # When another protocol comes all are, as one mean.
     assert shares(Softsync(1).settle(waiting)) == [1 / 3] * 3
     assert Softsync(1).settle(()) is None

@@ -13,7 +13,6 @@ from pyps.core.shard import Shard
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
 from shards import (
     Log,
-    crew,
     floats,
     gradient,
     make_behaviour,
@@ -23,6 +22,7 @@ from shards import (
     refusal,
     restored,
     roster,
+    roster_of,
     run_together,
 )
 from support import DEADLINE_SECONDS
@@ -38,7 +38,7 @@ def everything(shard: Shard) -> tuple[object, ...]:
 
 def test_a_receipt_tells_all_of_an_applied_push() -> None:
     shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
-    receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=crew(2))
+    receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=roster_of(2))
     assert receipt == Receipt(
         shard_id=7,
         sequence=5,
@@ -315,7 +315,7 @@ def test_each_of_many_waiters_is_called_once_while_many_push() -> None:
     def worker(index: int) -> None:
         for sequence in range(pushes):
             shard.when_version(index * pushes + sequence + 1, lambda v=index * pushes + sequence + 1: count(v))
-            shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), roster=crew(workers))
+            shard.push(gradient([1.0], worker_id=str(index), sequence=sequence), roster=roster_of(workers))
 
     run_together([lambda index=index: worker(index) for index in range(workers)])
     assert calls == [1] * (workers * pushes)

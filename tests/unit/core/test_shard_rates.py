@@ -8,7 +8,7 @@ import pytest
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
-from shards import Configured, Log, crew, make_behaviour, make_shard, nothing, pull, push, refusal, roster
+from shards import Configured, Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
 
@@ -133,9 +133,9 @@ def test_what_waits_becomes_one_update_of_the_old_protocols_kind() -> None:
         "ssp:s=0,strict_bsp=true": -4.0,
     }.items():
         shard = make_shard([0.0], protocol=protocol)
-        push(shard, [1.0], example_count=3, workers=crew(3))
-        push(shard, [3.0], worker_id="b", example_count=1, workers=crew(3))
-        assert shard.configure(behaviour=make_behaviour("async"), roster=crew(3)) == 1, protocol
+        push(shard, [1.0], example_count=3, workers=roster_of(3))
+        push(shard, [3.0], worker_id="b", example_count=1, workers=roster_of(3))
+        assert shard.configure(behaviour=make_behaviour("async"), roster=roster_of(3)) == 1, protocol
         assert (shard.version, shard.examples, shard.num_pending) == (1, 4, 0), protocol
         assert pull(shard)[1].tolist() == [moved], protocol
 

@@ -12,7 +12,19 @@ from pyps.core.gradient import Codec, Gradient, PayloadKind
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
-from shards import Completed, Configured, Log, crew, digest, gradient, make_behaviour, make_shard, nothing, pull, replay
+from shards import (
+    Completed,
+    Configured,
+    Log,
+    digest,
+    gradient,
+    make_behaviour,
+    make_shard,
+    nothing,
+    pull,
+    replay,
+    roster_of,
+)
 
 LENGTH = 40
 WORKERS = 5
@@ -36,7 +48,7 @@ class Scenario:
     def __init__(self, shard: Shard, seed: int) -> None:
         self.shard = shard
         self.random = np.random.default_rng(seed)
-        self.roster = crew(WORKERS)
+        self.roster = roster_of(WORKERS)
         self.sequences = dict.fromkeys(self.roster.workers, 0)
 
     def run(self, steps: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from shards import Log, crew, make_shard, nothing, pull, push, restored, roster
+from shards import Log, make_shard, nothing, pull, push, restored, roster, roster_of
 
 TWO = roster("a", "b")
 THREE = roster("a", "b", "c")
@@ -27,9 +27,9 @@ def test_hardsync_applies_the_mean_of_all_workers_as_one_update() -> None:
 
 def test_a_receipt_names_eight_of_those_waited_for_at_most() -> None:
     shard = hardsync()
-    receipt = push(shard, [1.0], worker_id="w00", workers=crew(20))
+    receipt = push(shard, [1.0], worker_id="w00", workers=roster_of(20))
     assert receipt.waiting_for == tuple(f"w{index:02d}" for index in range(1, 9))
-    assert shard.waiting_for(crew(20)) == tuple(f"w{index:02d}" for index in range(1, 20))
+    assert shard.waiting_for(roster_of(20)) == tuple(f"w{index:02d}" for index in range(1, 20))
 
 
 def test_a_late_gradient_is_refused_for_good_and_its_worker_told_to_pull() -> None:
@@ -78,8 +78,8 @@ def test_a_round_goes_on_with_those_who_live_and_calls_who_waits_for_it() -> Non
 def test_softsync_makes_several_updates_at_once_when_many_workers_go() -> None:
     shard = make_shard([0.0], protocol="softsync:n=1")
     for sequence in range(5):
-        push(shard, [float(2**sequence)], sequence=sequence, workers=crew(6))
-    assert shard.complete(crew(2)) == 2
+        push(shard, [float(2**sequence)], sequence=sequence, workers=roster_of(6))
+    assert shard.complete(roster_of(2)) == 2
     assert pull(shard)[1].tolist() == [-1.5 - 6.0]
     assert [waiting.gradient.sequence for waiting in shard.state().pending] == [4]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pyps.core.aggregation import parse as parse_protocol
 from pyps.core.staleness import ALIASES, POLICIES, Weighing, WeighingContext, parse
-from shards import crew, refusal
+from shards import refusal, roster_of
 
 ACCEPTING = sorted(set(POLICIES) - {"drop"})
 
@@ -53,7 +53,7 @@ def test_constant_divides_by_the_protocols_split_alone() -> None:
 def test_constant_follows_what_the_protocol_makes_of_thirty_workers() -> None:
     """With n = 7, c = floor(30 / 7) = 4 and the n in effect is 30 / 4."""
     for protocol, scale in {"async": 1 / 30, "softsync:n=5": 1 / 5, "softsync:n=7": 4 / 30, "hardsync": 1.0}.items():
-        split = parse_protocol(protocol).split(crew(30))
+        split = parse_protocol(protocol).split(roster_of(30))
         assert parse("constant").weigh(3, context(split)).rate_scale == pytest.approx(scale, rel=1e-15), protocol
 
 

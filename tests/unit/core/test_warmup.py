@@ -10,9 +10,9 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.pacing import StagedPacer
 from pyps.core.receipt import Outcome
 from pyps.core.warmup import WarmUp
-from shards import crew, make_shard, pull, push, refusal, roster
+from shards import make_shard, pull, push, refusal, roster, roster_of
 from simulated import cluster
-from simulated import crew as simulated_crew
+from simulated import worker_plans as simulated_crew
 
 MAINS = ["async", "softsync:n=1", "ssp:s=1", "serial", "asgd"]
 BARRIERS = ["hardsync", "backup:b=1", "ssp:s=0,strict_bsp=true"]
@@ -67,9 +67,9 @@ def test_the_main_protocol_decides_from_the_named_version_on_also_after_a_restor
 
 def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_it_ends() -> None:
     shard = make_shard([0.0], behaviour=staged("updates=5,protocol=hardsync"))
-    push(shard, [1.0], example_count=3, workers=crew(3))
-    push(shard, [5.0], worker_id="b", example_count=1, workers=crew(3))
-    shard.configure(behaviour=Behaviour.parse(), roster=crew(3))
+    push(shard, [1.0], example_count=3, workers=roster_of(3))
+    push(shard, [5.0], worker_id="b", example_count=1, workers=roster_of(3))
+    shard.configure(behaviour=Behaviour.parse(), roster=roster_of(3))
     assert pull(shard)[1].tolist() == [-2.0]
     shard = make_shard([0.0], behaviour=staged("updates=1,protocol=hardsync", "softsync:n=1"))
     push(shard, [1.0], workers=TWO)
@@ -79,7 +79,7 @@ def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_i
 
 def test_the_split_is_that_of_the_stage() -> None:
     shard = make_shard(np.zeros(1), behaviour=staged("updates=1,protocol=serial", "async", "constant"))
-    rates = [push(shard, [1.0], sequence=sequence, workers=crew(4)).rate for sequence in range(2)]
+    rates = [push(shard, [1.0], sequence=sequence, workers=roster_of(4)).rate for sequence in range(2)]
     assert rates == [1.0, 0.25]
 
 

@@ -12,7 +12,7 @@ from pyps.checkpoint.disk import Disk
 from pyps.config import resolve
 from pyps.run import Run
 from pyps_wire.partition import Model, Tensor
-from run_crew import serving as serve
+from shards import serving as serve
 
 SHARD_SIZE = 65_536
 NUM_SHARDS = 16

@@ -15,12 +15,12 @@ from pyps.run import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition
-from run_crew import Clock, Crew, make_run
+from shards import Clock, RunDriver, make_run
 
 PLAN = partition(CUT, num_servers=1)
 
 
-class Replicas(Crew):
+class Replicas(RunDriver):
     """A run of replicas of two processes, each of which holds one part: 3 shards the first, 2 the second."""
 
     def __init__(self, *names: str, **flags: str) -> None:

@@ -14,7 +14,7 @@ from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.reply import Reply
 from pyps.update_log import Pulled, ShardLog, UpdateLog, log_paths, replay
 from pyps_wire.errors import BadRequest, RunMismatch
-from run_crew import SHARD_SIZE, serving
+from shards import SHARD_SIZE, serving
 
 
 class Wish:

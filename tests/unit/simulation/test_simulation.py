@@ -11,13 +11,13 @@ from pyps.simulation.event import Kind
 from pyps.simulation.scheduler import Scheduler
 from pyps.simulation.timing import Timing, exponential, fixed, lognormal, normal, scripted
 from pyps.simulation.worker import Computed, Step, WorkerPlan
-from simulated import cluster, crew, noisy, ones
+from simulated import cluster, noisy, ones, worker_plans
 
 
 @pytest.mark.parametrize("protocol", ["async", "hardsync", "ssp:s=1", "serial"])
 def test_equal_seeds_give_equal_events_and_equal_bits(protocol: str) -> None:
     runs = [
-        cluster(protocol, parameters=[np.zeros(5)], workers=crew(4, exponential()), compute=noisy, seed=seed)
+        cluster(protocol, parameters=[np.zeros(5)], workers=worker_plans(4, exponential()), compute=noisy, seed=seed)
         for seed in (7, 7, 8)
     ]
     one, same, other = (run.run(pushes=60) for run in runs)
@@ -28,7 +28,7 @@ def test_equal_seeds_give_equal_events_and_equal_bits(protocol: str) -> None:
 
 def test_another_workers_coming_does_not_change_a_workers_dice() -> None:
     def times_of_a(workers: int) -> list[float]:
-        run = cluster("async", workers=crew(workers, exponential(), steps=5)).run()
+        run = cluster("async", workers=worker_plans(workers, exponential(), steps=5)).run()
         return [event.time for event in run.events(Kind.PUSH, "a")]
 
     assert times_of_a(1) == times_of_a(6)
@@ -40,7 +40,7 @@ ROUNDS = 20
 @pytest.mark.parametrize("workers", [4, 8, 30])
 @pytest.mark.parametrize("timing", [exponential(), lognormal(sigma=0.5)], ids=["exponential", "lognormal"])
 def test_a_hardsync_round_takes_the_largest_of_l_times(workers: int, timing: Timing) -> None:
-    run = cluster("hardsync", workers=crew(workers, timing, steps=ROUNDS), seed=3).run()
+    run = cluster("hardsync", workers=worker_plans(workers, timing, steps=ROUNDS), seed=3).run()
     assert run.shards[0].version == ROUNDS
     # Each worker draws from random numbers of its own.
     random = [np.random.default_rng([3, index]) for index in range(workers)]

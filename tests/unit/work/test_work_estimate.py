@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyps.work.estimate import Occupation, seconds_left
-from work_crews import plain
+from shards import plain_queue
 
 
 def test_what_is_pending_flows_to_whoever_is_free():
@@ -31,7 +31,7 @@ def test_nobody_is_there():
 
 
 def test_nothing_is_known_before_the_first_portion_and_nothing_is_left_at_the_end():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     assert queue.progress(0.0).seconds_left == -1.0
     answer = queue.lease("a", 1, now=0.0)
     assert queue.progress(1.0).seconds_left == -1.0

@@ -8,8 +8,7 @@ import pytest
 
 from pyps.work import Delivery, Ended, Leased, NothingNow, PassOutcome, WorkQueue
 from pyps_wire.errors import BadRequest, StateLost, Superseded
-from shards import refusal
-from work_crews import begin, coordinated, counted, restored
+from shards import begin_pass, coordinated_queue, counted, refusal, restored_queue
 
 
 def lease(queue: WorkQueue, name: str, *, now: float = 0.0, **more):
@@ -38,23 +37,23 @@ def outcome(queue: WorkQueue, pass_: int = 1, *, epoch: int = 1, **more) -> Pass
 
 
 def test_portions_are_equal_but_for_one_example():
-    queue = coordinated(23)
-    begin(queue, num_portions=5, portions_per_stage=4)
+    queue = coordinated_queue(23)
+    begin_pass(queue, num_portions=5, portions_per_stage=4)
     portions = [lease(queue, "a") for _ in range(5)]
     sizes = [answer.portion.num_examples for answer in portions]
     assert sum(sizes) == 23
     assert max(sizes) - min(sizes) == 1
     assert {answer.portions_per_stage for answer in portions} == {4}
-    few = coordinated(3)
-    begin(few, num_portions=80)
+    few = coordinated_queue(3)
+    begin_pass(few, num_portions=80)
     assert few.progress(0.0).num_portions == 3
 
 
 def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
-    queue, woken = coordinated(4), []
+    queue, woken = coordinated_queue(4), []
     assert lease(queue, "a", wake=lambda: woken.append("a")) == NothingNow(0)
     assert queue.waits_for("a") == ("the coordinator",)
-    begin(queue, 3, num_portions=1)
+    begin_pass(queue, 3, num_portions=1)
     assert woken == ["a"]
     only = lease(queue, "a")
     assert only.pass_ == 3
@@ -67,16 +66,16 @@ def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
 def test_a_coordinator_may_wait_for_the_data_set():
     queue, woken = WorkQueue(stall_seconds=60), []
     assert not outcome(queue, 0, wake=lambda: woken.append(1)).complete
-    queue.open(coordinated(4).spec, worker_id="a")
+    queue.open(coordinated_queue(4).spec, worker_id="a")
     assert woken == [1]
 
 
 def test_a_new_pass_ends_the_leases_of_the_one_before():
-    queue = coordinated(4)
-    begin(queue, 1, num_portions=2)
+    queue = coordinated_queue(4)
+    begin_pass(queue, 1, num_portions=2)
     running, claimed = lease(queue, "a"), lease(queue, "b")
     claim(queue, "b", claimed)
-    begin(queue, 2, num_portions=2)
+    begin_pass(queue, 2, num_portions=2)
     assert (
         claim(queue, "a", running).message
         == f"lease {running.lease_id} ended with its pass, or the server was restored since"
@@ -86,25 +85,25 @@ def test_a_new_pass_ends_the_leases_of_the_one_before():
 
 
 def test_a_pass_number_is_not_used_twice_and_no_pass_is_of_nothing():
-    queue = coordinated(4)
+    queue = coordinated_queue(4)
     for name in ("num_portions", "copies_max", "portions_per_stage"):
-        assert f"{name} is 0; expected 1 at least" in refusal(begin, queue, **{name: 0})
-    begin(queue, 2)
+        assert f"{name} is 0; expected 1 at least" in refusal(begin_pass, queue, **{name: 0})
+    begin_pass(queue, 2)
     for pass_ in (1, 2):
         words = f"pass {pass_} cannot begin: pass 2 has begun before; take a higher one"
-        assert words in refusal(begin, queue, pass_, epoch=2)
+        assert words in refusal(begin_pass, queue, pass_, epoch=2)
     assert "pass 1 is awaited, but the present one is 2" in refusal(outcome, queue, 1)
-    begin(queue, 3, epoch=2)
+    begin_pass(queue, 3, epoch=2)
 
 
 def test_an_earlier_coordinator_is_refused_everywhere():
-    queue, woken = coordinated(4), []
-    begin(queue, 1)
+    queue, woken = coordinated_queue(4), []
+    begin_pass(queue, 1)
     outcome(queue, 1, wake=lambda: woken.append(1))
-    begin(queue, 2, epoch=2)
+    begin_pass(queue, 2, epoch=2)
     assert woken == [1], "it waits no longer"
     with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2: stop this one"):
-        begin(queue, 3, epoch=1)
+        begin_pass(queue, 3, epoch=1)
     with pytest.raises(Superseded):
         outcome(queue, 2, epoch=1)
     with pytest.raises(Superseded):
@@ -112,15 +111,15 @@ def test_an_earlier_coordinator_is_refused_everywhere():
 
 
 def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
-    queue, woken = coordinated(4), []
+    queue, woken = coordinated_queue(4), []
     lease(queue, "a", wake=lambda: woken.append("a"))
     queue.end(coordinator_epoch=1, message="converged")
     assert woken == ["a"]
     assert lease(queue, "b") == Ended(0, "converged")
     assert queue.progress(0.0).ended
     with pytest.raises(BadRequest, match=r"the coordinator has ended the work \(converged\)"):
-        begin(queue, 1)
-    begin(queue, 1, epoch=2)
+        begin_pass(queue, 1)
+    begin_pass(queue, 1, epoch=2)
     assert isinstance(lease(queue, "b"), Leased)
 
 
@@ -128,8 +127,8 @@ def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
 
 
 def test_of_two_copies_the_first_to_claim_wins():
-    queue = coordinated(2)
-    begin(queue, num_portions=1)
+    queue = coordinated_queue(2)
+    begin_pass(queue, num_portions=1)
     original, copy = lease(queue, "slow"), lease(queue, "fast")
     assert original.portion.portion_id == copy.portion.portion_id
     assert claim(queue, "fast", copy).granted
@@ -142,8 +141,8 @@ def test_of_two_copies_the_first_to_claim_wins():
 
 
 def test_the_original_may_win_too_and_a_copy_is_then_wasted():
-    queue = coordinated(2)
-    begin(queue, num_portions=1)
+    queue = coordinated_queue(2)
+    begin_pass(queue, num_portions=1)
     original, copy = lease(queue, "a"), lease(queue, "b")
     claim(queue, "a", original)
     deliver(queue, "a", original)
@@ -153,8 +152,8 @@ def test_the_original_may_win_too_and_a_copy_is_then_wasted():
 
 
 def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
-    queue = coordinated(6)
-    begin(queue, num_portions=3, copies_max=2)
+    queue = coordinated_queue(6)
+    begin_pass(queue, num_portions=3, copies_max=2)
     first = [lease(queue, name, now=float(now)) for now, name in enumerate("abc")]
     assert queue.progress(0.0).copies == 0
     copies = [lease(queue, name, now=5.0) for name in "abcd"]
@@ -173,8 +172,8 @@ def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
 
 def test_one_copy_at_most_means_none_and_a_claimed_portion_gets_none():
     for copies_max in (1, 2):
-        queue = coordinated(2)
-        begin(queue, num_portions=1, copies_max=copies_max)
+        queue = coordinated_queue(2)
+        begin_pass(queue, num_portions=1, copies_max=copies_max)
         mine = lease(queue, "a")
         if copies_max > 1:
             claim(queue, "a", mine)
@@ -182,20 +181,20 @@ def test_one_copy_at_most_means_none_and_a_claimed_portion_gets_none():
 
 
 def test_a_backup_copy_does_not_move_anybody_s_place_in_the_next_pass():
-    queue = coordinated(4)
-    begin(queue, 1, num_portions=2)
+    queue = coordinated_queue(4)
+    begin_pass(queue, 1, num_portions=2)
     first = [lease(queue, "a", now=5.0), lease(queue, "a", now=0.0)]
     assert lease(queue, "b", now=6.0).portion.portion_id == 1
     for answer in first:
         claim(queue, "a", answer)
         deliver(queue, "a", answer)
-    begin(queue, 2, num_portions=2)
+    begin_pass(queue, 2, num_portions=2)
     assert lease(queue, "b").portion.portion_id == 0
 
 
 def test_what_a_lost_worker_claimed_goes_to_another():
-    queue, woken = coordinated(2), []
-    begin(queue, num_portions=1)
+    queue, woken = coordinated_queue(2), []
+    begin_pass(queue, num_portions=1)
     mine = lease(queue, "a")
     claim(queue, "a", mine)
     lease(queue, "b", wake=lambda: woken.append("b"))
@@ -209,8 +208,8 @@ def test_what_a_lost_worker_claimed_goes_to_another():
 
 
 def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end():
-    queue = coordinated(2, stall_seconds=10.0)
-    begin(queue, num_portions=1)
+    queue = coordinated_queue(2, stall_seconds=10.0)
+    begin_pass(queue, num_portions=1)
     mine = lease(queue, "a", now=0.0)
     claim(queue, "a", mine, now=1.0)
     lease(queue, "b", now=2.0, wake=lambda: None)
@@ -225,8 +224,8 @@ def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end()
 
 
 def test_a_lease_that_is_another_s_or_delivered_or_never_was_is_not_granted():
-    queue = coordinated(4)
-    begin(queue, num_portions=2)
+    queue = coordinated_queue(4)
+    begin_pass(queue, num_portions=2)
     theirs = lease(queue, "a")
     assert claim(queue, "b", theirs).message == f"lease {theirs.lease_id} is worker 'a''s, not 'b''s"
     assert claim(queue, "a", theirs).granted
@@ -243,8 +242,8 @@ def test_losses_are_added_in_the_order_of_portions_whenever_they_come():
     losses = [1e16, 1.0, -1e16, 1.0, 3.0]
     sums = set()
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 3, 4, 0, 2]):
-        queue = coordinated(5)
-        begin(queue, num_portions=5)
+        queue = coordinated_queue(5)
+        begin_pass(queue, num_portions=5)
         leases = {(answer := lease(queue, "a")).portion.portion_id: answer for _ in range(5)}
         for portion_id in order:
             claim(queue, "a", leases[portion_id])
@@ -256,8 +255,8 @@ def test_losses_are_added_in_the_order_of_portions_whenever_they_come():
 
 
 def test_several_portions_in_one_stage_are_one_stage():
-    queue = coordinated(6)
-    begin(queue, num_portions=3, portions_per_stage=2)
+    queue = coordinated_queue(6)
+    begin_pass(queue, num_portions=3, portions_per_stage=2)
     first, second, third = (lease(queue, "a") for _ in range(3))
     for answer in (first, second, third):
         claim(queue, "a", answer)
@@ -269,8 +268,8 @@ def test_several_portions_in_one_stage_are_one_stage():
 
 
 def test_what_was_not_claimed_cannot_be_delivered_and_goes_back():
-    queue = coordinated(6)
-    begin(queue, num_portions=3, portions_per_stage=2)
+    queue = coordinated_queue(6)
+    begin_pass(queue, num_portions=3, portions_per_stage=2)
     claimed, unclaimed = lease(queue, "a"), lease(queue, "a")
     claim(queue, "a", claimed)
     refused = deliver(queue, "a", claimed, unclaimed)
@@ -279,8 +278,8 @@ def test_what_was_not_claimed_cannot_be_delivered_and_goes_back():
 
 
 def test_a_delivery_repeated_in_another_stage_does_not_count():
-    queue = coordinated(4)
-    begin(queue, num_portions=2)
+    queue = coordinated_queue(4)
+    begin_pass(queue, num_portions=2)
     mine = lease(queue, "a")
     claim(queue, "a", mine)
     assert deliver(queue, "a", mine, stage_id=5).accepted
@@ -293,8 +292,8 @@ def test_a_delivery_repeated_in_another_stage_does_not_count():
 
 
 def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
-    queue = coordinated(4)
-    begin(queue, num_portions=2)
+    queue = coordinated_queue(4)
+    begin_pass(queue, num_portions=2)
     first, second = lease(queue, "a"), lease(queue, "a")
     claim(queue, "a", first)
     claim(queue, "a", second)
@@ -310,48 +309,48 @@ def test_a_loss_that_is_not_finite_makes_the_pass_so_and_has_no_stage():
 
 
 def test_a_restored_server_has_no_pass_under_way_and_says_so():
-    queue = coordinated(4)
-    begin(queue, 3, epoch=2)
-    after = restored(queue)
+    queue = coordinated_queue(4)
+    begin_pass(queue, 3, epoch=2)
+    after = restored_queue(queue)
     assert after.lease("a", 1, now=0.0) == NothingNow(3)
     with pytest.raises(StateLost, match="pass 3 is not under way: the server came back from a checkpoint"):
         after.await_pass(3, coordinator_epoch=2, now=0.0)
     with pytest.raises(BadRequest, match="pass 3 cannot begin"):
-        begin(after, 3, epoch=3)
+        begin_pass(after, 3, epoch=3)
     with pytest.raises(Superseded):
-        begin(after, 4, epoch=1)
-    begin(after, 4, epoch=3)
+        begin_pass(after, 4, epoch=1)
+    begin_pass(after, 4, epoch=3)
     assert isinstance(after.lease("a", 1, now=0.0), Leased)
 
 
 def test_an_attached_coordinator_fences_off_the_one_before_it():
-    queue = coordinated(4)
+    queue = coordinated_queue(4)
     queue.attach(1)
     queue.attach(2)
     with pytest.raises(Superseded, match="coordinator 1 was followed by coordinator 2"):
-        begin(queue, 1, epoch=1)
+        begin_pass(queue, 1, epoch=1)
     with pytest.raises(Superseded):
         queue.attach(1)
-    begin(queue, 1, epoch=2)
+    begin_pass(queue, 1, epoch=2)
     assert queue.pass_ == 1
 
 
 def test_an_attached_coordinator_does_not_take_the_pass_of_another_for_its_own():
-    queue = coordinated(4)
-    begin(queue, 3, epoch=1)
+    queue = coordinated_queue(4)
+    begin_pass(queue, 3, epoch=1)
     queue.attach(2)
     with pytest.raises(BadRequest, match="pass 3 has begun before; take a higher one"):
-        begin(queue, 3, epoch=2)
-    begin(queue, 4, epoch=2)
+        begin_pass(queue, 3, epoch=2)
+    begin_pass(queue, 4, epoch=2)
     # Once more is no other pass.
     held = queue.lease("a", 1, now=0.0)
-    begin(queue, 4, epoch=2)
+    begin_pass(queue, 4, epoch=2)
     assert queue.claim("a", 1, held.lease_id, now=1.0).granted
 
 
 def test_an_attached_coordinator_lifts_the_end_of_the_work():
     told: list[str] = []
-    queue = coordinated(4, tell=lambda kind, what, **facts: told.append(what))
+    queue = coordinated_queue(4, tell=lambda kind, what, **facts: told.append(what))
     queue.attach(1)
     queue.end(coordinator_epoch=1, message="enough")
     queue.attach(1)
@@ -363,8 +362,8 @@ def test_an_attached_coordinator_lifts_the_end_of_the_work():
 
 
 def test_a_coordinator_that_waits_is_woken_when_another_attaches():
-    queue, woken = coordinated(4), []
-    begin(queue, epoch=1)
+    queue, woken = coordinated_queue(4), []
+    begin_pass(queue, epoch=1)
     queue.await_pass(1, coordinator_epoch=1, now=0.0, wake=lambda: woken.append("former"))
     queue.attach(2)
     assert woken == ["former"]

@@ -6,8 +6,7 @@ import pytest
 
 from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
 from pyps_wire.errors import BadRequest, Superseded, WaitTimedOut
-from shards import refusal
-from work_crews import counted, plain, restored, spec
+from shards import counted, data_spec, plain_queue, refusal, restored_queue
 
 
 def lease(queue: WorkQueue, name: str = "a", pass_: int | None = 0, *, now: float = 0.0, **more):
@@ -43,7 +42,7 @@ class Woken:
 
 
 def test_one_worker_goes_through_the_data_in_order():
-    queue, given = plain(10, 3), []
+    queue, given = plain_queue(10, 3), []
     while isinstance(answer := lease(queue), Leased):
         given.append((answer.portion.start, answer.portion.stop))
         deliver(queue, answer)
@@ -53,7 +52,7 @@ def test_one_worker_goes_through_the_data_in_order():
 
 
 def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     # Who is ahead of a restored queue takes part in the older pass.
     assert lease(queue, "ahead", pass_=7).pass_ == 0
     queue.release("ahead", now=0.0, lost=False)
@@ -73,7 +72,7 @@ def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
 
 
 def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     first, second = lease(queue, "a"), lease(queue, "b")
     deliver(queue, first)
     woken = Woken()
@@ -85,7 +84,7 @@ def test_who_is_done_with_a_pass_waits_for_those_that_are_not():
 
 
 def test_who_asks_for_the_next_pass_gets_what_a_lost_worker_left_of_this_one():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     deliver(queue, lease(queue, "a"))
     lost = lease(queue, "b")
     woken = Woken()
@@ -119,7 +118,7 @@ def test_portions_of_a_minibatch_where_the_server_has_no_growth():
 
 
 def test_consecutive_portions_go_to_the_same_worker():
-    queue = plain(12, 1)
+    queue = plain_queue(12, 1)
     mine = {"a": [], "b": []}
     for _ in range(4):
         for name in mine:
@@ -130,7 +129,7 @@ def test_consecutive_portions_go_to_the_same_worker():
 
 
 def test_a_worker_begins_each_pass_where_it_began_the_last():
-    queue = plain(12, 1)
+    queue = plain_queue(12, 1)
     first = {name: lease(queue, name) for name in "abc"}
     for name, answer in first.items():
         deliver(queue, answer, name=name)
@@ -140,7 +139,7 @@ def test_a_worker_begins_each_pass_where_it_began_the_last():
 
 
 def test_what_comes_next_is_told_and_not_held():
-    queue = plain(9, 3)
+    queue = plain_queue(9, 3)
     answer = lease(queue, "a")
     assert (answer.next.portion_id, answer.next.lease_id) == (1, 0)
     assert lease(queue, "a").portion.portion_id == 1
@@ -151,7 +150,7 @@ def test_what_comes_next_is_told_and_not_held():
 
 
 def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     lost = lease(queue, "a")
     queue.release("a", now=1.0, lost=True)
     refused = deliver(queue, lost)
@@ -164,7 +163,7 @@ def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused
 
 
 def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     former = lease(queue, "a", incarnation=1)
     assert lease(queue, "a", incarnation=2) is not None
     assert not deliver(queue, former, incarnation=2).accepted
@@ -173,7 +172,7 @@ def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
 
 
 def test_a_portion_whose_answer_was_lost_is_given_again():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     lost = lease(queue, held=[])
     again = lease(queue, held=[])
     assert again.portion.portion_id == lost.portion.portion_id
@@ -183,7 +182,7 @@ def test_a_portion_whose_answer_was_lost_is_given_again():
 
 
 def test_a_delivery_is_repeated_without_harm_also_in_the_next_pass():
-    queue = plain(3, 3)
+    queue = plain_queue(3, 3)
     answer = lease(queue)
     assert deliver(queue, answer).accepted
     assert deliver(queue, answer).accepted
@@ -193,7 +192,7 @@ def test_a_delivery_is_repeated_without_harm_also_in_the_next_pass():
 
 
 def test_another_worker_s_lease_is_refused():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     mine, theirs = lease(queue, "a"), lease(queue, "b")
     refused = deliver(queue, theirs, name="a")
     assert refused.message == f"lease {theirs.lease_id} is worker 'b''s, not 'a''s"
@@ -203,7 +202,7 @@ def test_another_worker_s_lease_is_refused():
 
 
 def test_a_delivery_counts_as_a_whole_or_not_at_all():
-    queue = plain(9, 3)
+    queue = plain_queue(9, 3)
     first = lease(queue, "a")
     queue.release("a", now=1.0, lost=True)
     second = lease(queue, "a")
@@ -214,7 +213,7 @@ def test_a_delivery_counts_as_a_whole_or_not_at_all():
 
 
 def test_a_delivery_names_leases_that_were_given_out_each_once_and_all_their_examples():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     answer = lease(queue)
     for leases, example_count, words in (
         ([], 3, "expected one or more, each once"),
@@ -227,7 +226,7 @@ def test_a_delivery_names_leases_that_were_given_out_each_once_and_all_their_exa
 
 
 def test_plain_work_needs_no_claim_and_no_coordinator():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     answer = lease(queue)
     with pytest.raises(BadRequest, match="needs no claim"):
         queue.claim("a", 1, answer.lease_id, now=0.0)
@@ -242,7 +241,7 @@ def test_plain_work_needs_no_claim_and_no_coordinator():
 
 def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothing():
     told = []
-    queue = plain(3, 3, stall_seconds=10.0, tell=lambda kind, what, **facts: told.append((kind, what, facts)))
+    queue = plain_queue(3, 3, stall_seconds=10.0, tell=lambda kind, what, **facts: told.append((kind, what, facts)))
     stuck = lease(queue, "stuck", now=0.0)
     queue.tick(500.0)
     woken = Woken()
@@ -259,7 +258,7 @@ def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothin
 
 
 def test_a_slow_portion_is_taken_away_after_twice_the_time_each_time():
-    queue = plain(3, 3, stall_seconds=10.0)
+    queue = plain_queue(3, 3, stall_seconds=10.0)
     taken, now = [], 0.0
     holder, other = "a", "b"
     for _ in range(4):
@@ -276,7 +275,7 @@ def test_a_slow_portion_is_taken_away_after_twice_the_time_each_time():
 
 
 def test_a_worker_gets_three_times_as_long_as_its_own_speed_says():
-    queue = plain(6, 3, stall_seconds=10.0)
+    queue = plain_queue(6, 3, stall_seconds=10.0)
     answer = lease(queue, "slow", now=0.0)
     deliver(queue, answer, name="slow", now=100.0)
     lease(queue, "slow", now=100.0)
@@ -291,7 +290,7 @@ def test_a_worker_gets_three_times_as_long_as_its_own_speed_says():
 
 
 def test_of_two_calls_of_one_worker_the_later_one_is_answered():
-    queue = plain(3, 3)
+    queue = plain_queue(3, 3)
     lease(queue, "a")
     lease(queue, "a")
     assert queue.waits_for("a") == ("a",)
@@ -309,7 +308,7 @@ def test_of_two_calls_of_one_worker_the_later_one_is_answered():
 
 
 def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_back():
-    queue = plain(6, 3)
+    queue = plain_queue(6, 3)
     former, later = Woken(), Woken()
     queue.announce("a", former)
     queue.forget(former)
@@ -330,7 +329,7 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
 
 
 def test_a_data_set_that_differs_is_refused_by_the_field():
-    queue = plain(10, 3)
+    queue = plain_queue(10, 3)
     for field, value, words in (
         ("name", "test", "worker 'b' says name 'test' of the data set, but the run's has 'train'"),
         ("num_examples", 11, "says num_examples 11 of the data set, but the run's has 10"),
@@ -340,9 +339,9 @@ def test_a_data_set_that_differs_is_refused_by_the_field():
         ("seed", 1, "says seed 1"),
         ("coordinated", True, "says coordinated True"),
     ):
-        fields = spec(10, 3).to_json() | {field: value}
+        fields = data_spec(10, 3).to_json() | {field: value}
         assert words in refusal(queue.open, DataSpec(**fields), worker_id="b")
-    queue.open(spec(10, 3), worker_id="b")
+    queue.open(data_spec(10, 3), worker_id="b")
 
 
 def test_a_data_set_without_sense_is_refused():
@@ -369,10 +368,10 @@ def test_portions_need_a_size_and_may_not_be_too_many():
 
 
 def test_what_is_delivered_stays_delivered_and_what_was_running_is_done_again():
-    queue = plain(10, 3)
+    queue = plain_queue(10, 3)
     first, running = lease(queue), lease(queue)
     deliver(queue, first)
-    after = restored(queue)
+    after = restored_queue(queue)
     assert deliver(after, first).accepted
     assert not deliver(after, running).accepted
     given = []
@@ -385,7 +384,7 @@ def test_what_is_delivered_stays_delivered_and_what_was_running_is_done_again():
 
 
 def test_numbers_of_leases_are_never_used_again():
-    queue = plain(10, 3)
+    queue = plain_queue(10, 3)
     before = {lease(queue).lease_id for _ in range(3)}
     kept = queue.state()
     # Given out after the checkpoint: only the owner's first_lease keeps clear of it.
@@ -393,14 +392,14 @@ def test_numbers_of_leases_are_never_used_again():
     after = WorkQueue(stall_seconds=60, first_lease=500)
     after.restore(kept)
     assert lease(after).lease_id >= 500
-    late = restored(queue, first_lease=2)
+    late = restored_queue(queue, first_lease=2)
     assert lease(late).lease_id > max(before)
 
 
 def test_a_pass_goes_on_as_it_was_cut_whatever_the_settings_are_now():
     queue = WorkQueue(stall_seconds=60, batch_size_of=lambda epoch: 4)
-    queue.open(spec(40, 0), worker_id="a")
-    after = restored(queue, batch_size_of=lambda epoch: 8)
+    queue.open(data_spec(40, 0), worker_id="a")
+    after = restored_queue(queue, batch_size_of=lambda epoch: 8)
     answer = lease(after)
     assert (answer.portion.num_examples, answer.batch_size) == (4, 4)
     while isinstance(answer, Leased):
@@ -410,29 +409,29 @@ def test_a_pass_goes_on_as_it_was_cut_whatever_the_settings_are_now():
 
 
 def test_the_data_set_is_known_to_a_restored_server():
-    after = restored(plain(10, 3))
-    after.open(spec(10, 3), worker_id="a")
+    after = restored_queue(plain_queue(10, 3))
+    after.open(data_spec(10, 3), worker_id="a")
     with pytest.raises(BadRequest, match="num_examples 11"):
-        after.open(spec(11, 3), worker_id="a")
+        after.open(data_spec(11, 3), worker_id="a")
     # A queue that nobody opened can be kept too.
-    after = restored(WorkQueue(stall_seconds=60))
-    after.open(spec(10, 3), worker_id="a")
+    after = restored_queue(WorkQueue(stall_seconds=60))
+    after.open(data_spec(10, 3), worker_id="a")
     assert isinstance(lease(after), Leased)
 
 
 def test_counts_and_passes_go_on():
-    queue = plain(3, 3)
+    queue = plain_queue(3, 3)
     lease(queue)
     queue.release("a", now=0.0, lost=True)
     for pass_ in range(2):
         deliver(queue, lease(queue, pass_=pass_))
-    progress = restored(queue).progress(0.0, deliveries=True)
+    progress = restored_queue(queue).progress(0.0, deliveries=True)
     assert (progress.pass_, progress.passes_done, progress.lost) == (1, 2, 1)
     assert [delivered.pass_ for delivered in progress.deliveries] == [0, 1]
 
 
 def test_deliveries_of_the_present_pass_and_seven_before_it_are_remembered():
-    queue = plain(3, 3)
+    queue = plain_queue(3, 3)
     for pass_ in range(20):
         deliver(queue, lease(queue, pass_=pass_))
     assert [delivered.pass_ for delivered in queue.progress(0.0, deliveries=True).deliveries] == list(range(12, 20))

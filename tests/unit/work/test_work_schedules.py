@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pyps.work import Ended, Leased, NothingNow, PassDone, WorkQueue
-from work_crews import begin, coordinated, counted, plain
+from shards import begin_pass, coordinated_queue, counted, plain_queue
 
 
 @dataclass
@@ -190,7 +190,7 @@ SEEDS = (0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in rang
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_plain_passes_count_each_example_once(seed):
-    chance = Chance(plain(57, 4, stall_seconds=100.0), seed=seed)
+    chance = Chance(plain_queue(57, 4, stall_seconds=100.0), seed=seed)
     for _ in range(400):
         chance.step()
     finish_pass(chance, chance.queue.progress(0.0).passes_done + 1)
@@ -203,7 +203,7 @@ def test_plain_passes_count_each_example_once(seed):
 
 @pytest.mark.parametrize("seed", SEEDS[1:])
 def test_plain_passes_count_each_example_once_across_restarts_of_the_server(seed):
-    chance = Chance(plain(40, 3, stall_seconds=100.0), seed=seed)
+    chance = Chance(plain_queue(40, 3, stall_seconds=100.0), seed=seed)
     for life in range(1, 6):
         for _ in range(80):
             chance.step()
@@ -225,9 +225,9 @@ def test_plain_passes_count_each_example_once_across_restarts_of_the_server(seed
 @pytest.mark.parametrize("seed", SEEDS)
 def test_coordinated_passes_count_each_example_once(seed):
     num_examples = 43
-    chance = Chance(coordinated(num_examples, stall_seconds=100.0), seed=seed)
+    chance = Chance(coordinated_queue(num_examples, stall_seconds=100.0), seed=seed)
     for pass_ in range(1, 5):
-        begin(chance.queue, pass_, num_portions=11, copies_max=1 + pass_ % 3, now=chance.now)
+        begin_pass(chance.queue, pass_, num_portions=11, copies_max=1 + pass_ % 3, now=chance.now)
         chance.accepted.clear()
         woken: list[bool] = []
         outcome = chance.queue.await_pass(
@@ -250,9 +250,9 @@ def test_coordinated_passes_count_each_example_once(seed):
 
 @pytest.mark.parametrize("seed", SEEDS[:4])
 def test_a_pass_that_is_given_up_leaves_nothing_in_the_next(seed):
-    chance = Chance(coordinated(30, stall_seconds=100.0), seed=seed)
+    chance = Chance(coordinated_queue(30, stall_seconds=100.0), seed=seed)
     for pass_ in range(1, 8):
-        begin(chance.queue, pass_, num_portions=7, now=chance.now)
+        begin_pass(chance.queue, pass_, num_portions=7, now=chance.now)
         chance.accepted.clear()
         for _ in range(15):
             # The workers go on with what they have of the pass before.
@@ -264,7 +264,7 @@ def test_a_pass_that_is_given_up_leaves_nothing_in_the_next(seed):
 
 
 def test_threads_share_passes_and_none_sleeps_for_ever():
-    queue, passes = plain(200, 3, stall_seconds=1e9), 5
+    queue, passes = plain_queue(200, 3, stall_seconds=1e9), 5
 
     def work(name: str) -> None:
         for pass_ in range(passes):
