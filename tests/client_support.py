@@ -1,4 +1,4 @@
-"""What the client's tests share: a numpy reference of Adagrad, servers in numbers, a cutting proxy."""
+"""What the client's tests share: a reference of Adagrad, servers in numbers, a cutting proxy, a recording session."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from pyps.core.arrays import Floats
 from pyps_client import Client
+from pyps_client.conversion import Converter
+from pyps_client.lent import Lent
+from pyps_wire.codecs import codec_of, decode, dtype_of, encode
+from pyps_wire.common_pb2 import (
+    CODEC_BFLOAT16,
+    CODEC_FLOAT16,
+    CODEC_FLOAT32,
+    OUTCOME_APPLIED,
+    OUTCOME_REJECTED,
+    PAYLOAD_KIND_DELTA,
+    REASON_NOT_FINITE,
+    Receipt,
+)
 from support import AnyServer, inspect, wait_until
 
-Array = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    from pyps_client.torch.layout import Layout
+
 Server = TypeVar("Server", bound=AnyServer)
 
 ADAGRAD = ("adagrad", {"learning_rate": 0.05, "eps": 1e-10, "initial_accumulator_value": 0.1})
@@ -24,30 +40,30 @@ SGD = ("sgd", {"learning_rate": 0.05})
 class Reference:
     """Adagrad as the paper writes it, in float32: what a single worker must get, bit for bit."""
 
-    def __init__(self, tensors: Mapping[str, Array]) -> None:
+    def __init__(self, tensors: Mapping[str, Floats]) -> None:
         self.parameters = {name: tensor.copy() for name, tensor in tensors.items()}
         self.accumulators = {name: np.full_like(tensor, 0.1) for name, tensor in tensors.items()}
 
-    def step(self, gradients: Mapping[str, Array]) -> None:
+    def step(self, gradients: Mapping[str, Floats]) -> None:
         rate, eps = np.float32(0.05), np.float32(1e-10)
         for name, g in gradients.items():
             self.accumulators[name] += g * g
             self.parameters[name] -= rate * g / (np.sqrt(self.accumulators[name]) + eps)
 
-    def check(self, pulled: Mapping[str, Array]) -> None:
+    def check(self, pulled: Mapping[str, Floats]) -> None:
         assert list(pulled) == list(self.parameters)
         for name, expected in self.parameters.items():
             np.testing.assert_array_equal(pulled[name], expected, err_msg=name, strict=True)
 
 
-def small_model(seed: int = 0) -> dict[str, Array]:
+def small_model(seed: int = 0) -> dict[str, Floats]:
     """Some 5,000 parameters: several shards, a scalar, tensors that cross shard borders."""
     random = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {"embed": (50, 40), "scale": (), "layer": (40, 60), "bias": (601,)}
     return {name: np.asarray(random.standard_normal(shape), np.float32) for name, shape in shapes.items()}
 
 
-def gradients_like(tensors: Mapping[str, Array], seed: int) -> dict[str, Array]:
+def gradients_like(tensors: Mapping[str, Floats], seed: int) -> dict[str, Floats]:
     random = np.random.default_rng(1000 + seed)
     return {name: np.asarray(random.standard_normal(tensor.shape), np.float32) for name, tensor in tensors.items()}
 
@@ -188,3 +204,160 @@ def with_shutdown(end: socket.socket) -> None:
         return
     finally:
         end.close()
+
+
+# Without a network.
+
+# numpy's name of a vector's type -> the codec.
+_CODECS = {"float32": CODEC_FLOAT32, "float16": CODEC_FLOAT16, "uint16": CODEC_BFLOAT16}
+
+
+@dataclass
+class Pushed:
+    """One push as it arrived: vectors decoded to float32."""
+
+    vectors: list[np.ndarray]
+    present: list[bool]
+    example_count: int
+    minibatch_count: int
+    base_version: int
+    newest_base_version: int
+    learning_rates: dict[int, float]
+    kinds: list[int] | None
+
+
+@dataclass
+class RecordingSession:
+    """Plain SGD on one shard (id 0) that holds everything; deltas are added. `gate` holds pushes back while it is
+    not set. As a server that `checks_first`, it refuses what is not finite."""
+
+    parameters: list[np.ndarray]
+    rate: float = 0.0
+    clock: int = 0
+    finished: bool = False
+    pull_needed: bool = False
+    version: int = 0
+    pushes: list[Pushed] = field(default_factory=list)
+    pulls: int = 0
+    failure: Exception | None = None
+    protocol: str = "async"
+    ask_to_proceed: bool = False
+    accumulate: int = 0
+    current_version_only: bool = False
+    gives_out_data: bool = False
+    codec: str = "float32"
+    pull_codec: str = "float32"
+    checks_first: bool = False
+    # Whether lent vectors are said to be this process's own.
+    private: bool = True
+    # What was called, in order: "proceed", "push", "pull", "exchange", "snapshot".
+    events: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.held = -1
+        # For each list of vectors, the version that was last pulled into it.
+        self._brought: dict[int, int] = {}
+
+    def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:
+        sizes = [len(vector) for vector in self.parameters]
+        return lent(sizes, gradient_buffers, codec=self.codec, pull_codec=self.pull_codec, private=self.private)
+
+    def push(self, vectors: Sequence[np.ndarray], **described: Any) -> list[Receipt]:
+        self.events.append("push")
+        return self._push(vectors, **described)
+
+    def exchange(
+        self, vectors: Sequence[np.ndarray], parameters: Sequence[np.ndarray], **described: Any
+    ) -> list[Receipt]:
+        self.events.append("exchange")
+        receipts = self._push(vectors, **described)
+        if not self.pull_needed:
+            self._pull(parameters)
+        return receipts
+
+    def _push(
+        self,
+        vectors: Sequence[np.ndarray],
+        *,
+        present: Sequence[bool] | None = None,
+        example_count: int = 0,
+        minibatch_count: int = 1,
+        base_versions: Mapping[int, int] | None = None,
+        newest_base_versions: Mapping[int, int] | None = None,
+        learning_rates: Mapping[int, float] | None = None,
+        kinds: Sequence[int] | None = None,
+    ) -> list[Receipt]:
+        assert self.gate.wait(20), "the test never opened the gate"
+        if self.failure is not None:
+            raise self.failure
+        decoded = [np.array(decode(v.view(np.uint8), _CODECS[v.dtype.name])) for v in vectors]
+        base, newest = base_versions or {}, newest_base_versions or {}
+        if self.checks_first and not all(np.isfinite(vector).all() for vector in decoded):
+            return [Receipt(outcome=OUTCOME_REJECTED, reason=REASON_NOT_FINITE)]
+        self.pushes.append(
+            Pushed(
+                decoded,
+                list(present or []),
+                example_count,
+                minibatch_count,
+                base[0],
+                newest[0],
+                dict(learning_rates or {}),
+                None if kinds is None else list(kinds),
+            )
+        )
+        for group, (mine, gradient) in enumerate(zip(self.parameters, decoded, strict=True)):
+            is_delta = kinds is not None and kinds[group] == PAYLOAD_KIND_DELTA
+            mine -= np.float32(-1.0 if is_delta else self.rate) * gradient
+        self.version += 1
+        return [Receipt(outcome=OUTCOME_APPLIED, version_after=self.version)]
+
+    def proceed(self) -> None:
+        if self.ask_to_proceed:
+            self.events.append("proceed")
+
+    def pull(self, vectors: Sequence[np.ndarray], **_: Any) -> set[int]:
+        self.events.append("pull")
+        self._pull(vectors)
+        return {0}
+
+    def _pull(self, vectors: Sequence[np.ndarray]) -> None:
+        """Brings what is newer than these vectors hold, and that only."""
+        self.pulls += 1
+        if self._brought.get(id(vectors), -1) < self.version:
+            for theirs, mine in zip(vectors, self.parameters, strict=True):
+                theirs.view(np.uint8)[:] = encode(mine, codec_of(self.pull_codec))
+        self.held = self._brought[id(vectors)] = self.version
+
+    def snapshot(self, vectors: Sequence[np.ndarray]) -> dict[int, int]:
+        self.events.append("snapshot")
+        for theirs, mine in zip(vectors, self.parameters, strict=True):
+            theirs[:] = mine
+        return {0: self.version}
+
+    @property
+    def held_versions(self) -> dict[int, int]:
+        return {0: self.held}
+
+
+def lent(
+    sizes: Sequence[int],
+    gradient_buffers: int = 1,
+    *,
+    codec: str = "float32",
+    pull_codec: str = "float32",
+    private: bool = True,
+) -> Lent:
+    """Vectors of groups of these sizes, as a session lends them."""
+
+    def vectors(name: str) -> list[np.ndarray]:
+        return [np.zeros(size, dtype_of(codec_of(name))) for size in sizes]
+
+    return Lent(vectors(pull_codec), [vectors(codec) for _ in range(gradient_buffers)], private=private)
+
+
+def lent_for(layout: Layout, **options: Any) -> Lent:
+    """Vectors for a model laid out."""
+    return lent(layout.model.group_sizes, **options)

@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from cut_model import CUT, SGD, vectors_of, whole_tensors
 from pyps_client import Launch, Session, lost_replica, termination, uncaught
 from pyps_client.arrangement import arrange
 from pyps_client.torch.claims import claims_of
 from pyps_client.torch.replica import Block, Replica, translated
 from pyps_wire.blocks import place
 from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
+from replicas import CUT, SGD, vectors_of, whole_tensors
 
 SHARD_SIZE = 1024
 

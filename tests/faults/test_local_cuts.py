@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from local_worker import LocalSocket, LocalWorker, local_worker, maps_of
 from pyps_wire.partition import Model, Tensor
 from support import status_of, wait_until
+from wire_worker import LocalSocket, LocalWorker, local_worker, maps_of
 
 # Large enough for a round to be met in its midst.
 MODEL = Model((Tensor("x", (2_000_000,)),), shard_size=250_000)

@@ -7,10 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from local_worker import descriptors_of, local_worker, maps_of, segments_of
 from pyps_wire.partition import Model, Tensor
 from support import wait_for_event, wait_until
-from wire_worker import QUICK_LEASES, beating
+from wire_worker import QUICK_LEASES, beating, descriptors_of, local_worker, maps_of, segments_of
 
 MODELS = {
     "small": Model((Tensor("x", (10_000,)),)),
@@ -20,7 +19,7 @@ MODELS = {
 # Rounds until it is killed. It says that it has begun, and no more.
 DOOMED = """
 import sys
-from local_worker import local_worker
+from wire_worker import local_worker
 from pyps_wire.partition import Model, Tensor
 address, size, shard_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with local_worker(address, "doomed", model=Model((Tensor("x", (size,)),), shard_size=shard_size)) as worker:

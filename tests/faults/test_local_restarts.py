@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from client_support import addresses, make_client
-from local_worker import maps_of, segments_of
 from pyps.checkpoint import Checkpoint
 from pyps_client.session import Session
 from pyps_client.vectors import Vector
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH, Receipt
 from support import ServerProcess, checksums, inspect, wait_until
+from wire_worker import maps_of, segments_of
 
 Start = Callable[..., ServerProcess]
 

@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from client_support import addresses, start_servers
-from cut_model import CUT, SGD, vectors_of, whole_tensors
-from peer_threads import Meeting, ThreadPeers, on_all
+from pyps.core.arrays import Floats
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lost_replica
 from pyps_client.looking import model_of_run
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
+from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
 from support import AnyServer, ServerThread, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
-Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
 
 QUICK = ("--heartbeat-seconds", "0.1")

@@ -10,11 +10,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from client_support import addresses, start_servers
-from cut_model import CUT, cut_run, push_tensors, whole_tensors
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import partition
+from replicas import CUT, cut_run, push_tensors, whole_tensors
 from support import ServerThread, inspect, shell
 from wire_worker import WireWorker
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cut_model import CUT
 from pyps.cli.expectations import Expectations
 from pyps_wire import inspector_pb2 as pb
+from replicas import CUT
 from support import ServerThread, inspect
-from wire_replica import new_life
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -30,7 +29,6 @@ def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
     servers = start_servers(start_server)
     expectations = Expectations(2)
     process = WireWorker(servers[0].data, "replica-0/0", model=CUT, num_servers=NUM_SERVERS)
-    process.sender.incarnation = new_life()
     with process:
         process.hello(replica="replica-0", parts=[0])
 

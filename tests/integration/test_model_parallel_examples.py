@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from replica_jobs import DEADLINE, ReplicaJob, Start, serve
+from replicas import DEADLINE, ReplicaJob, Start, serve
 from support import ROOT, ServerThread
 
 StartServer = Callable[..., ServerThread]

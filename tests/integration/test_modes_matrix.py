@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client_support import Array, gradients_like, make_client, small_model
+from client_support import gradients_like, make_client, small_model
 from pyps.core import aggregation, staleness
 from pyps.core.aggregation import PROTOCOLS
+from pyps.core.arrays import Floats
 from pyps.core.staleness import POLICIES
 from pyps.core.update_rules import RULES
 from pyps.update_log import log_paths, replay
@@ -137,7 +138,7 @@ class Training:
     pushes: dict[str, list[Pushed]] = field(default_factory=dict)
     repeated: list[Receipt] = field(default_factory=list)
     shards: dict[int, pb.ShardInfo] = field(default_factory=dict)
-    parameters: Mapping[str, Array] = field(default_factory=dict)
+    parameters: Mapping[str, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Nobody pushes before all are there: who comes into a round that others began finds it gone.
@@ -183,7 +184,7 @@ class Training:
             if index == 0:
                 self.repeat(client, pushes[-1], flat(gradients))
 
-    def repeat(self, client: Client, last: Pushed, gradient: Array) -> None:
+    def repeat(self, client: Client, last: Pushed, gradient: Floats) -> None:
         """Sends a push again, as a client does that lost the connection before it was answered."""
         (me,) = (w for w in inspect(self.servers[0].control, "ListWorkers").workers if w.worker_id == "worker-0")
         for index, server in enumerate(self.servers):
@@ -209,7 +210,7 @@ class Training:
                 self.repeated += wire.push(*requests)
 
 
-def flat(tensors: Mapping[str, Array]) -> Array:
+def flat(tensors: Mapping[str, Floats]) -> Floats:
     return np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
 
 

@@ -15,14 +15,13 @@ import numpy.typing as npt
 import pytest
 
 from client_support import addresses, start_servers
-from cut_model import CUT, SGD, vectors_of, whole_tensors
-from peer_threads import Meeting, ThreadPeers, on_all
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
 from pyps_client.connection import Connection
 from pyps_client.handshake import Handshake
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
+from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
 from support import ROOT, AnyServer, PythonProcess, ServerProcess, ServerThread, wait_until, workers_of
 
 Start = Callable[..., ServerThread]

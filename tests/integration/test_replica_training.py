@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from pyps.cli.export import from_checkpoints
-from replica_jobs import DEADLINE, SCRIPT, ReplicaJob, Start, serve, shards_of, wait_for_pushes
 from replica_script import RULES, batches, groups_of, network
+from replicas import DEADLINE, SCRIPT, ReplicaJob, Start, serve, shards_of, wait_for_pushes
 from support import AnyServer, ServerThread, inspect, wait_until, workers_of
 
 StartServer = Callable[..., ServerThread]

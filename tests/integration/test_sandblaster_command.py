@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinated import END_SECONDS, SCRIPT
+from sandblaster import END_SECONDS, SCRIPT
 from support import PythonProcess, wait_until
 
 StartPython = Callable[..., PythonProcess]

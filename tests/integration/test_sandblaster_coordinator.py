@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinated import END_SECONDS, Coordinated, figures, planned_bytes, summary
 from pyps.cli.coordination.link import Link
 from pyps.cli.coordination.reports import Reports
 from pyps.launcher.ports import free_port
 from pyps_client import Client
 from pyps_client.launch import Launch
+from sandblaster import END_SECONDS, SandblasterJob, figures, planned_bytes, summary
 from support import AnyServer, PythonProcess, ServerThread, wait_until
 
 StartServer = Callable[..., AnyServer]
@@ -52,7 +52,7 @@ def outcome() -> Outcome:
         def start(*arguments: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
             return stack.enter_context(PythonProcess(*arguments, env=env))
 
-        job = Coordinated(start_server, start, servers=2)
+        job = SandblasterJob(start_server, start, servers=2)
         job.hire()
         coordinator = job.coordinate(*FLAGS)
         ended = summary(coordinator)
@@ -67,12 +67,12 @@ def undisturbed(outcome: Outcome) -> str:
 
 
 @pytest.fixture
-def job(start_server: StartServer, start_python: StartPython) -> Coordinated:
+def job(start_server: StartServer, start_python: StartPython) -> SandblasterJob:
     """Two servers that nobody has come to."""
-    return Coordinated(start_server, start_python)
+    return SandblasterJob(start_server, start_python)
 
 
-def test_one_worker_and_three_come_to_the_same_bits(job: Coordinated, undisturbed: str) -> None:
+def test_one_worker_and_three_come_to_the_same_bits(job: SandblasterJob, undisturbed: str) -> None:
     job.hire(3)
 
     coordinator = job.coordinate(*FLAGS)
@@ -84,7 +84,7 @@ def test_one_worker_and_three_come_to_the_same_bits(job: Coordinated, undisturbe
 
 
 def test_a_coordinator_that_is_killed_amid_a_pass_is_replaced_to_the_same_bits(
-    job: Coordinated, undisturbed: str, tmp_path: Path
+    job: SandblasterJob, undisturbed: str, tmp_path: Path
 ) -> None:
     # A portion has two batches: amid the fifth pass.
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
@@ -107,7 +107,7 @@ def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
     start_server: StartServer, start_python: StartPython, undisturbed: str, tmp_path: Path
 ) -> None:
     leases = ("--heartbeat-seconds", "0.5", "--lease-seconds", "10")
-    job = Coordinated(start_server, start_python, server_flags=leases)
+    job = SandblasterJob(start_server, start_python, server_flags=leases)
     # Both are amid their first portions.
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "go"))
     job.hire(1, "--hold-at", "0", "--release", str(tmp_path / "never"))
@@ -124,7 +124,7 @@ def test_a_worker_that_is_killed_amid_a_pass_changes_no_bit(
     assert job.work().lost >= 1
 
 
-def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: Coordinated, outcome: Outcome) -> None:
+def test_groups_of_portions_come_to_the_same_loss_in_less_memory(job: SandblasterJob, outcome: Outcome) -> None:
     job.hire(2)
 
     coordinator = job.coordinate(*FLAGS, "--fold", "group:k=3")
@@ -141,7 +141,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
     start_server: StartServer, start_python: StartPython
 ) -> None:
     # For some 200 parameters: not room for 40 staged gradients beside 10 pairs.
-    job = Coordinated(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
+    job = SandblasterJob(start_server, start_python, servers=1, server_flags=("--max-vector-bytes", "50000"))
     job.hire()
     job.wait_for_data()
     flags = {"--iterations": "1000", "--portions": "40"}
@@ -163,7 +163,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_settings_that_do(
 
 
 def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
-    job: Coordinated, undisturbed: str, tmp_path: Path
+    job: SandblasterJob, undisturbed: str, tmp_path: Path
 ) -> None:
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "go"))
     older = job.coordinate(*FLAGS)
@@ -178,7 +178,9 @@ def test_of_two_coordinators_the_older_is_told_that_it_was_replaced(
     assert job.bits() == undisturbed
 
 
-def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(job: Coordinated, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_for_good_ends_the_coordinator_in_one_sentence(
+    job: SandblasterJob, tmp_path: Path
+) -> None:
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS, env={"PYPS_LOSS_WAIT_SECONDS": "1"})
     worker.wait_for_output("held", END_SECONDS)
@@ -197,7 +199,7 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     undisturbed: str,
     tmp_path: Path,
 ) -> None:
-    job = Coordinated(start_server_process, start_python, checkpoints=tmp_path)
+    job = SandblasterJob(start_server_process, start_python, checkpoints=tmp_path)
     worker = job.hire(1, "--hold-at", str(4 * 2 * PORTIONS + 3), "--release", str(tmp_path / "go"))
     coordinator = job.coordinate(*FLAGS, "--save-every", "1")
     worker.wait_for_output("held", END_SECONDS)
@@ -213,7 +215,7 @@ def test_servers_that_come_back_from_their_checkpoints_are_taken_up_again(
     assert job.bits() == undisturbed
 
 
-def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Coordinated, undisturbed: str) -> None:
+def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: SandblasterJob, undisturbed: str) -> None:
     job.hire()
     fewer = ("--iterations", "2", *FLAGS[2:])
     assert summary(job.coordinate(*fewer))["iterations"] == 2
@@ -240,7 +242,7 @@ def test_work_that_was_ended_goes_on_with_a_coordinator_and_then_workers(job: Co
 def test_an_interrupted_coordinator_says_how_to_go_on(
     start_server: StartServer, start_python: StartPython, tmp_path: Path
 ) -> None:
-    job = Coordinated(start_server, start_python, servers=1)
+    job = SandblasterJob(start_server, start_python, servers=1)
     worker = job.hire(1, "--hold-at", "20", "--release", str(tmp_path / "never"))
     coordinator = job.coordinate(*FLAGS)
     worker.wait_for_output("held", END_SECONDS)
@@ -267,7 +269,7 @@ def test_a_coordinator_of_servers_under_another_protocol_is_refused(
 def test_a_coordinator_without_workers_says_what_it_waited_for(
     start_server: StartServer, start_python: StartPython
 ) -> None:
-    job = Coordinated(start_server, start_python, servers=1)
+    job = SandblasterJob(start_server, start_python, servers=1)
 
     coordinator = job.coordinate(env={"PYPS_START_WAIT_SECONDS": "0.5"})
 
@@ -317,7 +319,7 @@ def test_the_coordinator_says_as_much_for_a_large_model_as_for_a_small_one(
 ) -> None:
     said = {}
     for num_parameters, shard_size in sizes.items():
-        job = Coordinated(start_server, start_python)
+        job = SandblasterJob(start_server, start_python)
         job.hire(1, "--parameters", str(num_parameters), "--shard-size", str(shard_size))
         coordinator = job.coordinate(*flags, "--copies", "1")
         summary(coordinator)

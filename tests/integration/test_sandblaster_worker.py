@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 import pyps_client
 from client_support import CuttingProxy, addresses, start_servers
+from pyps.core.arrays import Floats
 from pyps_client import Observer, SandblasterResult, coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
@@ -28,14 +28,13 @@ from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
 from pyps_wire.work_pb2_grpc import WorkQueueStub
-from sandblasting import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
+from sandblaster import instruction
 from support import DEADLINE_SECONDS, PythonProcess, ServerThread, compensated_sum, inspect, wait_until
-from wire_coordinator import instruction
+from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
 from wire_worker import CHANNEL_OPTIONS
 
 Start = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
-Floats = npt.NDArray[np.float32]
 FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
 
 
@@ -138,7 +137,7 @@ class Conductor:
         return {"sender": self.sender, "coordinator_epoch": self.epoch}
 
 
-class Crew:
+class Job:
     """Workers in threads of this process, each with a session of its own, and their conductor."""
 
     def __init__(self, servers: list[ServerThread]) -> None:
@@ -155,10 +154,10 @@ class Crew:
             model = make_model()
             worker_id = f"worker-{len(self.models)}"
             self.models.append(model)
-            job = self._pool.submit(
+            worker = self._pool.submit(
                 pyps_client.sandblaster, model, loss, make_dataset(), worker_id=worker_id, **settings
             )
-            self._workers.append(job)
+            self._workers.append(worker)
         if self._workers and self.conductor.epoch == 0:
             wait_until(self._opened, what="a data set's opening")
             self.conductor.attach()
@@ -193,18 +192,18 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hire(start_server: Start) -> Iterator[Callable[..., Crew]]:
-    crews: list[Crew] = []
+def hire(start_server: Start) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
 
-    def make(count: int = 1, **options: Any) -> Crew:
-        crew = Crew(start_servers(start_server, 2, *FLAGS))
-        crews.append(crew)
-        crew.hire(count, **options)
-        return crew
+    def make(count: int = 1, **options: Any) -> Job:
+        job = Job(start_servers(start_server, 2, *FLAGS))
+        jobs.append(job)
+        job.hire(count, **options)
+        return job
 
     yield make
-    for crew in crews:
-        crew.close()
+    for job in jobs:
+        job.close()
 
 
 def flat(parameters: dict[str, Floats]) -> Floats:
@@ -215,9 +214,9 @@ def values_of(model: nn.Module) -> Floats:
     return np.asarray(nn.utils.parameters_to_vector(model.parameters()).detach().numpy())
 
 
-def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pass(hire: Callable[..., Crew]) -> None:
-    crew = hire(2)
-    conductor = crew.conductor
+def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pass(hire: Callable[..., Job]) -> None:
+    job = hire(2)
+    conductor = job.conductor
     model = make_model()
     for _ in range(3):
         before = flat(conductor.parameters())
@@ -230,104 +229,104 @@ def test_two_workers_compute_the_whole_data_sets_loss_and_gradient_pass_after_pa
         moved = flat(conductor.parameters())
         np.testing.assert_allclose(before - moved, 0.5 * gradient, rtol=1e-3, atol=1e-6)
         nn.utils.vector_to_parameters(torch.from_numpy(moved.copy()), model.parameters())
-    results = crew.end()
+    results = job.end()
     assert {result.message for result in results} == {"enough"}
     assert sum(result.num_examples for result in results) == 3 * NUM_EXAMPLES
     assert sum(result.num_portions for result in results) == 3 * 7
-    for worker in crew.models:
+    for worker in job.models:
         np.testing.assert_array_equal(values_of(worker), flat(conductor.parameters()))
         assert all(parameter.grad is None for parameter in worker.parameters())
 
 
-def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Crew]) -> None:
-    crew = hire(1)
+def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Job]) -> None:
+    job = hire(1)
     _, gradient = mean_loss_and_gradient(make_model())
-    before = flat(crew.conductor.parameters())
-    outcome = crew.conductor.run_pass(portions=10, per_stage=4)
+    before = flat(job.conductor.parameters())
+    outcome = job.conductor.run_pass(portions=10, per_stage=4)
     assert len(outcome.stage_ids) == 3, "4, 4 and the 2 that were left"
-    crew.conductor.step(1.0)
-    np.testing.assert_allclose(before - flat(crew.conductor.parameters()), gradient, rtol=1e-3, atol=1e-6)
+    job.conductor.step(1.0)
+    np.testing.assert_allclose(before - flat(job.conductor.parameters()), gradient, rtol=1e-3, atol=1e-6)
     # From the next pass on each goes alone.
-    assert len(crew.conductor.run_pass(portions=10, per_stage=1).stage_ids) == 10
-    crew.end()
+    assert len(job.conductor.run_pass(portions=10, per_stage=1).stage_ids) == 10
+    job.end()
 
 
-def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Crew]) -> None:
+def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Job]) -> None:
     _, gradient = mean_loss_and_gradient(make_model())
     for codec, transport, tolerance in (("float16", "grpc", 1e-3), ("bfloat16", "shm", 8e-3)):
-        crew = hire(1, gradient_dtype=codec, parameter_dtype="float32", transport=transport)
-        before = flat(crew.conductor.parameters())
-        crew.conductor.run_pass(portions=5)
-        crew.conductor.step(1.0)
-        moved = before - flat(crew.conductor.parameters())
+        job = hire(1, gradient_dtype=codec, parameter_dtype="float32", transport=transport)
+        before = flat(job.conductor.parameters())
+        job.conductor.run_pass(portions=5)
+        job.conductor.step(1.0)
+        moved = before - flat(job.conductor.parameters())
         np.testing.assert_allclose(moved, gradient, rtol=2 * tolerance, atol=tolerance / 4, err_msg=codec)
         assert not np.allclose(moved, gradient, rtol=1e-6, atol=1e-8)
-        crew.end()
+        job.end()
 
 
-def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable[..., Crew]) -> None:
+def test_every_pass_is_told_once_with_its_parameters_in_the_model(hire: Callable[..., Job]) -> None:
     seen: list[tuple[int, Floats]] = []
-    crew = hire(0)
-    crew.hire(1, on_pass=lambda number: seen.append((number, values_of(crew.models[0]).copy())))
+    job = hire(0)
+    job.hire(1, on_pass=lambda number: seen.append((number, values_of(job.models[0]).copy())))
     wanted = []
     for _ in range(3):
-        wanted.append(flat(crew.conductor.parameters()))
-        crew.conductor.run_pass(portions=5)
-        crew.conductor.step(0.5)
-    crew.end()
+        wanted.append(flat(job.conductor.parameters()))
+        job.conductor.run_pass(portions=5)
+        job.conductor.step(0.5)
+    job.end()
     assert [number for number, _ in seen] == [1, 2, 3]
     for (_, values), expected in zip(seen, wanted, strict=True):
         np.testing.assert_array_equal(values, expected)
 
 
 def test_a_loss_that_is_not_finite_is_delivered_without_a_gradient_and_the_next_pass_is_sound(
-    hire: Callable[..., Crew],
+    hire: Callable[..., Job],
 ) -> None:
     broken = [True]
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(outputs, targets) * (math.nan if broken[0] else 1.0)
 
-    crew = hire(1, loss=loss)
-    outcome = crew.conductor.run_pass(portions=5)
+    job = hire(1, loss=loss)
+    outcome = job.conductor.run_pass(portions=5)
     assert math.isnan(outcome.loss_sum) and not outcome.stage_ids
     broken[0] = False
-    outcome = crew.conductor.run_pass(portions=5)
+    outcome = job.conductor.run_pass(portions=5)
     expected, _ = mean_loss_and_gradient(make_model())
     assert outcome.loss_sum / NUM_EXAMPLES == pytest.approx(expected, rel=1e-6)
     assert len(outcome.stage_ids) == 5
-    crew.end()
+    job.end()
 
 
 def test_a_gradient_that_is_too_large_for_its_type_is_told_of_with_one_that_holds_it(
-    hire: Callable[..., Crew], caplog: pytest.LogCaptureFixture
+    hire: Callable[..., Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(outputs, targets) * 1e6
 
-    crew = hire(1, loss=loss, gradient_dtype="float16")
+    job = hire(1, loss=loss, gradient_dtype="float16")
     with caplog.at_level("WARNING", logger="pyps"):
-        outcomes = [crew.conductor.run_pass(portions=5) for _ in range(2)]
+        outcomes = [job.conductor.run_pass(portions=5) for _ in range(2)]
     assert all(math.isnan(outcome.loss_sum) and not outcome.stage_ids for outcome in outcomes)
     told = [message for message in caplog.messages if "told as NaN" in message]
     assert [message.partition(" is told as NaN")[0] for message in told] == ["the loss of pass 1", "the loss of pass 2"]
     assert "exceeds 65504, the most that float16 holds, in which it travels" in told[0]
     assert "gradient_dtype='bfloat16' or 'float32'" in told[0]
-    crew.end()
+    job.end()
 
 
 def test_the_loss_of_a_few_portions_has_the_same_bits_in_every_version_of_python(
-    hire: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    hire: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         # Sums of a few losses of float32 would be exact.
         return functional.cross_entropy(outputs.double(), targets)
 
-    crew = hire(1, loss=loss, batch_size=2)
-    before = crew.conductor.run_pass(portions=9, per_stage=9).loss_sum
+    job = hire(1, loss=loss, batch_size=2)
+    before = job.conductor.run_pass(portions=9, per_stage=9).loss_sum
     monkeypatch.setattr(coordinated, "sum", compensated_sum, raising=False)
-    assert crew.conductor.run_pass(portions=9, per_stage=9).loss_sum == before
-    crew.end()
+    assert job.conductor.run_pass(portions=9, per_stage=9).loss_sum == before
+    job.end()
 
 
 class Gate:
@@ -344,38 +343,36 @@ class Gate:
 
 
 @pytest.mark.parametrize("per_stage", [1, 3])
-def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(
-    hire: Callable[..., Crew], per_stage: int
-) -> None:
+def test_what_was_computed_for_a_pass_that_is_over_counts_for_nothing(hire: Callable[..., Job], per_stage: int) -> None:
     gate = Gate()
-    crew = hire(1, loss=gate)
-    crew.conductor.begin(portions=5, per_stage=per_stage)
+    job = hire(1, loss=gate)
+    job.conductor.begin(portions=5, per_stage=per_stage)
     assert gate.reached.wait(60)
-    crew.conductor.begin(portions=6, per_stage=per_stage)
+    job.conductor.begin(portions=6, per_stage=per_stage)
     gate.opened.set()
-    outcome = crew.conductor.outcome()
+    outcome = job.conductor.outcome()
     assert outcome.example_count == NUM_EXAMPLES
     assert len(outcome.stage_ids) == math.ceil(6 / per_stage)
-    (result,) = crew.end()
+    (result,) = job.end()
     assert result.num_thrown_away >= 1
     assert result.num_portions == 6
 
 
-def test_of_two_copies_of_a_portion_the_first_counts(hire: Callable[..., Crew]) -> None:
+def test_of_two_copies_of_a_portion_the_first_counts(hire: Callable[..., Job]) -> None:
     gate = Gate()
-    crew = hire(1, loss=gate)
-    crew.conductor.begin(portions=3, copies=2)
+    job = hire(1, loss=gate)
+    job.conductor.begin(portions=3, copies=2)
     assert gate.reached.wait(60)
-    crew.hire(1)
-    outcome = crew.conductor.outcome()
+    job.hire(1)
+    outcome = job.conductor.outcome()
     assert outcome.example_count == NUM_EXAMPLES
     gate.opened.set()
-    assert crew.conductor.run_pass(portions=3).example_count == NUM_EXAMPLES
-    slow, _ = crew.end()
+    assert job.conductor.run_pass(portions=3).example_count == NUM_EXAMPLES
+    slow, _ = job.end()
     assert slow.num_thrown_away == 1
 
 
-def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hire: Callable[..., Crew]) -> None:
+def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hire: Callable[..., Job]) -> None:
     calls: list[int] = []
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -384,32 +381,32 @@ def test_a_worker_whose_loss_raises_leaves_and_another_computes_its_portions(hir
             raise ValueError("the third batch is odd")
         return functional.cross_entropy(outputs, targets)
 
-    crew = hire(1, loss=loss)
-    crew.conductor.begin(portions=4)
+    job = hire(1, loss=loss)
+    job.conductor.begin(portions=4)
     with pytest.raises(ValueError, match="the third batch is odd"):
-        crew.result(0)
-    assert not any(parameter.grad is not None for parameter in crew.models[0].parameters())
-    crew.hire(1)
-    assert crew.conductor.outcome().example_count == NUM_EXAMPLES
+        job.result(0)
+    assert not any(parameter.grad is not None for parameter in job.models[0].parameters())
+    job.hire(1)
+    assert job.conductor.outcome().example_count == NUM_EXAMPLES
 
 
 def test_a_stage_whose_connection_is_cut_is_sent_again(start_server: Start) -> None:
     (server,) = start_servers(start_server, 1, *FLAGS)
     proxy = CuttingProxy(server.data)
-    crew = Crew([server])
+    job = Job([server])
     try:
-        crew.hire(1, servers=proxy.address, transport="grpc")
-        first = crew.conductor.run_pass(portions=5)
+        job.hire(1, servers=proxy.address, transport="grpc")
+        first = job.conductor.run_pass(portions=5)
         # Amid the passes to come: wherever it is, the same thing is said again.
         for after in (200, 900, 1700):
             proxy.cut_after(after)
-            outcome = crew.conductor.run_pass(portions=5)
+            outcome = job.conductor.run_pass(portions=5)
             assert outcome.loss_sum == first.loss_sum
             assert len(outcome.stage_ids) == 5
         assert proxy.num_cuts == 3
-        crew.end()
+        job.end()
     finally:
-        crew.close()
+        job.close()
         proxy.close()
 
 
@@ -452,7 +449,7 @@ WORKER = """
 import sys, torch
 from torch import nn
 import pyps_client
-from sandblasting import make_dataset, make_model
+from training import make_dataset, make_model
 
 def loss(outputs, targets):
     if sys.argv[2] == "vector":
@@ -471,42 +468,42 @@ pyps_client.sandblaster(
 
 
 def test_a_loss_that_is_not_a_number_ends_a_worker_with_one_sentence(
-    hire: Callable[..., Crew], start_python: StartPython
+    hire: Callable[..., Job], start_python: StartPython
 ) -> None:
-    crew = hire(1)
-    worker = start_python("-c", WORKER, addresses(crew.servers), "vector")
-    wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
+    job = hire(1)
+    worker = start_python("-c", WORKER, addresses(job.servers), "vector")
+    wait_until(lambda: len(inspect(job.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
     # One portion is not given to the same worker pass after pass.
-    wait_until(lambda: not worker.running or crew.conductor.run_pass(portions=20) is None, what="the worker's end")
+    wait_until(lambda: not worker.running or job.conductor.run_pass(portions=20) is None, what="the worker's end")
     assert worker.wait() == 1
     assert "pyps: The loss is a tensor of shape [4]; expected one number, the mean over the batch's" in worker.output()
     assert "Traceback" not in worker.output()
-    assert crew.conductor.run_pass(portions=5).example_count == NUM_EXAMPLES
-    crew.end()
+    assert job.conductor.run_pass(portions=5).example_count == NUM_EXAMPLES
+    job.end()
 
 
 def test_a_worker_that_is_interrupted_amid_a_portion_costs_nothing_but_time(
-    hire: Callable[..., Crew], start_python: StartPython
+    hire: Callable[..., Job], start_python: StartPython
 ) -> None:
     """B8; one that is killed is in test_sandblaster_coordinator.py."""
-    crew = hire(1)
-    expected = crew.conductor.run_pass(portions=6).loss_sum
-    worker = start_python("-c", WORKER, addresses(crew.servers), "hangs")
-    wait_until(lambda: len(inspect(crew.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
+    job = hire(1)
+    expected = job.conductor.run_pass(portions=6).loss_sum
+    worker = start_python("-c", WORKER, addresses(job.servers), "hangs")
+    wait_until(lambda: len(inspect(job.servers[0].control, "ListWorkers").workers) == 2, what="the second worker")
 
     def computes() -> bool:
         if "computes" in worker.output():
             return True
-        if crew.conductor.state().complete:
-            crew.conductor.begin(portions=6)
+        if job.conductor.state().complete:
+            job.conductor.begin(portions=6)
         return False
 
     wait_until(computes, what="the second worker's portion")
     worker.signal(signal.SIGINT)
     worker.wait()
     assert "interrupted: leaving run blast; its portions go to other workers" in worker.output()
-    outcome = crew.conductor.outcome()
+    outcome = job.conductor.outcome()
     assert outcome.loss_sum == expected
     assert outcome.example_count == NUM_EXAMPLES
     assert len(outcome.stage_ids) == 6
-    crew.end()
+    job.end()

@@ -8,14 +8,13 @@ import threading
 import numpy as np
 import pytest
 
-from local_worker import LocalWorker, local_worker
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotInitialized
 from pyps_wire.partition import Model, Tensor
 from support import configure, status_of, wait_until
-from wire_worker import SMALL, WireWorker, at_once, values_of
+from wire_worker import SMALL, LocalWorker, WireWorker, at_once, local_worker, values_of
 
 # Several shards in either group: more than is handled on the event loop.
 LARGE = Model((Tensor("x", (500_000,)), Tensor("y", (300_000,), group=1)), shard_size=160_000)

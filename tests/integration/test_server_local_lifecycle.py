@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from local_worker import descriptors_of, local_worker, maps_of
 from pyps.config import ConfigError
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire.errors import NotInitialized, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
 from support import inspect, status_of, wait_until
+from wire_worker import descriptors_of, local_worker, maps_of
 
 LARGE = Model((Tensor("x", (8_000_000,)),))
 

@@ -8,13 +8,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from cut_model import CUT, cut_run, push_tensors, vectors_of, whole_tensors
-from local_worker import LocalSocket, LocalWorker, local_worker, maps_of
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotInitialized, ReplicaLost
+from replicas import CUT, cut_run, push_tensors, vectors_of, whole_tensors
 from support import AnyServer, checksums, inspect, wait_until, workers_of
-from wire_worker import refusal_of
+from wire_worker import LocalSocket, LocalWorker, local_worker, maps_of, refusal_of
 
 Start = Callable[..., AnyServer]
 

@@ -14,14 +14,25 @@ import threading
 import numpy as np
 import pytest
 
-from local_worker import LENGTH, SEALS, LocalSocket, LocalWorker, descriptors_of, local_worker, make_segment, maps_of
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotAllowed, PypsError, UnknownWorker
 from pyps_wire.partition import Model, Tensor
 from support import status_of, wait_until
-from wire_worker import QUICK_LEASES, SMALL, beating
+from wire_worker import (
+    LENGTH,
+    QUICK_LEASES,
+    SEALS,
+    SMALL,
+    LocalSocket,
+    LocalWorker,
+    beating,
+    descriptors_of,
+    local_worker,
+    make_segment,
+    maps_of,
+)
 
 LARGE = Model((Tensor("x", (400_000,)),), shard_size=160_000)
 PAGE = mmap.PAGESIZE

@@ -14,14 +14,18 @@ import numpy as np
 import pytest
 
 from client_support import SGD
+from pyps.core.arrays import Floats
 from pyps_client import Client
 from pyps_client.staging import Staging
+from pyps_wire import common_pb2 as common
+from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.contract import METHODS
 from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
-from support import ServerThread
-from wire_coordinator import WireCoordinator, instruction, stage, stage_messages
+from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
+from sandblaster import WireCoordinator, instruction
+from support import DEADLINE_SECONDS, ServerThread
 from wire_worker import WireWorker, refusal_of, values_of
 
 Start = Callable[..., ServerThread]
@@ -296,3 +300,23 @@ def test_a_coordinator_goes_on_from_its_last_commit_after_a_restart(start_server
         coordinator.execute(instruction("ALLOC", target="t"))
         iterate(coordinator, 4)
         assert norms(coordinator, "x", "g", "s4") == [4.0, 4.0, 4.0]
+
+
+def stage_messages(worker: WireWorker, values: Floats, **fields: int) -> Iterator[wire.StageRequest]:
+    """A stage of these numbers, all shards end to end."""
+    shards = worker.plan.of_server(worker.server_index)
+    cuts = np.split(values, np.cumsum([shard.length for shard in shards])[:-1])
+    for shard, part in zip(shards, cuts, strict=True):
+        given = {"pass": 1, "portion_id": 0, "stage_id": 1, "num_shards": len(shards), **fields}
+        yield wire.StageRequest(
+            sender=worker.sender,
+            shard_id=shard.shard_id,
+            codec=common.CODEC_FLOAT32,
+            payload=part.astype(np.float32).tobytes(),
+            **given,
+        )
+
+
+def stage(worker: WireWorker, messages: list[wire.StageRequest]) -> wire.StageReply:
+    """Sends the messages in one stream."""
+    return VectorMachineStub(worker.channel).Stage(iter(messages), timeout=DEADLINE_SECONDS)

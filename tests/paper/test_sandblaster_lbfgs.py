@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
-from losses import bowl, digits, quadratic, rosenbrock, rosenbrock_start
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps.work.formulas import DIRECTION, GRADIENT, TRIAL_GRADIENT, add_scaled, dot, subtract
 from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
@@ -20,7 +20,7 @@ from pyps.work.machine import Evaluation
 from pyps.work.two_loop import two_loop
 from pyps.work.vector_free import vector_free
 from pyps_wire.errors import NotFinite
-from vector_world import Doubles, Passes, PortionLoss, VectorWorld
+from sandblaster import NUM_PORTIONS, Doubles, Passes, PortionLoss, VectorWorld, rosenbrock, rosenbrock_start
 
 FORMS = [two_loop, vector_free]
 
@@ -302,3 +302,40 @@ def test_it_ends_where_an_iteration_gains_next_to_nothing() -> None:
     assert summary.converged
     assert summary.reason == "the last iteration lowered the loss by no more than 0.5 of it"
     assert reports[-1].decrease <= 0.5 * reports[-1].loss
+
+
+def quadratic(curvatures: Doubles, seed: int = 0) -> PortionLoss:
+    """w' A w / 2 in a random basis, with these eigenvalues of A; each portion has a third of it."""
+    size = curvatures.size
+    basis, _ = np.linalg.qr(np.random.default_rng(seed).standard_normal((size, size)))
+    matrix = basis @ np.diag(curvatures) @ basis.T
+
+    def portion_loss(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
+        gradient = matrix @ parameters
+        return float(parameters @ gradient) / 2.0, gradient, 1
+
+    return portion_loss
+
+
+def bowl(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
+    """log(1 + w^2), element by element: concave beyond 1, so that far away s.y is below 0."""
+    return float(np.log1p(parameters**2).sum()), 2.0 * parameters / (1.0 + parameters**2), 1
+
+
+def digits() -> tuple[PortionLoss, int]:
+    """Logistic regression on the digits with a little weight decay; returns it and the number of its parameters."""
+    data = load_digits()
+    inputs = np.hstack([data.data / 16.0, np.ones((len(data.data), 1))])
+    targets = np.eye(10)[data.target]
+
+    def portion_loss(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
+        x, t = inputs[portion::NUM_PORTIONS], targets[portion::NUM_PORTIONS]
+        weights = parameters.reshape(x.shape[1], 10)
+        scores = x @ weights
+        scores -= scores.max(axis=1, keepdims=True)
+        logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+        loss = -(t * logs).sum() + 0.5e-3 * len(x) * (weights**2).sum()
+        gradient = x.T @ (np.exp(logs) - t) + 1e-3 * len(x) * weights
+        return float(loss), gradient.ravel(), len(x)
+
+    return portion_loss, inputs.shape[1] * 10

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from losses import rosenbrock, rosenbrock_start
 from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.vector_machine import MachineState
 from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps.work.lbfgs_state import LbfgsState, Pair
 from pyps_wire.errors import BadRequest
+from sandblaster import Killed, Passes, VectorServer, VectorWorld, rosenbrock, rosenbrock_start
 from shards import make_shard
-from vector_world import Killed, Passes, VectorServer, VectorWorld
 
 FORMS = [
     LbfgsSettings(history=2, iterations_max=4),

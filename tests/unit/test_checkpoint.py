@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cut_model import CUT, vectors_of, whole_tensors
 from pyps.checkpoint import CheckpointError, CheckpointFolder, RunHeader
 from pyps.cli.export import from_checkpoints
 from pyps.core.receipt import Outcome
@@ -20,6 +19,7 @@ from pyps.core.shard import Shard
 from pyps.run import RuleSettings
 from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch
 from pyps_wire.partition import Model, partition
+from replicas import CUT, vectors_of, whole_tensors
 from shards import (
     HEADER,
     MODEL,

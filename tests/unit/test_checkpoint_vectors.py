@@ -16,8 +16,8 @@ from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, Resto
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps.core.vector_machine import VectorMachine
 from pyps.run import RuleSettings
+from sandblaster import BYTES_MAX, Driver, make_machine, make_shards
 from shards import HEADER, run_together
-from vector_world import BYTES_MAX, Driver, make_machine, make_shards
 
 LENGTHS = (16, 16)
 SIZE = sum(LENGTHS)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from local_worker import SEALS, make_segment
 from pyps.config import ServerConfig
 from pyps.core.gradient import Codec, Gradient
 from pyps.core.reply import Reply
@@ -23,6 +22,7 @@ from pyps.service.local.segment import AT_ONCE_BYTES, Segment
 from pyps.service.workbench import Workbench
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from shards import make_shard, roster
+from wire_worker import SEALS, make_segment
 
 LENGTH = 1024
 

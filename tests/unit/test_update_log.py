@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cut_model import CUT
 from pyps.checkpoint import RunHeader
 from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.gradient import Extent
@@ -35,6 +34,7 @@ from pyps.update_log import (
 )
 from pyps.update_log.lines import decode, encode
 from pyps_wire.partition import Model, Tensor
+from replicas import CUT
 from shards import gradient, make_behaviour, make_shard, nothing, pull, push, roster
 
 SETTINGS = RuleSettings.make("adagrad", ({"learning_rate": 0.1},))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from peer_threads import Meeting, ThreadPeers, on_all
 from pyps_client.peers import own_partition
 from pyps_client.standing import Standing
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest
 from pyps_wire.parameter_server_pb2 import HelloReply
 from pyps_wire.partition import Model, Tensor, partition
+from replicas import Meeting, ThreadPeers, on_all
 
 # Part 0 fills server 0, part 1 server 1; with three servers the last holds nothing.
 MODEL = Model((Tensor("a", (64,), 0, part=0), Tensor("b", (64,), 1, part=1)), shard_size=64)

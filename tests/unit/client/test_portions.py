@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from portion_world import Stopped, Worker, queue
 from pyps_client.data import Portions
 from pyps_wire.errors import BadRequest
 from shards import counted
 from support import wait_until
+from training import PortionWorker, Stopped, make_queue
 
 PACES = [{}, {"push_every": 4}, {"overlap": "step"}, {"overlap": "step", "push_every": 4}]
 
 
-def train(worker: Worker, batches) -> list[int]:
+def train(worker: PortionWorker, batches) -> list[int]:
     """One step a batch; the examples seen."""
     seen: list[int] = []
     for batch in batches:
@@ -27,8 +27,8 @@ def train(worker: Worker, batches) -> list[int]:
 @pytest.mark.parametrize("pace", PACES)
 def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) -> None:
     for shuffle, num_workers in ((True, None), (False, None), (True, 0), (True, 2)):
-        work = queue()
-        worker = Worker(work, **pace)
+        work = make_queue()
+        worker = PortionWorker(work, **pace)
         portions = Portions(range(50), worker, batch_size=4, portion_batches=3, shuffle=shuffle)
         epochs = []
         for number in range(2):
@@ -45,8 +45,8 @@ def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) 
 
 
 def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_ended_early() -> None:
-    work = queue()
-    worker = Worker(work)
+    work = make_queue()
+    worker = PortionWorker(work)
     portions = Portions(range(50), worker, batch_size=4, portion_batches=3)
     loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=2)
     assert sorted(train(worker, loader)) == list(range(50))
@@ -58,7 +58,7 @@ def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_en
 
 
 def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead() -> None:
-    worker = Worker(queue())
+    worker = PortionWorker(make_queue())
     portions = Portions(range(22), worker, batch_size=4, portion_batches=2)
     loader = torch.utils.data.DataLoader(torch.arange(22), batch_sampler=portions, num_workers=2)
     for _ in portions.epoch(loader):
@@ -67,8 +67,8 @@ def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetch
 
 
 def test_a_portion_is_delivered_only_once_its_pushes_are_answered() -> None:
-    work = queue()
-    worker = Worker(work, overlap="step")
+    work = make_queue()
+    worker = PortionWorker(work, overlap="step")
     portions = Portions(range(16), worker, batch_size=4, portion_batches=2, shuffle=False)
     batches = iter(portions)
     next(batches)
@@ -88,8 +88,8 @@ def test_a_portion_is_delivered_only_once_its_pushes_are_answered() -> None:
 
 def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_push() -> None:
     """Zhang et al. 2013 (A4): updates per epoch = ceil(N / (K b))."""
-    work = queue(accumulate=lambda: 4)
-    worker = Worker(work, has={"accumulate": 4})
+    work = make_queue(accumulate=lambda: 4)
+    worker = PortionWorker(work, has={"accumulate": 4})
     portions = Portions(range(50), worker, batch_size=4)
     for _ in range(2):
         train(worker, portions)
@@ -101,8 +101,8 @@ def test_where_a_protocol_sums_a_pushs_worth_of_minibatches_a_portion_is_one_pus
 
 def test_batches_grow_with_the_epochs_where_the_servers_say_so() -> None:
     for overlap in ("off", "step"):
-        work = queue(accumulate=lambda: 2, batch_size_of=lambda epoch: 4 * 2**epoch)
-        worker = Worker(work, has={"accumulate": 2, "batch_size": 4}, overlap=overlap)
+        work = make_queue(accumulate=lambda: 2, batch_size_of=lambda epoch: 4 * 2**epoch)
+        worker = PortionWorker(work, has={"accumulate": 2, "batch_size": 4}, overlap=overlap)
         portions = Portions(range(40), worker)
         sizes = [len(batch) for _ in range(2) for batch in portions if not worker.step()]
         assert sizes == [4] * 10 + [8] * 5
@@ -110,12 +110,12 @@ def test_batches_grow_with_the_epochs_where_the_servers_say_so() -> None:
 
 
 def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_one_may_begin_with_any() -> None:
-    work = queue()
-    first = Worker(work, "a")
+    work = make_queue()
+    first = PortionWorker(work, "a")
     portions = Portions(range(20), first, batch_size=4)
     for _ in range(2):
         train(first, portions)
-    late = Worker(work, "b")
+    late = PortionWorker(work, "b")
     theirs = Portions(range(20), late, batch_size=4)
     assert [len(train(late, theirs.epoch())) for _ in range(3)] == [0, 0, 20]
     again = Portions(range(20), first, batch_size=4)
@@ -124,8 +124,8 @@ def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_on
 
 
 def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
-    work = queue()
-    worker = Worker(work)
+    work = make_queue()
+    worker = PortionWorker(work)
     portions = Portions(range(40), worker, batch_size=4, portion_batches=2, shuffle=False)
     for number, _ in enumerate(portions.epoch()):
         worker.step()
@@ -138,8 +138,8 @@ def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
 
 
 def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back() -> None:
-    work = queue()
-    worker = Worker(work)
+    work = make_queue()
+    worker = PortionWorker(work)
     portions = Portions(range(16), worker, batch_size=4, portion_batches=2, shuffle=False)
     loader = torch.utils.data.DataLoader(torch.arange(16), batch_sampler=portions, num_workers=2)
     for _ in portions.epoch(loader):
@@ -150,8 +150,8 @@ def test_a_portion_of_which_a_batch_got_no_step_before_the_loop_ended_goes_back(
 
 
 def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
-    work = queue()
-    worker = Worker(work)
+    work = make_queue()
+    worker = PortionWorker(work)
     portions = Portions(range(24), worker, batch_size=4, portion_batches=2)
     for number, _ in enumerate(portions.epoch()):
         if number != 3:
@@ -161,8 +161,8 @@ def test_a_batch_that_the_loop_passes_over_counts_as_done() -> None:
 
 
 def test_several_batches_before_one_step_count_together() -> None:
-    work = queue()
-    worker = Worker(work)
+    work = make_queue()
+    worker = PortionWorker(work)
     portions = Portions(range(24), worker, batch_size=4, portion_batches=3, shuffle=False)
     early: list[int] = []
     for number, _ in enumerate(portions.epoch(), start=1):
@@ -177,8 +177,8 @@ def test_several_batches_before_one_step_count_together() -> None:
 
 
 def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
-    work = queue()
-    worker = Worker(work)
+    work = make_queue()
+    worker = PortionWorker(work)
     portions = Portions(range(40), worker, batch_size=4, portion_batches=2)
     seen = 0
     for _ in portions.epoch():
@@ -192,8 +192,8 @@ def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
 
 def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) -> None:
     monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
-    work = queue()
-    holder, worker = Worker(work, "a"), Worker(work, "b")
+    work = make_queue()
+    holder, worker = PortionWorker(work, "a"), PortionWorker(work, "b")
     batches = iter(Portions(range(16), holder, batch_size=4, portion_batches=2))
     next(batches)
     seen: list[int] = []
@@ -214,8 +214,8 @@ def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) ->
 @pytest.mark.parametrize("name", ["current_version_only", "ask_to_proceed"])
 def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(name) -> None:
     """Else a round would wait for the worker, and the worker for the round."""
-    work = queue()
-    holder, idle = Worker(work, "a", has={name: True}), Worker(work, "b", has={name: True})
+    work = make_queue()
+    holder, idle = PortionWorker(work, "a", has={name: True}), PortionWorker(work, "b", has={name: True})
     batches = iter(Portions(range(16), holder, batch_size=4, portion_batches=2))
     next(batches)
     theirs = Portions(range(16), idle, batch_size=4, portion_batches=2)
@@ -234,12 +234,12 @@ def test_a_worker_without_a_portion_takes_part_where_others_wait_for_its_steps(n
 
 
 def test_a_queue_that_came_back_empty_hears_of_the_data_set_again() -> None:
-    worker = Worker(queue())
+    worker = PortionWorker(make_queue())
     portions = Portions(range(16), worker, batch_size=4, portion_batches=2)
     batches = iter(portions)
     next(batches)
     worker.step()
-    restarted = queue(first_lease=1000)
+    restarted = make_queue(first_lease=1000)
     worker.session.channel._queue = restarted
     seen = [example for batch in batches if not worker.step() for example in batch]
     assert len(seen) >= 16
@@ -273,18 +273,18 @@ DIFFERENT = [
 
 def test_wrong_uses_and_workers_that_differ_are_refused_in_one_sentence() -> None:
     for arguments, message in WRONG:
-        given = {"dataset": range(10), "optimizer": Worker(queue())} | arguments
+        given = {"dataset": range(10), "optimizer": PortionWorker(make_queue())} | arguments
         with pytest.raises(BadRequest, match=message):
             Portions(given.pop("dataset"), given.pop("optimizer"), **given)
     for other, message in DIFFERENT:
-        work = queue()
-        Portions(range(10), Worker(work, "a"), batch_size=4)
+        work = make_queue()
+        Portions(range(10), PortionWorker(work, "a"), batch_size=4)
         with pytest.raises(BadRequest, match=message):
-            Portions(range(10), Worker(work, "b"), **other)
+            Portions(range(10), PortionWorker(work, "b"), **other)
 
 
 def test_a_loader_of_something_else_is_refused() -> None:
-    worker = Worker(queue())
+    worker = PortionWorker(make_queue())
     portions = Portions(range(8), worker, batch_size=4)
     with pytest.raises(BadRequest, match=r"given to epoch\(\) draws no batches from these portions"):
         train(worker, portions.epoch(torch.utils.data.DataLoader(torch.arange(8), batch_size=4)))
@@ -293,7 +293,7 @@ def test_a_loader_of_something_else_is_refused() -> None:
 def test_all_workers_draw_the_same_permutation() -> None:
     orders = []
     for name in "ab":
-        worker = Worker(queue(), name)
+        worker = PortionWorker(make_queue(), name)
         portions = Portions(range(30), worker, batch_size=4, seed=5)
         orders.append([train(worker, portions) for _ in range(2)])
     assert orders[0] == orders[1]

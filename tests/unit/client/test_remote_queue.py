@@ -6,18 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from portion_world import QueueSession, queue
 from pyps_client.channel import Channel
 from pyps_client.work import RemoteQueue
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
+from training import QueueSession, make_queue
 
 DATA = DataSpec(name="train", num_examples=10, portion_examples=5, batch_size=1)
 
 
 def opened(wait_seconds: float = 60.0, *, taken: bool = False):
     """A queue with two portions, taken by "b" or not, a session of its worker "a", and that one's view of it."""
-    work = queue()
+    work = make_queue()
     session = QueueSession(work, "a", wait_seconds=wait_seconds)
     remote = RemoteQueue(session)
     remote.open(DATA)
@@ -69,7 +69,7 @@ def test_a_server_without_portions_is_named_with_what_to_do() -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    session = QueueSession(queue(), "a", server=f"127.0.0.1:{port}")
+    session = QueueSession(make_queue(), "a", server=f"127.0.0.1:{port}")
     session.channel = Channel(session.launch.servers[0], token="", use_proxy=False)
     try:
         with pytest.raises(ProtocolMismatch, match=rf"Server 0 \(127.0.0.1:{port}\) hands out no portions .* earlier"):

@@ -13,8 +13,8 @@ import pytest
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished
+from sandblaster import LENGTHS, Driver, make_machine
 from shards import pull, refusal
-from vector_world import LENGTHS, Driver, make_machine
 
 F32, F64 = Precision.FLOAT32, Precision.FLOAT64
 SIZE = sum(LENGTHS)

@@ -11,8 +11,8 @@ import pytest
 from pyps.core.instructions import Instruction, Operation, Precision
 from pyps.core.vector_machine import MachineState, Program, VectorMachine
 from pyps_wire.errors import BadRequest, LimitExceeded, Superseded
+from sandblaster import BYTES_MAX, LENGTHS, PLAN, Driver, make_machine, make_shards
 from shards import refusal, run_together
-from vector_world import BYTES_MAX, LENGTHS, PLAN, Driver, make_machine, make_shards
 
 SIZE = sum(LENGTHS)
 FILL, ALLOC, MOVE, NORM1 = Operation.FILL, Operation.ALLOC, Operation.MOVE, Operation.NORM1

@@ -13,8 +13,8 @@ from pyps.core.gradient import Codec
 from pyps.core.instructions import Instruction, Operation
 from pyps_wire.codecs import encode
 from pyps_wire.errors import BadRequest, NoRoom, NotFinite, PypsError
+from sandblaster import LENGTHS, PLAN, Driver, make_machine
 from shards import refusal, run_together
-from vector_world import LENGTHS, PLAN, Driver, make_machine
 
 SIZE = sum(LENGTHS)
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cut_model import CUT
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Outcome
 from pyps.run import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition
+from replicas import CUT
 from shards import Clock, RunDriver, make_run
 
 PLAN = partition(CUT, num_servers=1)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from client_support import RecordingSession
 from pyps_client.torch.downpour import BEHIND_MAX, Downpour
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
 from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
-from recording_session import RecordingSession
 from support import wait_until
 
 SIZE = 4

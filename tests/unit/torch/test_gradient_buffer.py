@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from client_support import lent_for
 from pyps_client.torch.gradient_buffer import LARGE_BYTES, GradientBuffer
 from pyps_client.torch.layout import Layout, plan
 from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16
-from recording_session import lent_for
 
 VERSIONS = {0: 7}
 

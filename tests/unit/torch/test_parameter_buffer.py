@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from client_support import lent_for
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.parameter_buffer import ParameterBuffer, initial_values, values_of
 from pyps_wire.partition import partition
-from recording_session import lent_for
 
 
 def layout_of(model: torch.nn.Module) -> Layout:

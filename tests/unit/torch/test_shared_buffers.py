@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from client_support import RecordingSession
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
@@ -11,7 +12,6 @@ from pyps_client.torch.parameter_buffer import values_of
 from pyps_client.torch.shared_buffers import shared_buffers
 from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
-from recording_session import RecordingSession
 
 SIZE = 3
 

@@ -1,14 +1,18 @@
-"""Vector machines in this process: one with a coordinator alone, and several over which passes are made."""
+"""Sandblaster: vector machines in this process, a coordinator on the generated stubs, a job of real processes."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Codec
 from pyps.core.instructions import Instruction, Operation, Precision
@@ -25,9 +29,16 @@ from pyps.work.formulas import (
     push_history,
 )
 from pyps.work.machine import Evaluation, ServerStanding
+from pyps_wire import common_pb2 as common
+from pyps_wire import vector_machine_pb2 as wire
+from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
+from pyps_wire.work_pb2 import GetWorkRequest
 from shards import make_shard, pull
+from support import DEADLINE_SECONDS, ROOT, AnyServer, PythonProcess, ServerProcess, inspect, wait_until
+from wire_worker import WireWorker
 
 Doubles = npt.NDArray[np.float64]
+NUM_PORTIONS = 3
 # The sum of the losses of a portion's examples at these parameters, its gradient, and the examples.
 PortionLoss = Callable[[Doubles, int], tuple[float, Doubles, int]]
 
@@ -157,7 +168,7 @@ def largest(parts: Sequence[float]) -> float:
 class Passes:
     """An objective whose workers are a function: one stage a portion, in any order that the workers like."""
 
-    def __init__(self, world: VectorWorld, portion_loss: PortionLoss, *, num_portions: int = 3) -> None:
+    def __init__(self, world: VectorWorld, portion_loss: PortionLoss, *, num_portions: int = NUM_PORTIONS) -> None:
         self.world = world
         self.notes: list[dict[str, float]] = []
         self._portion_loss = portion_loss
@@ -179,6 +190,22 @@ class Passes:
         world.happen()
         stage_ids = tuple(range(1, self._num_portions + 1)) if finite else ()
         return Evaluation(loss_sum if finite else float("nan"), example_count, stage_ids)
+
+
+def rosenbrock(parameters: Doubles, portion: int) -> tuple[float, Doubles, int]:
+    """Rosenbrock's valleys, one for each two parameters; a portion has every third of them."""
+    mine = slice(portion, None, NUM_PORTIONS)
+    a, b = parameters[0::2], parameters[1::2]
+    loss = 100.0 * (b - a**2) ** 2 + (1.0 - a) ** 2
+    gradient = np.zeros_like(parameters)
+    gradient[0::2][mine] = (-400.0 * a * (b - a**2) - 2.0 * (1.0 - a))[mine]
+    gradient[1::2][mine] = (200.0 * (b - a**2))[mine]
+    return float(loss[mine].sum()), gradient, 1
+
+
+def rosenbrock_start(num_valleys: int) -> Doubles:
+    """Where the valleys are usually entered."""
+    return np.tile([-1.2, 1.0], num_valleys)
 
 
 # One machine alone.
@@ -258,3 +285,154 @@ def make_machine(
     values = np.zeros(sum(lengths)) if parameters is None else parameters
     shards = make_shards(values, lengths)
     return Driver(VectorMachine(shards, bytes_max=bytes_max), shards, attach=attach)
+
+
+# On the wire.
+
+# Room for a few vectors, a pair of history and two stages.
+WIRE_PLAN = {"history_pairs": 1, "vectors_float32": 4, "vectors_float64": 1, "stages": 2, "num_portions": 8}
+
+
+def instruction(operation: str, **fields: object) -> wire.Instruction:
+    """One instruction: instruction("DOT", left="x", right="y")."""
+    names = {"precision": "PRECISION_FLOAT32"} if operation == "ALLOC" else {}
+    return wire.Instruction(operation=f"OPERATION_{operation}", **{**names, **fields})
+
+
+class WireCoordinator:
+    """A coordinator of one server, over a worker's connection."""
+
+    def __init__(self, worker: WireWorker, *, run_id: str = "run-1") -> None:
+        self.stub = VectorMachineStub(worker.channel)
+        self.sender = common.Sender(run_id=run_id)
+        self.epoch = 0
+        self.op_seq = 0
+
+    def attach(self, coordinator_epoch: int = 0, **plan: int) -> wire.AttachReply:
+        """Becomes the coordinator."""
+        request = wire.AttachRequest(sender=self.sender, coordinator_epoch=coordinator_epoch, **{**WIRE_PLAN, **plan})
+        reply = self.stub.Attach(request, timeout=DEADLINE_SECONDS)
+        self.epoch, self.op_seq = reply.coordinator_epoch, 0
+        return reply
+
+    def request(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteRequest:
+        """The next program."""
+        return wire.ExecuteRequest(
+            sender=self.sender,
+            coordinator_epoch=self.epoch,
+            op_seq=self.op_seq + 1,
+            instructions=instructions,
+            commits_iteration=commits,
+            state=state,
+        )
+
+    def execute(self, *instructions: wire.Instruction, commits: int = 0, state: str = "") -> wire.ExecuteReply:
+        """Executes the next program."""
+        reply = self.stub.Execute(self.request(*instructions, commits=commits, state=state), timeout=DEADLINE_SECONDS)
+        self.op_seq += 1
+        return reply
+
+
+# A job of processes.
+
+SCRIPT = ROOT / "tests" / "sandblaster_script.py"
+FLAGS = ("--protocol", "sandblaster", "--run-id", "blast")
+# Enough for many iterations of a small model on a machine that is busy with others.
+END_SECONDS = 120.0
+
+
+class SandblasterJob:
+    """The processes of one job; those that start them end them too."""
+
+    def __init__(
+        self,
+        start_server: Callable[..., AnyServer],
+        start_python: Callable[..., PythonProcess],
+        *,
+        servers: int = 2,
+        server_flags: Sequence[str] = (),
+        checkpoints: Path | None = None,
+    ) -> None:
+        """`checkpoints`: a folder for those of all servers, which `revive` needs, as it needs servers that can die."""
+        self._start_server = start_server
+        self._start_python = start_python
+        self._checkpoints = checkpoints
+        if checkpoints is None:
+            self.servers = start_servers(start_server, servers, *FLAGS, *server_flags)
+        else:
+            self.servers = [
+                start_server(*FLAGS, *server_flags, "--checkpoint-dir", self._folder(server))
+                for server in range(servers)
+            ]
+        self.addresses = addresses(self.servers)
+        self.workers: list[PythonProcess] = []
+
+    def hire(self, count: int = 1, *arguments: str) -> PythonProcess:
+        """Starts workers and returns the last of them."""
+        for _ in range(count):
+            worker_id = f"worker-{len(self.workers)}"
+            own = {"PYPS_SERVERS": self.addresses, "PYPS_RUN_ID": "blast", "PYPS_WORKER_ID": worker_id}
+            self.workers.append(self._start_python(str(SCRIPT), *arguments, env=own))
+        return self.workers[-1]
+
+    def coordinate(self, *flags: str, env: Mapping[str, str | None] | None = None) -> PythonProcess:
+        """Starts a coordinator that tells what it does as JSON."""
+        command = ("-m", "pyps", "coordinate", "--servers", self.addresses, "--run-id", "blast", "--json")
+        return self._start_python(*command, *flags, env={"PYPS_START_WAIT_SECONDS": "60", **(env or {})})
+
+    def revive(self, server: int) -> None:
+        """Kills a server and starts it again, from its newest checkpoint and at its old address."""
+        killed = self.servers[server]
+        assert isinstance(killed, ServerProcess)
+        killed.kill()
+        port = killed.data.rpartition(":")[2]
+        self.servers[server] = self._start_server(
+            *("--protocol", "sandblaster", "--port", port, "--checkpoint-dir", self._folder(server), "--resume")
+        )
+
+    def work(self) -> Any:
+        """Where the work stands, as server 0 says."""
+        return inspect(self.servers[0].control, "GetWork", GetWorkRequest())
+
+    def wait_for_data(self) -> None:
+        """Waits until a worker has opened the data set."""
+        wait_until(lambda: self.work().HasField("data"), END_SECONDS, "a data set's opening")
+
+    def bits(self) -> str:
+        """The bits of the parameters with which all workers ended that are still there, the same for all."""
+        found = set()
+        for worker in self.workers:
+            if worker.returncode == -9:
+                continue
+            assert worker.wait(END_SECONDS) == 0, worker.output()
+            match = re.search(r"^bits (\w+)$", worker.output(), re.M)
+            assert match is not None, worker.output()
+            found.add(match[1])
+        assert len(found) == 1
+        return found.pop()
+
+    def _folder(self, server: int) -> str:
+        assert self._checkpoints is not None, "a job whose servers come back keeps checkpoints"
+        return str(self._checkpoints / f"server-{server}")
+
+
+def figures(coordinator: PythonProcess) -> list[dict[str, Any]]:
+    """What a coordinator told of its iterations so far."""
+    return [line for line in _lines(coordinator) if "iteration" in line]
+
+
+def summary(coordinator: PythonProcess) -> dict[str, Any]:
+    """How a coordinator ended, which must have gone well."""
+    assert coordinator.wait(END_SECONDS) == 0, coordinator.output()
+    return next(line["summary"] for line in _lines(coordinator) if "summary" in line)
+
+
+def planned_bytes(coordinator: PythonProcess) -> int:
+    """What vectors and staged gradients take on all servers at most, as a coordinator told when it attached."""
+    planned: int = next(line["attached"]["planned_bytes"] for line in _lines(coordinator) if "attached" in line)
+    return planned
+
+
+def _lines(coordinator: PythonProcess) -> list[dict[str, Any]]:
+    complete = coordinator.output().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines() if line.startswith("{")]
