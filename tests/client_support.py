@@ -26,7 +26,7 @@ from pyps_wire.common_pb2 import (
     REASON_NOT_FINITE,
     Receipt,
 )
-from support import AnyServer, inspect, wait_until
+from support import DEADLINE_SECONDS, AnyServer, ServerThread, wait_until, workers_of
 
 if TYPE_CHECKING:
     from pyps_client.torch.layout import Layout
@@ -95,7 +95,6 @@ class Clock:
 
     # What is more at once is taken for a standstill of the server, which is held against nobody.
     STRIDE_SECONDS = 0.9
-    LOOK_SECONDS = 0.3
 
     def __init__(self) -> None:
         self._ahead_seconds = 0.0
@@ -103,20 +102,22 @@ class Clock:
     def __call__(self) -> float:
         return time.monotonic() + self._ahead_seconds
 
-    def pass_until(self, condition: Callable[[], object], *servers: AnyServer, living: Sequence[str] = ()) -> None:
+    def pass_until(self, condition: Callable[[], object], *servers: ServerThread, living: Sequence[str] = ()) -> None:
         """Lets the servers' time pass until the condition is true; after each stride they hear the living."""
         began = time.monotonic()
 
         def heard() -> bool:
-            workers = [worker for server in servers for worker in inspect(server.control, "ListWorkers").workers]
-            return all(worker.silent_seconds < self.STRIDE_SECONDS for worker in workers if worker.worker_id in living)
+            told = [workers_of(server.control) for server in servers]
+            known = [workers[worker_id] for workers in told for worker_id in living if worker_id in workers]
+            return all(worker.silent_seconds < self.STRIDE_SECONDS for worker in known)
 
         while not condition():
             assert time.monotonic() < began + 100, "the condition did not come true"
             self._ahead_seconds += self.STRIDE_SECONDS
             # Two between the same looks would be one to the server.
-            time.sleep(self.LOOK_SECONDS)
-            wait_until(heard, 60, f"signs of life of {living}")
+            for server in servers:
+                server.wait_for_look()
+            wait_until(heard, what=f"signs of life of {living}")
 
 
 class CuttingProxy:
@@ -289,7 +290,7 @@ class RecordingSession:
         learning_rates: Mapping[int, float] | None = None,
         kinds: Sequence[int] | None = None,
     ) -> list[Receipt]:
-        assert self.gate.wait(20), "the test never opened the gate"
+        assert self.gate.wait(DEADLINE_SECONDS), "the test never opened the gate"
         if self.failure is not None:
             raise self.failure
         decoded = [np.array(decode(v.view(np.uint8), _CODECS[v.dtype.name])) for v in vectors]

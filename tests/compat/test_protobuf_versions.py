@@ -87,11 +87,14 @@ for cygrpc in (open_stream.cygrpc, None):
 print(*names)
 """
 
+# The commands of one test end, or say that they do not, before pytest ends it.
+COMMAND_SECONDS = 240.0
+
 
 def run(*command):
     # A developer's constraints pin the newest versions, which are not what is tested here.
     environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=COMMAND_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pyps_wire.partition import Model, Tensor
-from support import wait_for_event, wait_until
+from support import DEADLINE_SECONDS, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, beating, descriptors_of, local_worker, maps_of, segments_of
 
 MODELS = {
@@ -53,18 +53,18 @@ def test_a_worker_killed_in_its_round_leaves_nothing_and_the_other_goes_on(start
                 doomed.wait_for_output("going")
                 assert len(maps_of(server.pid)) == 2
                 doomed.kill()
-                wait_until(lambda: len(maps_of(server.pid)) == 1, 20, "the killed worker's memory unmapped")
+                wait_until(lambda: len(maps_of(server.pid)) == 1, what="the killed worker's memory unmapped")
                 seen = rounds[0]
-                wait_until(lambda seen=seen: rounds[0] > seen + 3, 20, "rounds of the other")
+                wait_until(lambda seen=seen: rounds[0] > seen + 3, what="rounds of the other")
         finally:
             ends.set()
-            trainer.join(30)
+            trainer.join(DEADLINE_SECONDS)
         wait_for_event(server, "expired", "doomed")
-        wait_until(lambda: len(descriptors_of(server.pid)) <= before, 20, "no descriptor left")
+        wait_until(lambda: len(descriptors_of(server.pid)) <= before, what="no descriptor left")
         # Every number of a shard has had the same updates: none was applied in part.
         for shard in steady.pull():
             values = np.frombuffer(shard.payload, np.float32)
             assert values.min() == values.max() == -float(shard.version)
         assert "bug" not in server.output()
         assert "still in use" not in server.output()
-    wait_until(lambda: not segments_of(server.pid), 20, "no worker's memory left with the server")
+    wait_until(lambda: not segments_of(server.pid), what="no worker's memory left with the server")

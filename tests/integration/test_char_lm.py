@@ -15,6 +15,7 @@ SCRIPT = ROOT / "examples" / "char_lm.py"
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_workers_share_an_epoch_and_the_first_scores_it(
     start_python: Callable[..., PythonProcess], tmp_path: Path
 ) -> None:
@@ -22,7 +23,7 @@ def test_workers_share_an_epoch_and_the_first_scores_it(
     script = (sys.executable, str(SCRIPT), "--epochs", "2", "--training-bytes", "120000", "--picture", str(picture))
     job = start_python("-m", "pyps", "run", "--servers", "2", "--workers", "2", "--", *script)
 
-    assert job.wait(250) == 0, job.output()
+    assert job.wait(450) == 0, job.output()
     output = job.output()
     # 1,874 stretches of text in batches of 32, by whomever: 59 an epoch.
     done = [int(batches) for batches in re.findall(r"(\d+) batches here", output)]

@@ -22,7 +22,7 @@ from pyps.cli.rounds import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
 from support import AnyServer, PythonProcess, child_environment, inspect, wait_until
-from wire_worker import WireWorker
+from wire_worker import QUICK_LEASES, WireWorker
 
 Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
@@ -102,7 +102,7 @@ def test_bench_refuses_servers_that_are_somebodys_and_leaves_them_alone(
 
 @pytest.mark.extended
 def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_python: StartPython) -> None:
-    server = start_server("--lease-seconds", "1", "--heartbeat-seconds", "0.3")
+    server = start_server(*QUICK_LEASES)
     endless = start_python(*BENCH, "600", "--servers", server.data)
     wait_for_updates(server)
     endless.kill()

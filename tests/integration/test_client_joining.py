@@ -113,14 +113,15 @@ def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
     start_server: Start, start_python: Callable[..., PythonProcess]
 ) -> None:
     clock = Clock()
-    servers = addresses([start_server("--lease-seconds", "10", clock=clock) for _ in range(2)])
+    started = [start_server("--lease-seconds", "10", clock=clock) for _ in range(2)]
+    servers = addresses(started)
     first = start_python("-c", HALF_AN_INITIALISER, servers)
     first.wait_for_output("halfway")
     first.kill()
 
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(make_client, servers, tensors=small_model(seed=2), worker_id="second")
-        clock.pass_until(joining.done)
+        clock.pass_until(joining.done, *started)
         with joining.result() as client:
             Reference(small_model(seed=2)).check(client.pull())
 

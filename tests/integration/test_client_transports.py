@@ -18,7 +18,7 @@ from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import decode, encode
 from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, OUTCOME_APPLIED, REASON_NOT_FINITE
-from support import AnyServer, inspect, wait_until
+from support import DEADLINE_SECONDS, AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
 
@@ -116,11 +116,13 @@ def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
         exchanging = pool.submit(client.exchange, gradients)
         reference.step(gradients)
         # What did not answer in time is given up, and then nobody is there.
-        wait_until(lambda: (connection.link or connection._channel) is not lost_from, 20, "the loss")
-        wait_until(lambda: "no answer within the call's deadline" in caplog.text, 20, "the line that tells of the wait")
+        wait_until(lambda: (connection.link or connection._channel) is not lost_from, what="the loss")
+        wait_until(
+            lambda: "no answer within the call's deadline" in caplog.text, what="the line that tells of the wait"
+        )
         server.signal(signal.SIGCONT)
-        reference.check(exchanging.result(30))
-        wait_until(lambda: client.session.transport == transport, 20, "the way as before")
+        reference.check(exchanging.result(DEADLINE_SECONDS))
+        wait_until(lambda: client.session.transport == transport, what="the way as before")
 
 
 def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server: Start) -> None:
@@ -166,12 +168,12 @@ def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_w
     session, gradient, parameters = exchanged(client)
     with ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(session.pull, [parameters], min_versions={0: 99}, wait_seconds=600)
-        wait_until(lambda: inspect(server.control, "GetStatus").waiting_for, 20, "the pull to be held")
+        wait_until(lambda: inspect(server.control, "GetStatus").waiting_for, what="the pull to be held")
         receipts = session.push([gradient])
         assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
         client.close()
         with pytest.raises(RunFinished, match="closed"):
-            pulling.result(20)
+            pulling.result(DEADLINE_SECONDS)
 
 
 def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from client_support import addresses, start_servers
+from client_support import Clock, addresses, start_servers
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
 from pyps_client.connection import Connection
@@ -64,13 +64,13 @@ def left_with(server: AnyServer, worker_id: str) -> str:
     return worker.message if worker is not None and worker.state == "failed" else ""
 
 
-def outlast_a_lease(server: AnyServer, name: str, *, servers: str, run_id: str) -> None:
-    """Returns once a worker that greets now, and then is silent, has been forgotten for it."""
+def greet(server: AnyServer, name: str, *, servers: str, run_id: str) -> Callable[[], bool]:
+    """Greets as a worker that is silent then; returns what says whether it has been forgotten for it."""
     launch = Launch(servers=tuple(servers.split(",")), worker_id=name, run_id=run_id)
     handshake = Handshake(launch, partition=partition(CUT, num_servers=2), optimizer=SGD)
     with contextlib.closing(Connection(0, launch=launch)) as connection:
         handshake.hello(connection, connection.channel, 10.0)
-    wait_until(lambda: workers_of(server.control)[name].state == "expired", what="the end of a silent worker's lease")
+    return lambda: workers_of(server.control)[name].state == "expired"
 
 
 @pytest.fixture
@@ -131,7 +131,8 @@ def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
 @pytest.mark.usefixtures("nobody_hangs")
 def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_server: Start) -> None:
     port = free_port()
-    first = start_server(*SHORT)
+    clock = Clock()
+    first = start_server(*SHORT, clock=clock)
     told = f"{first.data},127.0.0.1:{port}"
 
     def work(peers: ThreadPeers) -> str:
@@ -141,7 +142,8 @@ def test_replicas_join_though_a_server_comes_later_than_their_lease_lasts(start_
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(on_all, Meeting("r", 2), work)
         wait_until(lambda: workers_of(first.control).keys() >= {"r/0", "r/1"}, what="both at server 0")
-        outlast_a_lease(first, "silent", servers=told, run_id="late")
+        forgotten = greet(first, "silent", servers=told, run_id="late")
+        clock.pass_until(forgotten, first, living=["r/0", "r/1"])
         assert {workers_of(first.control)[name].state for name in ("r/0", "r/1")} == {"alive"}
         start_server("--port", str(port), *SHORT)
         assert joining.result() == ["late", "late"]
@@ -155,7 +157,8 @@ def test_one_server_that_stands_still_costs_no_lease_on_another(start_server_pro
         push(session)
         servers[1].signal(signal.SIGSTOP)
         try:
-            outlast_a_lease(servers[0], "silent", servers=told, run_id=session.run_id)
+            forgotten = greet(servers[0], "silent", servers=told, run_id=session.run_id)
+            wait_until(forgotten, what="the end of a silent worker's lease")
             assert workers_of(servers[0].control)["plain"].state == "alive"
             assert "worker=plain silent_seconds" not in servers[0].output()
         finally:

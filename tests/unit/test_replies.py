@@ -119,21 +119,23 @@ async def test_a_job_on_all_shards_goes_before_a_later_one_on_any(scene: Scene) 
     caller, done = Caller(), list[str]()
 
     def slow() -> list[bytes]:
-        running.set()
-        # Another thread is free for the second job.
-        assert not overtaken.wait(0.1)
+        assert added.wait(WAIT_SECONDS)
         done.append("all")
         return [b"all"]
 
     def second() -> list[bytes]:
-        overtaken.set()
         done.append("one")
         return [b"one"]
 
-    running, overtaken = threading.Event(), threading.Event()
+    added = threading.Event()
     async with scene.replies(caller) as replies:
         await add(replies, module.ALL_SHARDS, slow)
-        await add(replies, 3, second)
+        adding = asyncio.create_task(add(replies, 3, second))
+        for _ in range(3):
+            # The other thread is free: it would do the second job before this.
+            await scene.work.off_loop(lambda: None)
+        added.set()
+        await adding
     assert (done, caller.taken) == (["all", "one"], [b"all", b"one"])
 
 
