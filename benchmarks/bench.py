@@ -48,9 +48,9 @@ def main() -> int:
         if not run(name, options):
             failed.append(name)
         print(f"=== {name}: {time.monotonic() - began:.0f} s", flush=True)
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(options.into.glob("*.json"))}
+    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.into.glob("*.json"))}
     results.pop("results", None)
-    (options.into / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.into / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     document.write(results, options.into)
     print(f"\nThe document is {options.into / 'performance.md'}.")
     if failed:

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="the JSON that bench.py wrote")
     parser.add_argument("--into", type=Path, default=Path("docs"), help="folder of the document")
     options = parser.parse_args()
-    write(json.loads(options.results.read_text()), options.into)
+    write(json.loads(options.results.read_text(encoding="utf-8")), options.into)
     kept = options.into / "performance.json"
     if options.results.resolve() != kept.resolve():
         shutil.copyfile(options.results, kept)
@@ -56,8 +56,8 @@ def write(results: Results, folder: Path) -> None:
             return f"![{name.removeprefix('picture_').replace('_', ' ')}](images/{file})" if file else ""
         return PIECES[name](results)
 
-    text = _PLACE.sub(put, TEMPLATE.read_text())
-    (folder / "performance.md").write_text(re.sub(r"\n{3,}", "\n\n", text))
+    text = _PLACE.sub(put, TEMPLATE.read_text(encoding="utf-8"))
+    (folder / "performance.md").write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
 
 
 def machine(results: Results) -> str:

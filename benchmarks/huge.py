@@ -51,7 +51,7 @@ def main() -> int:
     exit_on_sigterm()
     print(machine(), flush=True)
     # Should memory end in spite of all, then these processes do, and nothing else of the machine's.
-    Path("/proc/self/oom_score_adj").write_text("1000")
+    Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     needed = MEMORY_GIB * 2**30 * options.params / PARAMS
     if (memory := machine_memory_bytes()) < needed:
         return skip(options, f"{memory / 2**30:.1f} GiB of memory, needs {needed / 2**30:.0f}")

@@ -20,13 +20,13 @@ PACKAGES = ("pyps", "torch", "grpcio", "protobuf", "numpy")
 
 def cpu_seconds(pid: int) -> float:
     """User and system time that a process has used, its threads included."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_bytes(pid: int, field: str) -> int:
     """A field of /proc/PID/status: VmHWM for the most that was resident, RssShmem for what is shared of it now."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"process {pid} has no {field}")
@@ -39,7 +39,7 @@ def machine_memory_bytes() -> int:
 
 def available_memory_bytes() -> int:
     """What new processes can take without pushing others out."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ValueError("/proc/meminfo has no MemAvailable")
@@ -86,7 +86,7 @@ def machine(*packages: str) -> str:
     model = next(
         (
             line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             if line.startswith("model name")
         ),
         platform.machine(),
@@ -121,4 +121,4 @@ def write_results(path: Path | None, rows: Sequence[dict[str, Any]], **facts: An
         **facts,
         "rows": list(rows),
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -139,12 +139,12 @@ def run(folder: Path, peer: Peer, size: Size, num_workers: int, *, link: Link | 
 def _copy_scripts(folder: Path, copy: Path, peer: Peer, *, edits: tuple[tuple[str, str], ...]) -> None:
     shutil.copyfile(folder / "_common.py", copy / "_common_original.py")
     shutil.copyfile(HERE / "peers_common.py", copy / "_common.py")
-    text = (folder / peer.script).read_text()
+    text = (folder / peer.script).read_text(encoding="utf-8")
     for old, new in edits:
         if old not in text:
             raise Failed(f"{peer.script} has no {old!r} to replace by {new!r}: it has changed")
         text = text.replace(old, new)
-    (copy / peer.script).write_text(text)
+    (copy / peer.script).write_text(text, encoding="utf-8")
 
 
 def _output(peer: Peer, command: list[str], environment: dict[str, str]) -> str:

@@ -64,19 +64,19 @@ class Server:
         self._kept = tempfile.TemporaryDirectory(prefix="pyps-bench-")
         self.folder = Path(self._kept.name)
         ready, log = self.folder / "ready.json", self.folder / "server.log"
-        with log.open("w") as output:
+        with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
                 [*self._command, "--ready-file", str(ready)], stdout=output, stderr=subprocess.STDOUT
             )
         deadline = time.monotonic() + START_SECONDS
         while not ready.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                message = log.read_text()[-1000:]
+                message = log.read_text(encoding="utf-8")[-1000:]
                 self._stop()
                 raise Failed(f"the server did not start: {message}")
             time.sleep(0.02)
         self.pid = self._process.pid
-        port = str(json.loads(ready.read_text())["data"]).rpartition(":")[2]
+        port = str(json.loads(ready.read_text(encoding="utf-8"))["data"]).rpartition(":")[2]
         self.address = f"{self._link.server_address if self._link else '127.0.0.1'}:{port}"
         self.base_bytes = memory_bytes(self.pid, "VmRSS")
         return self
@@ -104,7 +104,7 @@ class Workers:
         environment |= {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "bench", "PYPS_WORKER_COUNT": str(count)}
         # What they say beside their answers: shown where one fails.
         self._log = server.folder / "workers.log"
-        with self._log.open("w") as log:
+        with self._log.open("w", encoding="utf-8") as log:
             self._processes = [
                 subprocess.Popen(
                     [*(link.on_worker if link else ()), *command],
@@ -156,7 +156,7 @@ class Workers:
         assert process.stdout is not None
         line = process.stdout.readline().strip()
         if not line:
-            raise Failed(f"a worker ended early: {self._log.read_text()[-1000:]}")
+            raise Failed(f"a worker ended early: {self._log.read_text(encoding='utf-8')[-1000:]}")
         return line
 
 

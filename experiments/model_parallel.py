@@ -345,7 +345,7 @@ def proof_table(proofs: Sequence[Proof]) -> str:
 
 def core() -> str:
     """The processor's name, for people."""
-    found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
     return f"one core of {found[1] if found else 'an unknown processor'}"
 
 
@@ -354,7 +354,7 @@ def write(
 ) -> None:
     """Writes every point as a line, and the verdict."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "model_parallel.csv").open("w", newline="") as file:
+    with (folder / "model_parallel.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(Point.__dataclass_fields__))
         writer.writeheader()
         writer.writerows(asdict(point) for point in points)
@@ -366,7 +366,7 @@ def write(
         "operations_per_second": speeds,
         "proofs": [asdict(proof) for proof in proofs],
     }
-    (folder / "model_parallel.json").write_text(json.dumps(verdict, indent=1) + "\n")
+    (folder / "model_parallel.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

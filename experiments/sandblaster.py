@@ -247,7 +247,7 @@ def traffic_table(workers: Sequence[WorkerTraffic], coordinator: Sequence[Coordi
 def write_rows(path: Path, rows: Sequence[Any]) -> None:
     """Writes dataclasses of one kind as lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
@@ -262,7 +262,7 @@ def write_verdict(
         "seconds_to_target": [{**asdict(time), "mean": time.mean} for time in times],
         "coordinator": [asdict(row) for row in coordinator],
     }
-    path.write_text(json.dumps(verdict, indent=1) + "\n")
+    path.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

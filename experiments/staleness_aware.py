@@ -319,7 +319,7 @@ def spread(values: list[float]) -> str:
 def write(folder: Path, results: list[Result], laws: list[Law], claims: list[Claim]) -> None:
     """Writes every trial as a line, and the verdict."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "staleness_aware.csv").open("w", newline="") as file:
+    with (folder / "staleness_aware.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(Result.__dataclass_fields__))
         writer.writeheader()
         writer.writerows(asdict(result) for result in results)
@@ -328,7 +328,7 @@ def write(folder: Path, results: list[Result], laws: list[Law], claims: list[Cla
         "claims": [asdict(claim) for claim in claims],
         "law": [asdict(law) for law in laws],
     }
-    (folder / "staleness_aware.json").write_text(json.dumps(verdict, indent=1) + "\n")
+    (folder / "staleness_aware.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
 
 
 def draw(path: Path, results: list[Result], laws: list[Law]) -> None:

@@ -80,7 +80,7 @@ def marked_loops(source: Path) -> dict[str, tuple[str, int]]:
     """Maps the name of the function around each marked loop to the loop's file and line."""
     loops = {}
     function = ""
-    for number, line in enumerate(source.read_text().splitlines(), start=1):
+    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
         if match := re.match(r"\w.*?(\w+)\(", line):
             function = match[1]
         if line.endswith(MARK):
@@ -96,7 +96,7 @@ def compile_commands() -> dict[str, list[str]]:
         stdout=subprocess.DEVNULL,
     )
     commands = {}
-    for entry in json.loads((BUILD / "compile_commands.json").read_text()):
+    for entry in json.loads((BUILD / "compile_commands.json").read_text(encoding="utf-8")):
         if Path(entry["file"]) == SOURCE:
             command = shlex.split(entry["command"])
             isa = re.search(r"PYPS_ISA_NAME=\W*(\w+)", entry["command"])

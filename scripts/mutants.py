@@ -62,7 +62,7 @@ class Mutant:
 
     def wrong(self) -> str:
         """Why it cannot be seeded, in words; empty where it can."""
-        count = self.path.read_text().count(self.old) if self.path.exists() else 0
+        count = self.path.read_text(encoding="utf-8").count(self.old) if self.path.exists() else 0
         return "" if count == 1 else f"{self.name}: the old text stands {count} times in {self.file}; expected once"
 
     def find(self, *, whole: bool) -> str:
@@ -79,7 +79,7 @@ class Mutant:
 
 def load() -> list[Mutant]:
     """All mutants of the table."""
-    entries = tomllib.loads(TABLE.read_text())["mutant"]
+    entries = tomllib.loads(TABLE.read_text(encoding="utf-8"))["mutant"]
     return [Mutant(**{**entry, "near": tuple(entry["near"])}) for entry in entries]
 
 
@@ -132,7 +132,7 @@ def _run(mutants: Sequence[Mutant], *, whole: bool, out: Path | None) -> int:
         lines.append(f"| {mutant.name} | {mutant.file} | {found or '**survived** | none'} | {seconds:.0f} |")
         print(f"{mutant.name}: {found or 'SURVIVED'} ({seconds:.0f} s)", flush=True)
         if out is not None:
-            out.write_text("\n".join(lines) + "\n")
+            out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return survivors
 
 
@@ -141,7 +141,9 @@ def _seeded(mutant: Mutant) -> Iterator[None]:
     """Keeps the fault in its file while the block runs."""
     original = mutant.path.read_bytes()
     try:
-        mutant.path.write_text(mutant.path.read_text().replace(mutant.old, mutant.new))
+        mutant.path.write_text(
+            mutant.path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8"
+        )
         yield
     finally:
         mutant.path.write_bytes(original)

@@ -231,7 +231,7 @@ class PythonProcess:
 
     def output(self) -> str:
         """Everything written so far, stdout and stderr in order."""
-        return self._output_path.read_text(errors="replace")
+        return self._output_path.read_text(errors="replace", encoding="utf-8")
 
     def wait(self, deadline_seconds: float = 120.0) -> int:
         """Waits for the end and returns the exit status; fails after the deadline, showing the output."""
@@ -315,7 +315,7 @@ class ServerProcess(PythonProcess):
         wait_until(lambda: self._ready_path.exists() or not self.running, deadline_seconds, "the server's ready file")
         if not self._ready_path.exists():
             raise AssertionError(f"the server ended with {self.returncode}; its output:\n{self.output()}")
-        self.ready = json.loads(self._ready_path.read_text())
+        self.ready = json.loads(self._ready_path.read_text(encoding="utf-8"))
 
     @property
     def data(self) -> str:

@@ -571,7 +571,7 @@ def local_worker(address: str, worker_id: str = "a", **options: Any) -> Iterator
 
 def maps_of(pid: int) -> list[str]:
     """The memfd mappings in a process."""
-    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:" in line]
+    return [line for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines() if "memfd:" in line]
 
 
 def descriptors_of(pid: int) -> list[str]:

@@ -196,7 +196,7 @@ class CheckpointFolder:
 
     def _last_epoch(self) -> int:
         try:
-            return int((self.path / "epoch").read_text())
+            return int((self.path / "epoch").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return 0
 
@@ -243,7 +243,7 @@ def _take(path: Path) -> TextIO:
     """Makes the folder where it is missing and locks it; the lock ends with the returned file."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / ".lock").open("a+")
+        file = (path / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"the checkpoint folder {path} cannot be used: {error.strerror}") from None
     try:

@@ -224,7 +224,7 @@ def wait_for_signal(job: Job) -> None:
 
 def keeps_checkpoints(config: Path | None) -> bool:
     """True where the servers' own file names a folder for checkpoints."""
-    return config is not None and "checkpoint_dir" in tomllib.loads(config.read_text())
+    return config is not None and "checkpoint_dir" in tomllib.loads(config.read_text(encoding="utf-8"))
 
 
 def where_the_model_is(folder: Path | None, *, num_servers: int) -> str:

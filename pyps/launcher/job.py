@@ -199,7 +199,7 @@ class Job:
                 raise JobError(f"The servers do not serve after {self.settings.start_seconds:g} s.")
             self.wait(0.02)
         for file in ready_files:
-            ready = json.loads(file.read_text())
+            ready = json.loads(file.read_text(encoding="utf-8"))
             self.addresses.append(ServerAddresses(ready["data"], ready["control"], ready["metrics"]))
             # A resumed server holds the run of its checkpoint.
             self.run_id = ready["run_id"] or self.run_id

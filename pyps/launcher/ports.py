@@ -31,7 +31,7 @@ def free_port(*, but: Collection[int] = ()) -> int:
 
 def _first_ephemeral_port() -> int:
     try:
-        return int(EPHEMERAL_RANGE.read_text().split()[0])
+        return int(EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -105,13 +105,13 @@ def environment_python(name, requirements):
     python = folder / "bin" / "python"
     complete = folder / "complete"  # Written last: what is half built is built again.
     recipe = " ".join([sys.version, str(ROOT), *requirements])
-    if not complete.exists() or complete.read_text() != recipe:
+    if not complete.exists() or complete.read_text(encoding="utf-8") != recipe:
         # Our own pip installs into it: one of its own takes as long as all the rest.
         run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
         install = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
         run(*install, *requirements)
         run(*install, "--no-deps", "--editable", "client")
-        complete.write_text(recipe)
+        complete.write_text(recipe, encoding="utf-8")
     return python
 
 

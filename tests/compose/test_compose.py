@@ -65,7 +65,7 @@ class Cluster:
     def __init__(self, folder: Path, transport: str) -> None:
         self.transport = transport
         self.token_file = folder / "token.txt"
-        self.token_file.write_text(TOKEN + "\n")
+        self.token_file.write_text(TOKEN + "\n", encoding="utf-8")
         self.token_file.chmod(0o644)
         ports = free_ports(2)
         self.control = f"127.0.0.1:{ports[0]}"

@@ -93,9 +93,9 @@ def test_the_story_goes_as_it_was_written_down(story: Callable[[], Cluster], req
     path = FOLDER / f"{story.__name__}.txt"
     told = tell(story)
     if request.config.getoption("--regenerate", default=False):
-        path.write_text(told)
+        path.write_text(told, encoding="utf-8")
     # Lines, not one text: pytest then shows the lines that differ.
-    assert told.splitlines() == path.read_text().splitlines()
+    assert told.splitlines() == path.read_text(encoding="utf-8").splitlines()
 
 
 def test_no_trace_is_without_its_story() -> None:

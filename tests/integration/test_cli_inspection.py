@@ -98,7 +98,7 @@ def test_either_port_of_a_server_does_for_every_command(start_server: Start, tmp
     answer = json.loads(shell("status", "--json", "--servers", mixed))
     assert [server["address"] for server in answer["servers"]] == [server.control for server in servers]
     script = tmp_path / "score.py"
-    script.write_text("def evaluate(parameters): return len(parameters)\n")
+    script.write_text("def evaluate(parameters): return len(parameters)\n", encoding="utf-8")
     assert "5,002 parameters" in shell("export", str(tmp_path / "file"), "--servers", mixed)
     assert "update 3  score 4" in shell("eval", str(script), "--once", "--servers", controls(servers))
     assert shell("health", "--servers", mixed).count("SERVING") == 2
@@ -107,7 +107,7 @@ def test_either_port_of_a_server_does_for_every_command(start_server: Start, tmp
 
 def test_a_token_is_asked_for_and_taken(start_server: Start, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("correct horse\n")
+    token.write_text("correct horse\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
     assert "wants a token" in shell("status", "--servers", server.control, status=1)
     assert server.control in shell("status", "--servers", server.control, "--token-file", str(token))
@@ -142,7 +142,7 @@ def test_export_gives_plain_pytorch_the_tensors_under_their_names(start_server: 
 
 def test_export_eval_save_and_replay_say_what_they_need(start_server: Start, tmp_path: Path) -> None:
     script, file, server = tmp_path / "score.py", str(tmp_path / "file"), start_server()
-    script.write_text("def evaluate(parameters): return 0.0\n")
+    script.write_text("def evaluate(parameters): return 0.0\n", encoding="utf-8")
     for arguments, words in (
         (("export", file, "--servers", ""), "No servers were named"),
         (("export", file, "--checkpoint", "/nonexistent"), "there is no folder /nonexistent"),

@@ -214,7 +214,7 @@ def test_a_script_ends_with_the_sentence_and_its_own_line_and_leaves_as_failed(
 ) -> None:
     server = start_server()
     script = tmp_path / "train.py"
-    script.write_text(WRONG_SHAPE)
+    script.write_text(WRONG_SHAPE, encoding="utf-8")
     process = start_python(str(script), server.data)
 
     assert process.wait() == 1
@@ -229,7 +229,7 @@ def test_a_script_that_names_no_servers_ends_with_the_sentence(
     start_python: StartPython, tmp_path: Path, kind: str
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(UNNAMED[kind])
+    script.write_text(UNNAMED[kind], encoding="utf-8")
     process = start_python(str(script))
 
     assert process.wait() == 1

@@ -33,7 +33,9 @@ Start = Callable[..., ServerProcess]
 def stop(server: ServerProcess) -> None:
     """Stops the whole process, which then answers nothing."""
     server.signal(signal.SIGSTOP)
-    wait_until(lambda: Path(f"/proc/{server.pid}/stat").read_text().split()[2] == "T", 20, "the server's stop")
+    wait_until(
+        lambda: Path(f"/proc/{server.pid}/stat").read_text(encoding="utf-8").split()[2] == "T", 20, "the server's stop"
+    )
 
 
 def version_of(server: ServerProcess) -> int:

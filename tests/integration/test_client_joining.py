@@ -229,7 +229,7 @@ def test_another_protocol_version_is_refused_with_both_versions(
 
 def test_tokens_are_asked_for_and_compared(start_server: Start, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("correct-horse\n")
+    token.write_text("correct-horse\n", encoding="utf-8")
     server = start_server("--token-file", str(token))
 
     with pytest.raises(NotAuthenticated, match="wants a token: set PYPS_TOKEN_FILE"):

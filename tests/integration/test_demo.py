@@ -67,6 +67,6 @@ def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has() -> No
 
     assert result.exit_code != 0
     assert "one of adagrad, sgd, momentum" in str(result.exception)
-    script = command.worker_script().read_text()
+    script = command.worker_script().read_text(encoding="utf-8")
     offered = re.findall(r'^    "(\w+)": \(torch\.optim', script, re.MULTILINE)
     assert tuple(offered) == command.OPTIMIZERS

@@ -21,7 +21,7 @@ def evaluation(start_python: Start, tmp_path: Path) -> Callable[..., PythonProce
     path = tmp_path / "score.py"
 
     def start(text: str, *flags: str) -> PythonProcess:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return start_python("-m", "pyps", "eval", str(path), *flags)
 
     return start

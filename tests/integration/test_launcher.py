@@ -96,7 +96,7 @@ def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_i
     start_python: Start, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])")
+    script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])", encoding="utf-8")
 
     flags = ("--checkpoint-dir", str(tmp_path))
     # Its variable is no setting, and yet none's misspelling.

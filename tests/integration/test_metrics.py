@@ -153,7 +153,7 @@ def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
 
 
 def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server: Start, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("correct horse")
+    (tmp_path / "token").write_text("correct horse", encoding="utf-8")
     server = start_server("--token-file", str(tmp_path / "token"))
     for token in ("", "wrong horse"):
         with pytest.raises(urllib.error.HTTPError) as refused:

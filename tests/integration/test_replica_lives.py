@@ -118,7 +118,9 @@ def test_sigterm_amid_a_collective_call_that_hangs_is_told_to_the_servers(
     hangs, stopped = start_pair(addresses(servers), "joined")
     stopped.wait_for_output("joined")
     hangs.wait_for_output("joined")
-    wait_until(lambda: Path(f"/proc/{stopped.pid}/stat").read_text().split()[2] == "T", what="the other's stop")
+    wait_until(
+        lambda: Path(f"/proc/{stopped.pid}/stat").read_text(encoding="utf-8").split()[2] == "T", what="the other's stop"
+    )
 
     hangs.signal(signal.SIGTERM)
 

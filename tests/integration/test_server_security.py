@@ -17,7 +17,7 @@ TOKEN = "a-token-of-some-length"
 @pytest.fixture
 def guarded(start_server, tmp_path):
     token_file = tmp_path / "token"
-    token_file.write_text(TOKEN + "\n")
+    token_file.write_text(TOKEN + "\n", encoding="utf-8")
     return start_server("--token-file", str(token_file))
 
 
@@ -66,6 +66,6 @@ def test_a_token_file_that_cannot_serve_is_refused_at_the_start(start_server, tm
     for index, (content, words) in enumerate(contents):
         token_file = tmp_path / f"token-{index}"
         if content is not None:
-            token_file.write_text(content)
+            token_file.write_text(content, encoding="utf-8")
         with pytest.raises(ConfigError, match=words):
             start_server("--token-file", str(token_file))

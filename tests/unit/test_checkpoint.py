@@ -101,7 +101,7 @@ def test_the_files_load_without_pyps(folder: CheckpointFolder) -> None:
     assert list(parameters) == ["shard-000000", "shard-000001"]
     assert (parameters["shard-000001"] == shards[1].state().parameters).all()
     assert (slots["shard-000001.accumulator"] == shards[1].state().slots["accumulator"]).all()
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     assert (manifest["run_id"], manifest["format_version"], manifest["epoch"]) == ("run-1", 2, 3)
 
 
@@ -131,7 +131,7 @@ def test_a_second_server_is_refused_by_the_name_of_the_first(folder: CheckpointF
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be used: Not a directory"):
         CheckpointFolder(tmp_path / "file" / "inside")
 

@@ -103,10 +103,10 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
 
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
     path = write_checkpoint(folder) / "manifest.json"
-    manifest = {**json.loads(path.read_text()), "format_version": 3}
+    manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 3}
     del manifest["checksum"]
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-    path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}))
+    path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}), encoding="utf-8")
     with pytest.raises(CheckpointDamaged, match="has format version 3, this software reads 2"):
         Checkpoint(path.parent)
 

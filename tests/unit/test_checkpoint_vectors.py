@@ -152,7 +152,7 @@ def test_a_machine_to_which_nobody_came_leaves_no_trace(folder: CheckpointFolder
     path = save(folder, driver)
 
     assert not (path / "vectors.safetensors").exists()
-    assert "vector_machine" not in json.loads((path / "manifest.json").read_text())
+    assert "vector_machine" not in json.loads((path / "manifest.json").read_text(encoding="utf-8"))
     assert resumed(folder).machine is None and resumed(folder).work is None
 
 

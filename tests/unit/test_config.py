@@ -24,7 +24,7 @@ def made(flags=None, environment=None, toml_path=None, warnings=None):
 def toml(tmp_path):
     def write(text: str) -> Path:
         path = tmp_path / "pyps.toml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return path
 
     return write

@@ -21,7 +21,7 @@ def unexplained(proto):
     found = []
     explained = False  # Whether a comment stands directly above, or above the fields directly above.
     fields_may_be_bare = False
-    for number, line in enumerate(proto.read_text().splitlines(), start=1):
+    for number, line in enumerate(proto.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.strip()
         if not text or text == "}":
             explained = False
@@ -48,7 +48,7 @@ def test_every_service_call_message_field_and_value_has_a_comment():
 
 
 def test_the_paths_of_the_methods_are_those_of_the_generated_stubs():
-    stubs = "".join(path.read_text() for path in (ROOT / "client" / "pyps_wire").glob("*_pb2_grpc.py"))
+    stubs = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "client" / "pyps_wire").glob("*_pb2_grpc.py"))
     assert set(re.findall(r"'(/pyps\.v1\.\w+/\w+)'", stubs)) == set(contract.METHODS.values())
     assert contract.METHODS["Push"] == "/pyps.v1.ParameterServer/Push"
     assert all(path.endswith(f"/{name}") for name, path in contract.METHODS.items())

@@ -55,7 +55,7 @@ def modules() -> dict[str, ast.Module]:
                 continue
             parts = path.relative_to(root).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = ast.parse(path.read_text(), filename=str(path))
+            found[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     return found
 
 

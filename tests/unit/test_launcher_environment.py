@@ -105,7 +105,7 @@ def test_gpus_are_those_inherited_or_those_that_nvidia_smi_lists(tmp_path: Path)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert visible_gpus({"PATH": str(tmp_path)}) == ()
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n", encoding="utf-8")
     program.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     assert visible_gpus({"PATH": path}) == ("0", "1")
@@ -123,13 +123,13 @@ def test_python_means_the_launcher_s_own_unless_an_environment_is_active() -> No
 
 
 def first_ephemeral() -> int:
-    return int(ports.EPHEMERAL_RANGE.read_text().split()[0])
+    return int(ports.EPHEMERAL_RANGE.read_text(encoding="utf-8").split()[0])
 
 
 def use_range(text: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "ip_local_port_range"
     if text is not None:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
 
 

@@ -15,10 +15,10 @@ from pyps.cli.main import COMMANDS, app
 from pyps_wire import inspector_pb2
 from support import ROOT, PythonProcess, ServerThread, inspect
 
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHOWN = "".join(README.split("```")[1::2])
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-PAGE = (ROOT / "docs" / "model-parallel.md").read_text()
+PAGE = (ROOT / "docs" / "model-parallel.md").read_text(encoding="utf-8")
 # Jobs of the README that end by themselves, by their scripts.
 JOBS = {name: job for job, name in re.findall(r"^(pyps (?:run|sandblaster) .*examples/(\w+)\.py.*)", SHOWN, re.M)}
 # What each says on its way and at its end, in its own lines and the launcher's.
@@ -32,7 +32,7 @@ ENDINGS = {
 
 
 def test_the_worker_script_is_the_example() -> None:
-    example = (ROOT / "examples" / "minimal.py").read_text()
+    example = (ROOT / "examples" / "minimal.py").read_text(encoding="utf-8")
 
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 
@@ -77,15 +77,15 @@ def test_every_command_exists_with_the_flags_shown() -> None:
 
 
 def test_every_file_that_the_tests_page_names_is_there() -> None:
-    named = re.findall(r"`([a-z]+/[a-z_/]+\.py)`", (ROOT / "tests" / "README.md").read_text())
+    named = re.findall(r"`([a-z]+/[a-z_/]+\.py)`", (ROOT / "tests" / "README.md").read_text(encoding="utf-8"))
     assert len(named) > 50
     assert [name for name in named if not ((ROOT / "tests" / name).exists() or (ROOT / name).exists())] == []
 
 
 def test_every_make_target_and_every_linked_file_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     for document in DOCUMENTS:
-        text = document.read_text()
+        text = document.read_text(encoding="utf-8")
         if document.parent == ROOT:
             assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M)) <= targets, document.name
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
@@ -118,7 +118,7 @@ def test_what_the_page_on_model_parallelism_shows_is_there() -> None:
     assert all(flag in options for flag in shown)
     sources = (ROOT / "client" / "pyps_client").rglob("*.py")
     # A message is written over several literals, which a line's end divides.
-    spoken = re.sub(r'"\s*f?"', "", "".join(path.read_text() for path in sources))
+    spoken = re.sub(r'"\s*f?"', "", "".join(path.read_text(encoding="utf-8") for path in sources))
     messages = re.findall(r"^\| .*? \| `(.*?)`", PAGE, re.M)
     assert len(messages) >= 6
     for message in messages:

@@ -77,7 +77,7 @@ def only(folder: Path) -> Path:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def hardsync(shard: Shard) -> None:
@@ -423,7 +423,7 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UpdateLogError, match="cannot be used: Not a directory"):
         UpdateLog(tmp_path / "file" / "inside")
 

@@ -16,7 +16,7 @@ from support import ROOT
 
 def test_everything_comes_from_the_environment(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
-    token_file.write_text("secret-token\n")
+    token_file.write_text("secret-token\n", encoding="utf-8")
     environment = {
         "PYPS_SERVERS": "a:1, b:2",
         "PYPS_RUN_ID": "digits",
@@ -77,7 +77,7 @@ def test_every_argument_goes_before_its_variable_which_is_not_even_read_unless_i
 
 def test_a_token_file_that_is_named_goes_before_both_variables(tmp_path: Path) -> None:
     path = tmp_path / "token"
-    path.write_text("mine")
+    path.write_text("mine", encoding="utf-8")
     environment = {"PYPS_TOKEN_FILE": "/nowhere/token", "PYPS_TOKEN": "theirs"}
     assert Launch.from_environment("b:2", token_file=path, environment=environment).token == "mine"
 
@@ -150,5 +150,5 @@ def test_a_token_that_cannot_be_sent_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_client_tells_servers_the_version_that_it_is_released_under() -> None:
-    project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert pyps_client.__version__ == project["version"]
