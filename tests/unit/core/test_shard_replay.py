@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
 from shards import (
+    JOIN_SECONDS,
     Completed,
     Configured,
     Log,
@@ -24,6 +27,7 @@ from shards import (
     pull,
     replay,
     roster_of,
+    run_together,
 )
 
 LENGTH = 40
@@ -137,3 +141,37 @@ def test_a_mixed_log_of_all_that_can_happen_gives_the_same_bits() -> None:
         ("REJECTED", "DROPPED"),
         ("REJECTED", "REPEATED"),
     }
+
+
+def test_the_log_of_racing_threads_gives_the_same_bits() -> None:
+    """Pushes, rosters, behaviours and rates come from several threads at once: the log's order is that of the lock."""
+    kinds: set[type] = set()
+    for first in sorted(BEHAVIOURS):
+        log = Log()
+        shard = fresh("momentum", first, recorder=log)
+        # Each begins its next few calls when all do.
+        barrier = threading.Barrier(5)
+
+        def push_from(worker_id: str, seed: int, shard: Shard = shard, barrier: threading.Barrier = barrier) -> None:
+            random = np.random.default_rng(seed)
+            for sequence in range(60):
+                if sequence % 5 == 0:
+                    barrier.wait(JOIN_SECONDS)
+                values = random.standard_normal(LENGTH).astype(np.float32)
+                sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=shard.version)
+                shard.push(sent, roster=crew(4))
+
+        def change(shard: Shard = shard, barrier: threading.Barrier = barrier) -> None:
+            for behaviour in [*BEHAVIOURS.values()] * 2:
+                barrier.wait(JOIN_SECONDS)
+                for num_workers in (3, 1, 2):
+                    shard.complete(crew(num_workers))
+                shard.configure(behaviour=behaviour, learning_rate=0.1 / (1 + shard.version), roster=crew(4))
+
+        run_together([*(partial(push_from, f"w{index:02d}", index) for index in range(4)), change])
+        again = fresh("momentum", first)
+        replay(log, again)
+        assert digest(pull(again)[1]) == digest(pull(shard)[1]), first
+        assert slots(again) == slots(shard), first
+        kinds |= {type(event) for event in log.events[0]}
+    assert {Completed, Configured} <= kinds
