@@ -1,10 +1,12 @@
-"""Schedules: closed forms, and texts that name exactly the same schedule."""
+"""Schedules: closed forms, torch's schedulers beside them, and texts that name exactly the same schedule."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim import lr_scheduler
 
 from pyps.core.schedule import CURVES, Schedule, parse
 from shards import refusal
@@ -30,6 +32,22 @@ def test_a_curve_follows_its_formula() -> None:
         ("warmup:length=10,start=0.5+step:every=4,factor=0.1", (5,), [0.75 * 0.1]),
     ):
         assert factors(text, *versions) == pytest.approx(expected, rel=1e-12, abs=1e-15), text
+
+
+def test_a_curve_is_the_one_that_torch_calls_by_that_name() -> None:
+    for text, scheduler_of in (
+        ("step:every=7,factor=0.5", lambda optimizer: lr_scheduler.StepLR(optimizer, 7, 0.5)),
+        ("exponential:decay=0.95", lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.95)),
+        ("cosine:length=40,minimum=0.1", lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 40, 0.1)),
+        ("warmup:length=8,start=0.25", lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 8)),
+    ):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        scheduler, rates = scheduler_of(optimizer), []
+        for _ in range(41):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        assert factors(text, *range(41)) == pytest.approx(rates, rel=1e-9), text
 
 
 def test_the_constant_schedule_is_the_empty_product() -> None:
