@@ -159,14 +159,14 @@ def test_the_log_of_racing_threads_gives_the_same_bits() -> None:
                     barrier.wait(JOIN_SECONDS)
                 values = random.standard_normal(LENGTH).astype(np.float32)
                 sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=shard.version)
-                shard.push(sent, roster=crew(4))
+                shard.push(sent, roster=roster_of(4))
 
         def change(shard: Shard = shard, barrier: threading.Barrier = barrier) -> None:
             for behaviour in [*BEHAVIOURS.values()] * 2:
                 barrier.wait(JOIN_SECONDS)
                 for num_workers in (3, 1, 2):
-                    shard.complete(crew(num_workers))
-                shard.configure(behaviour=behaviour, learning_rate=0.1 / (1 + shard.version), roster=crew(4))
+                    shard.complete(roster_of(num_workers))
+                shard.configure(behaviour=behaviour, learning_rate=0.1 / (1 + shard.version), roster=roster_of(4))
 
         run_together([*(partial(push_from, f"w{index:02d}", index) for index in range(4)), change])
         again = fresh("momentum", first)
