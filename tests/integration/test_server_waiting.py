@@ -7,12 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
+import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.contract import METHODS
+from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Tensor
 from support import inspect, server_loop, status_of, wait_until
 from wire_worker import CHANNEL_OPTIONS, WireWorker, crew, parked_pull, refusal_of
@@ -92,10 +93,10 @@ def test_a_pull_parked_when_the_run_is_reset_is_told_so(start_server):
 
 def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_server):
     server = start_server("--optimizer", "sgd:learning_rate=1")
-    with WireWorker(server.data, "deaf", model=LARGE) as deaf, contextlib.ExitStack() as stack:
-        deaf.join()
-        request = wire.PullRequest(sender=deaf.sender).SerializeToString()
-        pulls = [deaf.channel.unary_stream(METHODS["Pull"])(request, timeout=100) for _ in range(8)]
+    with WireWorker(server.data, model=LARGE) as worker, deaf_channel(server) as deaf, contextlib.ExitStack() as stack:
+        worker.join()
+        request = wire.PullRequest(sender=worker.sender)
+        pulls = [ParameterServerStub(deaf).Pull(request, timeout=100) for _ in range(8)]
         for pull in pulls:
             stack.callback(pull.cancel)
         wait_until(lambda: memory_in_flight(server) >= 8 * SHARD_BYTES, 60, "a shard of each pull")
@@ -107,7 +108,37 @@ def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_
         assert memory_in_flight(server) <= 8 * 2 * SHARD_BYTES
         # They can be read to their ends all the same.
         for pull in pulls:
-            assert sorted(wire.Parameters.FromString(shard).shard_id for shard in pull) == [0, 1, 2, 3]
+            assert sorted(shard.shard_id for shard in pull) == [0, 1, 2, 3]
+
+
+def test_a_server_s_resident_memory_keeps_to_the_budget_of_what_callers_make_it_hold(start_server_process):
+    """Each pull that nobody reads would hold a frame of its own, twice 4 MiB, as the shard has moved on meanwhile."""
+    budget_bytes = 33 * 2**20
+    model = Model((Tensor("x", (2**22,)),), shard_size=2**20)
+    server = start_server_process("--max-in-flight-bytes", str(budget_bytes))
+    with WireWorker(server.data, model=model) as worker, deaf_channel(server) as deaf:
+        worker.join()
+        worker.pull()
+        resident, pulls = psutil.Process(server.pid).memory_info, []
+        before = resident().rss
+        for version in range(40):
+            push = worker.push_request(0.0, base_version=version, payload=bytes(4))
+            push.extents.add(length=1)
+            assert worker.push(push)[0].version_after == version + 1
+            held = memory_in_flight(server)
+            request = wire.PullRequest(sender=worker.sender, wants=[wire.PullRequest.Want(held_version=-1)])
+            pulls.append(pull := ParameterServerStub(deaf).Pull(request, timeout=100))
+            wait_until(lambda p=pull, h=held: p.done() or memory_in_flight(server) > h, 60, "a pull held or refused")
+        assert sum(not pull.done() for pull in pulls) == 8
+        # gRPC has a copy of what it sends. Were all 40 held, there would be 320 MiB more.
+        assert resident().rss - before < 3 * budget_bytes
+        for pull in pulls:
+            pull.cancel()
+
+
+def deaf_channel(server) -> grpc.Channel:
+    """A channel on which nothing flows that nobody reads: gRPC would widen its windows as it sees fit."""
+    return grpc.insecure_channel(server.data, options=[*CHANNEL_OPTIONS, ("grpc.http2.bdp_probe", 0)])
 
 
 def memory_in_flight(server) -> int:
