@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+import psutil
+
 from support import events_of, status_of, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
@@ -17,23 +19,24 @@ def waits(server) -> list[str]:
     return list(status_of(server).waiting_for)
 
 
-def test_parked_calls_are_answered_in_their_order_when_their_turns_come(start_server):
-    server = start_server("--protocol", "serial")
-    with crew(server, 8) as workers:
+def test_64_parked_calls_hold_no_thread_and_are_answered_in_their_order_when_their_turns_come(start_server_process):
+    server = start_server_process("--protocol", "serial")
+    with crew(server, 64) as workers:
         first, *others = workers
         first.proceed(0)
-        calls = []
+        before, calls = psutil.Process(server.pid).num_threads(), []
         for worker in others:
             calls.append(asking(worker, 0))
             # In this order they get their turns.
             wait_until(lambda: len(waits(server)) == len(calls), 60, "the wait")
         assert all(wait.endswith("waits to begin step 1, for w0") for wait in waits(server))
+        assert psutil.Process(server.pid).num_threads() < before + 16
         for index in range(5):
             workers[index].push(workers[index].push_request(0.0, base_version=index))
             workers[index].leave()
             calls[index].result(60)
             assert sum(call.done() for call in calls) == index + 1
-        assert len(waits(server)) == 2
+        assert len(waits(server)) == 58
         for call in calls:
             call.cancel()
 
