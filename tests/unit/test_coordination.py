@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pyps.cli.coordination.drive import CoordinationSettings
 from pyps.cli.coordination.flags import spelled_coordination
 from pyps.cli.coordination.memory import Fold, MemoryPlan
-from pyps.cli.coordination.remote_machine import _to_proto, _together
+from pyps.cli.coordination.remote_machine import RemoteMachine
 from pyps.cli.coordination.traffic import TrafficMeter
 from pyps.cli.sandblaster import worker_command
 from pyps.config import ConfigError
 from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.core.program import num_answers
 from pyps.work.lbfgs import LbfgsSettings
 from pyps_wire import vector_machine_pb2 as pb
 from pyps_wire.common_pb2 import Sender
@@ -64,13 +66,34 @@ def test_settings_are_spelled_as_the_flags_that_give_them() -> None:
     assert float(pairs["--tolerance"]) == 1e-7
 
 
+class AnsweringLink:
+    """A link to servers that answer each program with numbers of their own, and that keeps what they were sent."""
+
+    def __init__(self, *answers: list[float]) -> None:
+        self.answers = answers
+        self.sender = Sender(worker_id="coordinator")
+        self.num_servers = len(answers)
+        self.asked: list[pb.ExecuteRequest] = []
+
+    def machine(self) -> RemoteMachine:
+        link: Any = self
+        return RemoteMachine(link, [pb.AttachReply(num_parameters=10)] * self.num_servers)
+
+    def ask_all(self, method: str, requests: list[pb.ExecuteRequest], *_: Any, **__: Any) -> list[pb.ExecuteReply]:
+        assert method == "Execute"
+        self.asked += requests
+        return [pb.ExecuteReply(scalars=numbers) for numbers in self.answers]
+
+
 def test_an_instruction_becomes_its_message() -> None:
     lists = {"names": ("a",), "others": ("b",), "scalars": (0.5,), "stage_ids": (7,)}
     for operation in Operation:
         instruction = Instruction(
             operation, target="z", left="x", right="y", scalar=2.0, precision=Precision.FLOAT64, count=9, **lists
         )
-        message = _to_proto(instruction)
+        link = AnsweringLink([0.0] * num_answers(instruction))
+        link.machine().execute(instruction)
+        [[message]] = [request.instructions for request in link.asked]
         assert pb.Instruction.Operation.Name(message.operation) == f"OPERATION_{operation.name}"
         precision = "FLOAT64" if operation is Operation.ALLOC else "UNSPECIFIED"
         assert pb.Precision.Name(message.precision) == f"PRECISION_{precision}"
@@ -86,11 +109,11 @@ def test_servers_numbers_are_summed_in_their_order_but_the_largest_is_taken_of_n
         Instruction(Operation.GRAM, names=("x",), others=("x", "y")),
     ]
 
-    numbers = _together(program, [[1.0, 4.0, 1e16, 1.0], [2.0, 3.0, 1.0, 2.0], [3.0, 2.0, -1e16, 3.0]])
+    machine = AnsweringLink([1.0, 4.0, 1e16, 1.0], [2.0, 3.0, 1.0, 2.0], [3.0, 2.0, -1e16, 3.0]).machine()
 
-    assert numbers == [6.0, 4.0, (1e16 + 1.0) - 1e16, 6.0]
+    assert machine.execute(*program) == [6.0, 4.0, (1e16 + 1.0) - 1e16, 6.0]
     # A norm that is no number somewhere is none.
-    (norm,) = _together([Instruction(Operation.NORM_INF, left="x")], [[1.0], [math.nan]])
+    (norm,) = AnsweringLink([1.0], [math.nan]).machine().execute(Instruction(Operation.NORM_INF, left="x"))
     assert math.isnan(norm)
 
 

@@ -51,6 +51,12 @@ def gradient(value: float) -> list[torch.Tensor]:
     return [torch.full((1, SIZE), value)]
 
 
+def step_until_pulled(worker: Downpour) -> None:
+    """Takes steps without a minibatch, until a pull that has begun is in the model: so many are not taken without."""
+    for _ in range(BEHIND_MAX):
+        worker.step([None])
+
+
 def payloads(session: RecordingSession) -> list[float]:
     return [float(pushed.vectors[0][0]) for pushed in session.pushes]
 
@@ -133,8 +139,7 @@ def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None
     session.failure = RunFinished("over")
     worker.step(gradient(1.0))
     if overlap == "step":
-        wait_until(lambda: not worker._link._pushing.busy, what="the push's end")
-        worker.step(gradient(1.0))
+        wait_until(lambda: worker.step(gradient(1.0)) or worker.finished, what="the end to be known")
     assert worker.finished
     assert parameter.detach().tolist() == [[3.0] * SIZE]
 
@@ -146,7 +151,7 @@ def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> N
         worker.step(gradient(value))
     assert session.pushes == []
     session.gate.set()
-    wait_until(lambda: not worker._link._pushing.busy, what="the first push")
+    wait_until(lambda: worker.steps_answered == 1, what="the first push")
     worker.step(gradient(8.0))
     worker.flush()
     assert payloads(session) == [1.0, 14.0]
@@ -154,18 +159,18 @@ def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> N
     worker.close()
 
 
-def test_a_worker_waits_when_too_much_has_gathered(monkeypatch) -> None:
+def test_a_worker_waits_when_too_much_has_gathered() -> None:
     worker, session, _ = downpour(overlap="step", push_every=2)
     session.gate.clear()
-    wait_for_push = worker._link.wait_for_push
-    # Only whoever waits has the push under way go through.
-    monkeypatch.setattr(worker._link, "wait_for_push", lambda: session.gate.set() or wait_for_push())
-    # One push under way, and one minibatch fewer than are too many.
+    # One push under way, and one minibatch fewer than are too many: nobody waits, else the gate would never open.
     for _ in range(2 + 2 * BEHIND_MAX - 1):
         worker.step(gradient(1.0))
-    assert not session.gate.is_set()
+    assert session.pushes == []
+    opens = threading.Timer(0.1, session.gate.set)
+    opens.start()
     worker.step(gradient(1.0))
-    assert session.gate.is_set()
+    assert payloads(session)[0] == 2.0
+    opens.join()
     worker.flush()
     assert payloads(session) == [2.0, 16.0]
     worker.close()
@@ -179,9 +184,9 @@ def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
     session.version = 4
     worker.step(gradient(1.0))
     goes_on.set()
-    wait_until(lambda: not worker._link._pulling.busy, what="the pull's end")
+    wait_until(lambda: session.held >= 4, what="the pull's end")
     assert parameter.detach().tolist() == [[0.0] * SIZE]
-    worker.step(gradient(1.0))
+    step_until_pulled(worker)
     assert parameter.detach().tolist() == [[3.0] * SIZE]
     worker.close()
 
@@ -192,20 +197,22 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
     session.gate.clear()
     worker.step(gradient(1.0))
     session.gate.set()
-    wait_until(lambda: not worker._link._pushing.busy, what="the push's end")
     with pytest.raises(ServerUnavailable, match="did not answer"):
-        worker.step(gradient(1.0))
+        wait_until(lambda: worker.step(gradient(1.0)), what="the push's end")
     worker.close()
 
 
 def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
     worker, session, parameter = downpour(rate=1.0, local=1.0, overlap="step", read_my_writes=True)
     session.gate.clear()
+    # Others' work, which shows that a pull came in between.
+    session.parameters[0][:] = 100.0
+    session.version += 1
     worker.step(gradient(1.0))
     worker.step(gradient(2.0))
-    wait_until(lambda: not worker._link._pulling.busy, what="the pull's end")
+    step_until_pulled(worker)
     worker.step(gradient(4.0))
-    assert float(parameter.detach()[0, 0]) == -7
+    assert float(parameter.detach()[0, 0]) == 100 - 7
     session.gate.set()
     worker.flush()
     worker.close()
@@ -235,7 +242,7 @@ def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, 
     )
     for value, hold in zip(values, closed, strict=False):
         # Held back only where the worker will not wait for it.
-        if hold and worker._gradients.minibatch_count < BEHIND_MAX - 1:
+        if hold and worker.steps - worker.steps_answered < BEHIND_MAX - 1:
             session.gate.clear()
         else:
             session.gate.set()
