@@ -95,8 +95,8 @@ def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_serve
     assert "page_token is 'next'" in refused.value.details()
 
 
-def test_workers_staleness_and_receipts_are_told_by_worker(start_server: Start) -> None:
-    server = start_server()
+def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_server: Start) -> None:
+    server = start_server("--staleness", "divide")
     with WireWorker(server.data, "a") as a, WireWorker(server.data, "b") as b:
         a.join()
         b.join()
@@ -105,15 +105,27 @@ def test_workers_staleness_and_receipts_are_told_by_worker(start_server: Start) 
         a.heartbeat(clock=17)
         b.leave()
         workers = workers_of(server.control)
-        everybody = inspect(server.control, "GetStaleness")
-        only_b = inspect(server.control, "GetStaleness", pb.GetStalenessRequest(worker_id="b"))
+        (shard,) = inspect(server.control, "ListShards").shards
+        everybody, only_b, of_shard, elsewhere = (
+            inspect(server.control, "GetStaleness", pb.GetStalenessRequest(**wanted))
+            for wanted in ({}, {"worker_id": "b"}, {"shard_id": 0}, {"shard_id": 7})
+        )
         receipts = inspect(server.control, "ListReceipts").receipts
         one = inspect(server.control, "ListReceipts", pb.ListReceiptsRequest(limit=1, worker_id="a")).receipts
     assert (workers["a"].state, workers["a"].clock, workers["a"].pushes_applied) == ("alive", 17, 1)
     assert (workers["b"].state, workers["b"].staleness_mean, workers["b"].rate_scale_mean) == ("finished", 1.5, 0.75)
     assert [(bucket.staleness, bucket.count) for bucket in everybody.buckets] == [(0, 1), (1, 1), (2, 1)]
     assert (everybody.count, everybody.mean, everybody.max) == (3, 1.0, 2)
+    assert everybody.step_lost == pytest.approx(1 - (1 + 1 + 1 / 2) / 3)
+    assert of_shard == everybody
+    assert shard.step_lost == status(server).step_lost == everybody.step_lost
+    assert (shard.staleness_mean, shard.staleness_max, shard.examples, shard.updates) == (1.0, 2, 3, 3)
     assert [bucket.staleness for bucket in only_b.buckets] == [1, 2]
+    assert workers["b"].step_lost == only_b.step_lost == 0.25
+    assert (elsewhere.count, elsewhere.step_lost) == (0, 0.0)
+    with pytest.raises(grpc.RpcError) as refused:
+        inspect(server.control, "GetStaleness", pb.GetStalenessRequest(shard_id=0, worker_id="a"))
+    assert "expected one of them, or none" in refused.value.details()
     assert [(r.worker_id, r.receipt.version_after) for r in receipts] == [("b", 3), ("b", 2), ("a", 1)]
     assert [r.worker_id for r in one] == ["a"]
 
@@ -244,27 +256,6 @@ def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(sta
     workers = workers_of(server.control)
     assert [workers[name].pushes_dropped for name in "ab"] == [0, 1]
     assert inspect(server.control, "ListShards").shards[0].pushes_dropped == 1
-
-
-def test_staleness_is_told_by_worker_and_by_shard_with_the_step_that_it_cost(start_server: Start) -> None:
-    server = start_server("--staleness", "divide")
-    with WireWorker(server.data) as worker:
-        worker.join()
-        worker.push(*(worker.push_request(1.0) for _ in range(3)))
-    whole = inspect(server.control, "GetStaleness")
-    one = inspect(server.control, "GetStaleness", pb.GetStalenessRequest(shard_id=0))
-    other = inspect(server.control, "GetStaleness", pb.GetStalenessRequest(shard_id=7))
-    assert one == whole == inspect(server.control, "GetStaleness", pb.GetStalenessRequest(worker_id="a"))
-    assert [(bucket.staleness, bucket.count) for bucket in one.buckets] == [(0, 1), (1, 1), (2, 1)]
-    assert one.step_lost == pytest.approx(1 - (1 + 1 + 1 / 2) / 3)
-    assert (other.count, other.step_lost) == (0, 0.0)
-    shard = inspect(server.control, "ListShards").shards[0]
-    worker_info = workers_of(server.control)["a"]
-    assert shard.step_lost == worker_info.step_lost == status(server).step_lost == one.step_lost
-    assert (shard.staleness_mean, shard.staleness_max, shard.examples, shard.updates) == (1.0, 2, 3, 3)
-    with pytest.raises(grpc.RpcError) as refused:
-        inspect(server.control, "GetStaleness", pb.GetStalenessRequest(shard_id=0, worker_id="a"))
-    assert "expected one of them, or none" in refused.value.details()
 
 
 def test_events_come_oldest_first_and_go_on_after_a_number(start_server: Start) -> None:
