@@ -12,8 +12,13 @@ from google.protobuf import json_format, message_factory
 from typer.testing import CliRunner
 
 from pyps.cli.main import COMMANDS, app
+from pyps.core import aggregation
+from pyps.core.aggregation import PROTOCOLS
+from pyps.core.staleness import POLICIES
+from pyps.core.update_rules import RULES
 from pyps_wire import inspector_pb2
-from support import ROOT, PythonProcess, ServerThread, inspect
+from shards import make_run
+from support import ROOT, PythonProcess, ServerThread, inspect, parse_flags
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHOWN = "".join(README.split("```")[1::2])
@@ -74,6 +79,54 @@ def test_every_command_exists_with_the_flags_shown() -> None:
         options = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
         for flag in re.findall(r"--[a-z-]+", rest.split(" -- ")[0].split("#")[0]):
             assert flag in options, f"pyps {command} has no {flag}"
+
+
+def table_of(flag: str) -> list[list[str]]:
+    """The rows of the README's table of that flag's values, cell by cell."""
+    [rows] = re.findall(rf"^\| `{flag}` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", README, re.M)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+
+
+def codes_in(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_a_server_takes_every_protocol_of_the_table_with_its_settings_and_has_no_other() -> None:
+    shown = set()
+    for cell, *others in table_of("--protocol"):
+        names = codes_in(cell)
+        name = names[0].split(":")[0]
+        # "`strict_bsp=true` with s = 0".
+        beside = [f"{key}={value}," for key, value in re.findall(r"with (\w) = (\d)", others[-1])]
+        settings = [text.replace("=K", "=4") for text in codes_in(others[-1]) if "=" in text]
+        for text in [*names, *(f"{name}:{''.join(beside)}{setting}" for setting in settings)]:
+            make_run(protocol=text)
+            shown.add(aggregation.parse(text).name)
+    assert shown == set(PROTOCOLS)
+
+
+def test_a_server_takes_every_staleness_policy_of_the_table_and_has_no_other() -> None:
+    shown = [text for cell, _ in table_of("--staleness") for text in codes_in(cell)]
+    for text in shown:
+        make_run(staleness=text)
+    assert {text.split(":")[0] for text in shown} == set(POLICIES)
+
+
+def test_a_server_has_every_optimizer_of_the_table_with_its_settings_and_no_other() -> None:
+    shown = {rule: codes_in(settings) for cell, settings, _ in table_of("--optimizer") for rule in codes_in(cell)}
+    assert shown.keys() == RULES.keys()
+    for rule, settings in shown.items():
+        make_run(optimizer=f"{rule}:learning_rate=0.1")
+        assert {"learning_rate", *settings} == set(RULES[rule].settings), rule
+
+
+def test_a_server_takes_every_further_choice_as_it_is_written() -> None:
+    [choices] = re.findall(r"^More choices;.*?\n\n(.*?)\n\n", README, re.M | re.S)
+    flags = [shlex.split(text) for text in codes_in(choices) if re.match(r"--[a-z-]+ [^A-Z]+$", text)]
+    schedules = [["--schedule", *shlex.split(text)] for text in codes_in(choices) if re.match(r"'?\w+:\S+=", text)]
+    assert {flag for flag, _ in [*flags, *schedules]} >= {"--warmup", "--schedule", "--batch-growth", "--clip-norm"}
+    for flag, value in [*flags, *schedules]:
+        make_run(**parse_flags(["--epoch-examples", "1437", flag, value]))
 
 
 def test_every_file_that_the_tests_page_names_is_there() -> None:
