@@ -59,8 +59,9 @@ def cut_requests(start_server_process, model, protocol, *, come_back, until):
                 steps.add(values[0] - at_start[shard.shard_id])
                 at_start[shard.shard_id] = values[0]
             # Each shard had the push as it was sent, or nothing of it; the whole model all of it, or nothing.
-            assert steps <= {0.0, -1.0}
+            assert steps and steps <= {0.0, -1.0}
             assert protocol == "async" or len(steps) == 1
+            assert until is wait_for_nothing or -1.0 in steps
             np.testing.assert_array_equal(mine, held)
             if worker.link is None:
                 worker.attach()
