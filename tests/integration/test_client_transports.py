@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
+from client_support import (
+    ADAGRAD,
+    Array,
+    Reference,
+    addresses,
+    gradients_like,
+    make_client,
+    small_model,
+    start_servers,
+)
 from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable, open_stream
+from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
+from pyps_client.session import Session
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import decode, encode
 from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, OUTCOME_APPLIED, REASON_NOT_FINITE
+from pyps_wire.partition import Model, Tensor
 from support import DEADLINE_SECONDS, AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
@@ -36,9 +48,18 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return str(request.param).split()[0]
 
 
-def exchanged(client: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    """A client's session, and the vectors that it lent."""
-    return client.session, client._gradient, client._parameters
+@contextlib.contextmanager
+def lending(address: str, **options: Any) -> Iterator[tuple[Session, Array, Array]]:
+    """A session of the large model with the vectors that it lent, for its gradient and with its parameters."""
+    model = Model((Tensor("w", LARGE["w"].shape),), shard_size=50_000)
+    rule, hyperparameters = ADAGRAD
+    settings = common.OptimizerSettings(rule=rule, groups=[common.GroupSettings(hyperparameters=hyperparameters)])
+    launch = Launch(servers=(address,), worker_id="worker", loss_wait_seconds=30, **options)
+    with Session(model, settings, launch=launch, initial=lambda: [LARGE["w"]]) as session:
+        lent = session.lend()
+        [[gradient]], [parameters] = lent.gradients, lent.parameters
+        session.pull([parameters])
+        yield session, gradient, parameters
 
 
 def links() -> list[int]:
@@ -89,7 +110,7 @@ def test_exchanges_are_what_pushes_and_pulls_are(
 def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server: Start) -> None:
     reference = Reference(LARGE)
     with make_client(start_server().data, tensors=LARGE, shard_size=50_000) as client:
-        session, _, _ = exchanged(client)
+        session = client.session
         assert session.transport == "shm"
         mine = np.empty(400_000, np.float32)
         for step in range(3):
@@ -143,10 +164,8 @@ def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
 
 
 def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_server: Start) -> None:
-    tensors = small_model()
-    reference = Reference(tensors)
-    with make_client(start_server().data, transport="shm") as client:
-        session, gradient, parameters = exchanged(client)
+    reference = Reference(LARGE)
+    with lending(start_server().data, transport="shm") as (session, gradient, parameters):
         held = parameters.copy()
         [descriptor] = links()
         child = os.fork()
@@ -162,7 +181,7 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
                 try:
                     session.exchange([gradient], [parameters])
                 except ForkedClient as error:
-                    client.close()
+                    session.close()
                     assert f"before process {os.getpid()} was forked" in str(error)
                     assert "Make a client in the child, or start the child with spawn" in str(error)
                     os._exit(0)
@@ -172,23 +191,23 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
 
         np.testing.assert_array_equal(parameters, held)
         assert session.transport == "shm"
-        gradients = gradients_like(tensors, 0)
+        gradients = gradients_like(LARGE, 0)
         reference.step(gradients)
-        reference.check(client.exchange(gradients))
+        gradient[:] = gradients["w"]
+        session.exchange([gradient], [parameters])
+        reference.check({"w": parameters})
 
 
 def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_way(
     start_server: Start, transport: str
 ) -> None:
     server = start_server("--protocol", "async")
-    client = make_client(server.data, transport=transport)
-    session, gradient, parameters = exchanged(client)
-    with ThreadPoolExecutor(1) as pool:
+    with lending(server.data, transport=transport) as (session, gradient, parameters), ThreadPoolExecutor(1) as pool:
         pulling = pool.submit(session.pull, [parameters], min_versions={0: 99}, wait_seconds=600)
         wait_until(lambda: inspect(server.control, "GetStatus").waiting_for, what="the pull to be held")
         receipts = session.push([gradient])
         assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
-        client.close()
+        session.close()
         with pytest.raises(RunFinished, match="closed"):
             pulling.result(DEADLINE_SECONDS)
 
@@ -311,8 +330,7 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
 ) -> None:
     """By gRPC the server would refuse the shard with NaN and apply the others."""
     server, path = start_with_socket(start_server, tmp_path / "sockets")
-    with make_client(server.data, tensors=LARGE, shard_size=50_000) as client:
-        session, gradient, parameters = client.session, client._gradient, client._parameters
+    with lending(server.data) as (session, gradient, parameters):
         before = parameters.copy()
         gradient[:] = 1.0
         gradient[399_999] = np.inf
@@ -324,7 +342,9 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
         assert [receipt.reason for receipt in receipts] == [REASON_NOT_FINITE] * session.partition.num_shards
         assert (session.transport, session.checks_first) == ("grpc", False)
         np.testing.assert_array_equal(parameters, before)
-        np.testing.assert_array_equal(client.snapshot()["w"], before)
+        served = np.empty_like(parameters)
+        session.snapshot([served])
+        np.testing.assert_array_equal(served, before)
         gradient[399_999] = 1.0
         receipts = session.exchange([gradient], [parameters])
         assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
