@@ -17,7 +17,6 @@ import pytest
 
 from client_support import (
     ADAGRAD,
-    Array,
     Reference,
     addresses,
     gradients_like,
@@ -25,6 +24,7 @@ from client_support import (
     small_model,
     start_servers,
 )
+from pyps.core.arrays import Floats
 from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable, open_stream
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
@@ -49,7 +49,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @contextlib.contextmanager
-def lending(address: str, **options: Any) -> Iterator[tuple[Session, Array, Array]]:
+def lending(address: str, **options: Any) -> Iterator[tuple[Session, Floats, Floats]]:
     """A session of the large model with the vectors that it lent, for its gradient and with its parameters."""
     model = Model((Tensor("w", LARGE["w"].shape),), shard_size=50_000)
     rule, hyperparameters = ADAGRAD

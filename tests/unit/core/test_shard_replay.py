@@ -15,7 +15,6 @@ from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
 from shards import (
-    JOIN_SECONDS,
     Completed,
     Configured,
     Log,
@@ -29,6 +28,7 @@ from shards import (
     roster_of,
     run_together,
 )
+from support import DEADLINE_SECONDS
 
 LENGTH = 40
 WORKERS = 5
@@ -156,14 +156,14 @@ def test_the_log_of_racing_threads_gives_the_same_bits() -> None:
             random = np.random.default_rng(seed)
             for sequence in range(60):
                 if sequence % 5 == 0:
-                    barrier.wait(JOIN_SECONDS)
+                    barrier.wait(DEADLINE_SECONDS)
                 values = random.standard_normal(LENGTH).astype(np.float32)
                 sent = gradient(values, worker_id=worker_id, sequence=sequence, base_version=shard.version)
                 shard.push(sent, roster=roster_of(4))
 
         def change(shard: Shard = shard, barrier: threading.Barrier = barrier) -> None:
             for behaviour in [*BEHAVIOURS.values()] * 2:
-                barrier.wait(JOIN_SECONDS)
+                barrier.wait(DEADLINE_SECONDS)
                 for num_workers in (3, 1, 2):
                     shard.complete(roster_of(num_workers))
                 shard.configure(behaviour=behaviour, learning_rate=0.1 / (1 + shard.version), roster=roster_of(4))
