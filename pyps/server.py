@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,8 @@ from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
 # How often the server looks at what time brings: leases, checkpoints, the end of the job.
 TICK_SECONDS = 0.2
+# After this time a checkpoint that could not be written is tried again.
+RETRY_SECONDS = 10.0
 # The part of drain_seconds that calls under way get to end by themselves; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
 
@@ -94,7 +97,7 @@ class Server:
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="kernel")
-        self._work = Workbench(self._executor)
+        self._work = Workbench(self._executor, logged=self._update_log is not None)
         self._serializations = Serializations()
         self._local = LocalServer(self._run, work=self._work, budget=self._budget, threads=self._threads)
         self._data_health = async_health.HealthServicer()
@@ -117,6 +120,7 @@ class Server:
             token=self._token,
             budget=self._budget,
             local=self._local,
+            checkpoints=self._checkpoints,
         )
         addresses = self._bind(data, control, metrics)
         self._resume()
@@ -131,11 +135,12 @@ class Server:
         self._announce(addresses)
         on_ready(addresses)
         watch = asyncio.create_task(self._keep_looking())
-        ticker = asyncio.create_task(self._keep_time())
-        ticker.add_done_callback(self._report_ticker)
+        tickers = [asyncio.create_task(keep) for keep in (self._keep_time(), self._keep_checkpoints())]
+        for ticker in tickers:
+            ticker.add_done_callback(self._report_ticker)
         await self._stop.wait()
-        ticker.cancel()
-        watch.cancel()
+        for task in (watch, *tickers):
+            task.cancel()
         return await self._end(data, control, metrics)
 
     def stop(self, reason: str) -> None:
@@ -257,33 +262,43 @@ class Server:
     # While it serves.
 
     async def _keep_time(self) -> None:
-        saved_at = self._clock()
-        progress: tuple[int, dict[int, int]] | None = None
-        saved_end = progress
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
             # Not here: it may have to make updates. The time is of here: a stop on the way counts against nobody.
             await self._work.off_loop(partial(self._run.tick, self._run.clock()))
             self._serializations.tidy(self._run.shards)
-            over = self._run.done or self._run.state == RunState.FINISHED
             if self._config.exit_when_done and self._run.done:
                 self._run.finish("all workers are done")
                 # The end saves too.
                 self.stop("all workers are done")
                 return
+
+    async def _keep_checkpoints(self) -> None:
+        # Apart from the ticks: leases and rounds go on while a checkpoint is written.
+        next_at = self._clock() + self._config.checkpoint_seconds
+        progress: tuple[int, dict[int, int]] | None = None
+        saved_end = progress
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            over = self._run.done or self._run.state == RunState.FINISHED
             before, progress = progress, (self._run.epoch, _versions(self._run))
-            due = self._clock() - saved_at >= self._config.checkpoint_seconds
-            # Other shards of the last push may still be under way: an end is saved once a tick changes nothing.
-            if over and progress == before and (due or progress != saved_end):
-                await asyncio.to_thread(self._save, only_changes=True)
-                saved_at, saved_end = self._clock(), progress
-            elif due and not over:
-                await asyncio.to_thread(self._save)
-                saved_at = self._clock()
+            due = self._clock() >= next_at
+            # Other shards of the last push may still be under way: an end is saved once nothing changes any more.
+            at_end = over and progress == before and (due or progress != saved_end)
+            if at_end or (due and not over):
+                try:
+                    saved = await asyncio.to_thread(self._save, only_changes=at_end)
+                except Exception as error:
+                    # No thread, no memory: as with a full disk the run goes on.
+                    log.error("no checkpoint could be written", reason=repr(error))
+                    saved = False
+                pause = self._config.checkpoint_seconds
+                next_at = self._clock() + (pause if saved else min(pause, RETRY_SECONDS))
+                saved_end = progress if at_end else saved_end
 
     async def _keep_looking(self) -> None:
-        # Apart from the ticks, which a long checkpoint delays while workers are heard.
+        # Apart from the ticks, which a long update delays while workers are heard.
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
@@ -299,8 +314,8 @@ class Server:
             self.stop("an error in the server")
 
     def _save(self, *, only_changes: bool = False) -> bool:
-        """Writes a checkpoint where there is a folder and a run; False when it failed."""
-        if self._checkpoints is None or not self._run.shards or self._run.measures:
+        """Writes a checkpoint where there is a folder and a run; False when it failed, which ends nothing."""
+        if self._checkpoints is None or self._run.partition is None or self._run.measures:
             return True
         if only_changes and _holds(self._checkpoints.newest, self._run):
             return True
@@ -309,8 +324,8 @@ class Server:
         except NotInitialized:
             # The run was reset in between.
             return True
-        except CheckpointError as error:
-            log.error(str(error))
+        except CheckpointError:
+            # The run's events tell of it.
             return False
         return True
 
@@ -320,37 +335,43 @@ class Server:
         """Not serving, drain, save; in this order, so that what was acknowledged is in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
+        # Of a thread: whatever holds the loop, or a kernel, up.
+        late = threading.Timer(max(self._config.drain_seconds, 0.1), self._end_late)
+        late.daemon = True
+        late.start()
         await self._set_health(_Health.NOT_SERVING)
         self._run.drain()
         await self._calls_end(began + _CALLS_SHARE * self._config.drain_seconds)
         await self._local.stop(began + _CALLS_SHARE * self._config.drain_seconds - self._clock())
         await data.stop(0.1)
-        self._executor.shutdown(wait=True)
-        left = self._config.drain_seconds - (self._clock() - began)
-        saved = await self._save_within(left)
+        await asyncio.to_thread(self._executor.shutdown)
+        saved = await asyncio.to_thread(self._save)
+        if not saved and self._checkpoints is not None:
+            log.error("the server ends without its last checkpoint", reason=self._checkpoints.failure)
         if self._update_log is not None:
-            self._update_log.end()
+            await asyncio.to_thread(self._update_log.end)
         metrics.stop()
         control.stop(0.1).wait(1.0)
         if self._checkpoints is not None:
             # Not before: a call may have asked for a checkpoint.
             self._checkpoints.close()
+        late.cancel()
         log.info("server ended", seconds=round(self._clock() - began, 2))
         return 0 if saved else 1
+
+    def _end_late(self) -> None:
+        newest = self._checkpoints.newest if self._checkpoints else None
+        log.error(
+            "the end took too long, the last checkpoint included: raise --drain-seconds",
+            drain_seconds=self._config.drain_seconds,
+            newest_checkpoint=newest or "none",
+        )
+        sys.stderr.flush()
+        os._exit(1)
 
     async def _calls_end(self, deadline: float) -> None:
         while self._budget.bytes_held and self._clock() < deadline:
             await asyncio.sleep(0.01)
-
-    async def _save_within(self, seconds: float) -> bool:
-        saving = asyncio.to_thread(self._save)
-        try:
-            async with asyncio.timeout(max(seconds, 0.1)):
-                return await asyncio.shield(saving)
-        except TimeoutError:
-            log.error("the last checkpoint took too long: raise --drain-seconds", seconds=round(seconds, 1))
-            sys.stderr.flush()
-            os._exit(1)
 
     async def _set_health(self, status: int) -> None:
         for service in ("", PARAMETER_SERVER):

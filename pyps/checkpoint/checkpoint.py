@@ -194,6 +194,14 @@ class Checkpoint:
         return lines
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a checkpoint holds: its size, and the version of each shard."""
+
+    num_bytes: int
+    versions: Mapping[int, int]
+
+
 def write(
     path: Path,
     header: RunHeader,
@@ -202,7 +210,7 @@ def write(
     disk: Disk,
     machine: VectorMachine | None = None,
     work: Mapping[str, Any] | None = None,
-) -> None:
+) -> Written:
     """Writes a checkpoint's files into an empty folder, the manifest last; returns when they are on the disk.
 
     Shards are copied one at a time, each under its lock, and written before the next: they may be of
@@ -227,6 +235,7 @@ def write(
         # As it will be read: the manifest's checksum is of that.
         body["work"] = json.loads(json.dumps(work))
     write_manifest(path, body, disk)
+    return Written(sum(sizes.values()), {entry["shard_id"]: entry["version"] for entry in entries})
 
 
 class _Writer:

@@ -7,13 +7,22 @@ import shutil
 from pathlib import Path
 from typing import BinaryIO
 
+# A model, and what it was trained from, is its owner's.
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def create(path: Path) -> BinaryIO:
+    """Opens a new file for writing, which only its owner may read."""
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
+
 
 class Disk:
     """The real file system."""
 
     def create(self, path: Path) -> BinaryIO:
         """Opens a new file for writing."""
-        return path.open("xb")
+        return create(path)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         """Appends data to a file."""
@@ -26,7 +35,7 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Makes a folder that is not there yet."""
-        path.mkdir()
+        path.mkdir(mode=FOLDER_MODE)
 
     def sync_folder(self, path: Path) -> None:
         """Returns when the folder's list of names is on the disk."""

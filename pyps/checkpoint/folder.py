@@ -10,6 +10,7 @@ epoch                  the last epoch that a server with this folder served unde
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from pyps import logs
 from pyps.checkpoint.checkpoint import Checkpoint, RestoredRun, write
-from pyps.checkpoint.disk import Disk
+from pyps.checkpoint.disk import FILE_MODE, FOLDER_MODE, Disk
 from pyps.checkpoint.header import RunHeader
 from pyps.checkpoint.manifest import CheckpointDamaged, CheckpointError
 from pyps.core.shard import Shard
@@ -58,6 +59,9 @@ class CheckpointFolder:
         self._lock_file = _take(path)
         self._saving = threading.Lock()
         self._newest: Path | None = None
+        # Why the last try to write one failed, empty where it did not; and how many have.
+        self.failure = ""
+        self.failures = 0
         for leftover in [*path.glob(".writing-*"), *path.glob(".old-*")]:
             self._disk.remove_folder(leftover)
 
@@ -99,12 +103,27 @@ class CheckpointFolder:
         )
 
     def save(self, run: Run) -> Saved:
-        """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay."""
+        """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay.
+
+        A failure is an event of the run too: once, until one is written again.
+        """
         # The run is looked at under the lock: one that is being forgotten is not written once more.
         with self._saving:
             # The queue before the shards: an example is rather trained twice than lost.
             work = None if run.work.spec is None else run.work.state()
-            return self._write(run.header(), dict(run.shards), run.machine, work)
+            shards = dict(run.shards)
+            try:
+                saved = self._write(run.header(), shards, run.machine, work)
+            except CheckpointError as error:
+                if not self.failure:
+                    run.events.add("checkpoint", str(error), warning=True)
+                self.failure = str(error)
+                self.failures += 1
+                raise
+            if self.failure:
+                run.events.add("checkpoint", "checkpoints can be written again", path=saved.path)
+            self.failure = ""
+            return saved
 
     def write(
         self,
@@ -150,34 +169,55 @@ class CheckpointFolder:
         work: Mapping[str, Any] | None,
     ) -> Saved:
         started = time.monotonic()
-        number = max(_numbers(self.path, _USED_NAME), default=0) + 1
-        temporary = self.path / f".writing-{number:08d}"
-        final = self.path / f"checkpoint-{number:08d}"
+        temporary: Path | None = None
         try:
+            self._keep_hold()
+            number = max(_numbers(self.path, _USED_NAME), default=0) + 1
+            temporary = self.path / f".writing-{number:08d}"
+            final = self.path / f"checkpoint-{number:08d}"
             self._disk.make_folder(temporary)
-            write(temporary, header, shards, disk=self._disk, machine=machine, work=work)
+            written = write(temporary, header, shards, disk=self._disk, machine=machine, work=work)
             self._disk.sync_folder(temporary)
             self._disk.rename(temporary, final)
             self._disk.sync_folder(self.path)
-        except OSError as error:
-            self._disk.remove_folder(temporary)
-            raise CheckpointError(self._failure(final, error)) from None
+        except (OSError, MemoryError) as error:
+            if temporary is not None:
+                self._disk.remove_folder(temporary)
+            reason = error.strerror if isinstance(error, OSError) else "the memory does not suffice"
+            raise CheckpointError(self._failure(reason)) from None
         self._newest = final
+        for shard_id, version in written.versions.items():
+            shards[shard_id].durable_version = version
         self._remove_old()
-        saved = Saved(final, Checkpoint(final).num_bytes, time.monotonic() - started)
+        saved = Saved(final, written.num_bytes, time.monotonic() - started)
         log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)
         return saved
 
-    def _failure(self, path: Path, error: OSError) -> str:
-        survivor = f"{self._newest} stays the newest" if self._newest else "there is none before it"
-        return f"checkpoint {path} could not be written: {error.strerror}; the run goes on, {survivor}"
+    def _keep_hold(self) -> None:
+        """Takes the folder again where somebody removed it and made it anew, as a volume that is mounted again."""
+        lock = self.path / ".lock"
+        if not self.path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder is gone, make it again")
+        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock_file.fileno())):
+            taken = _take(self.path)
+            self._lock_file.close()
+            self._lock_file = taken
+
+    def _failure(self, reason: str | None) -> str:
+        kept = self._newest is not None and self._newest.exists()
+        survivor = f"{self._newest} stays the newest" if kept else "there is none before it"
+        return f"no checkpoint could be written in {self.path}: {reason}; the run goes on, {survivor}"
 
     def _remove_old(self) -> None:
-        for path in checkpoint_paths(self.path)[self._keep :]:
-            # Renamed first: a process that ends midway leaves no checkpoint without its files.
-            doomed = path.with_name(f".old-{path.name}")
-            self._disk.rename(path, doomed)
-            self._disk.remove_folder(doomed)
+        try:
+            for path in checkpoint_paths(self.path)[self._keep :]:
+                # Renamed first: a process that ends midway leaves no checkpoint without its files.
+                doomed = path.with_name(f".old-{path.name}")
+                self._disk.rename(path, doomed)
+                self._disk.remove_folder(doomed)
+        except OSError as error:
+            # The new one is written all the same.
+            log.warning("an old checkpoint could not be removed", folder=self.path, reason=error.strerror)
 
     def _claim_epoch(self, restored: RestoredRun) -> RestoredRun:
         """Notes, durably, that the next epoch is taken; two lives of a server never serve under one epoch."""
@@ -242,8 +282,10 @@ def _described(path: Path) -> str:
 def _take(path: Path) -> TextIO:
     """Makes the folder where it is missing and locks it; the lock ends with the returned file."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = (path / ".lock").open("a+", encoding="utf-8")
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        # No link is followed: who may write in the folder must not make the server write elsewhere.
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"the checkpoint folder {path} cannot be used: {error.strerror}") from None
     try:

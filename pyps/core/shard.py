@@ -67,6 +67,8 @@ class Shard:
         self.length = parameters.size
         self.rule = rule
         self.hyperparameters: Mapping[str, float] = MappingProxyType(validate(rule, hyperparameters))
+        # The newest version that a checkpoint holds: what a killed server comes back with.
+        self.durable_version = version
         self._recorder = recorder
         self._lock = threading.Lock()
         # Guarded by _lock.

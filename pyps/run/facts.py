@@ -109,6 +109,11 @@ class RunFacts:
         return self._content.version_max if self._content else 0
 
     @property
+    def durable_version(self) -> int:
+        """The newest version that checkpoints hold of every shard here; 0 for none."""
+        return min((shard.durable_version for shard in self.shards.values()), default=0)
+
+    @property
     def ready_at(self) -> float | None:
         """When the run was initialised or restored, in the run's clock."""
         return self._content.ready_at if self._content else None

@@ -164,6 +164,8 @@ def receipt_of(receipt: Receipt, run: Run, message: common.Receipt | None = None
         message.ask_to_proceed = True
     if batch_size := run.batch_size:
         message.batch_size = batch_size
+    if (shard := run.shards.get(receipt.shard_id)) is not None and shard.durable_version:
+        message.durable_version = shard.durable_version
     return message
 
 

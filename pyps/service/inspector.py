@@ -78,8 +78,7 @@ class Inspector(InspectorServicer):
     @_answering
     def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.Status:
         """The server at a glance."""
-        newest = self._checkpoints.newest if self._checkpoints else None
-        return status_of(self._run, self._addresses, checkpoint=str(newest or ""))
+        return status_of(self._run, self._addresses, self._checkpoints)
 
     @_answering
     def ListShards(self, request: pb.ListShardsRequest, context: grpc.ServicerContext) -> pb.ListShardsReply:

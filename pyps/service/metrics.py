@@ -25,6 +25,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from pyps import _kernels
+from pyps.checkpoint import CheckpointFolder
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
@@ -48,10 +49,11 @@ REQUEST_TIMEOUT_SECONDS = 10.0
 class RunCollector(Collector):
     """Reads a run's counts at scrape time; nothing is counted twice."""
 
-    def __init__(self, run: Run, budget: ByteBudget, local: LocalServer):
+    def __init__(self, run: Run, budget: ByteBudget, local: LocalServer, checkpoints: CheckpointFolder | None):
         self._run = run
         self._budget = budget
         self._local = local
+        self._checkpoints = checkpoints
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family, also those without a value yet: a dashboard never misses one."""
@@ -88,6 +90,16 @@ class RunCollector(Collector):
             states.add_metric([known.name.lower()], float(known == state))
         yield states
         yield GaugeMetricFamily("pyps_epoch", "Restores and resets since the run began.", value=run.epoch)
+        yield CounterMetricFamily(
+            "pyps_checkpoint_failures",
+            "Checkpoints that could not be written.",
+            value=self._checkpoints.failures if self._checkpoints else 0,
+        )
+        yield GaugeMetricFamily(
+            "pyps_durable_version",
+            "Newest version that checkpoints hold of every shard here.",
+            value=run.durable_version,
+        )
         members = [member.state for member in run.membership.all()]
         workers = GaugeMetricFamily("pyps_workers", "Workers known, by state.", labels=["state"])
         for worker_state in WorkerState:
@@ -200,10 +212,20 @@ class RunCollector(Collector):
 class MetricsServer:
     """Serves the page over HTTP on threads of its own."""
 
-    def __init__(self, run: Run, *, host: str, port: int, token: str | None, budget: ByteBudget, local: LocalServer):
+    def __init__(
+        self,
+        run: Run,
+        *,
+        host: str,
+        port: int,
+        token: str | None,
+        budget: ByteBudget,
+        local: LocalServer,
+        checkpoints: CheckpointFolder | None,
+    ):
         """Binds the port. Raises ConfigError when it is taken."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(RunCollector(run, budget, local))
+        registry.register(RunCollector(run, budget, local, checkpoints))
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         application = _guarded(make_wsgi_app(registry), token)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps import _kernels
+from pyps.checkpoint import CheckpointFolder
 from pyps.checksum import checksum_of
 from pyps.core.membership import Member
 from pyps.core.shard import Shard
@@ -29,7 +30,7 @@ class Addresses:
     metrics: str
 
 
-def status_of(run: Run, addresses: Addresses, *, checkpoint: str) -> pb.Status:
+def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | None) -> pb.Status:
     """The server at a glance."""
     status = pb.Status(
         software=SOFTWARE,
@@ -43,7 +44,9 @@ def status_of(run: Run, addresses: Addresses, *, checkpoint: str) -> pb.Status:
         data_address=addresses.data,
         control_address=addresses.control,
         metrics_address=addresses.metrics,
-        checkpoint=checkpoint,
+        checkpoint="" if checkpoints is None else str(checkpoints.newest or ""),
+        checkpoint_failure="" if checkpoints is None else checkpoints.failure,
+        durable_version=run.durable_version,
         workers_alive=run.membership.num_alive,
         roster=run.roster.workers,
         workers_missing=run.roster.missing,

@@ -18,15 +18,18 @@ T = TypeVar("T")
 class Workbench:
     """Runs work so that the event loop is never held up for long."""
 
-    def __init__(self, executor: Executor):
+    def __init__(self, executor: Executor, *, logged: bool = False):
+        """`logged` where each push is written to a disk, for which an event loop must not wait."""
         self.executor = executor
+        self._inline_bytes_max = 0 if logged else INLINE_BYTES_MAX
 
     def is_little(self, num_bytes: int, shards: Iterable[Shard] = ()) -> bool:
         """Whether work on that many bytes, under these shards' locks, may be done on the event loop.
 
         Who takes a lock may have to wait for an update of all the gradients that wait there, or has to make it.
         """
-        return num_bytes < INLINE_BYTES_MAX and num_bytes + sum([s.pending_bytes for s in shards]) < INLINE_BYTES_MAX
+        most = self._inline_bytes_max
+        return num_bytes < most and num_bytes + sum([s.pending_bytes for s in shards]) < most
 
     async def compute(self, num_bytes: int, work: Callable[[], T], *, shards: Iterable[Shard] = ()) -> T:
         """Runs work on that many bytes: here when it is little, else on a thread."""

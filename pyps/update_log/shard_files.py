@@ -12,6 +12,7 @@ import numpy as np
 
 from pyps import logs
 from pyps.checkpoint import RunHeader
+from pyps.checkpoint.disk import create
 from pyps.checksum import quick_checksum_of
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Gradient
@@ -61,7 +62,7 @@ class ShardFiles:
         self._lines = _create(path)
         self.path = Path(self._lines.name)
         self._budget = budget
-        self._payloads = self.path.with_suffix(".payloads").open("xb") if budget is not None else None
+        self._payloads = create(self.path.with_suffix(".payloads")) if budget is not None else None
         self._offset = 0
         self._roster: Roster | None = None
         # A push whose update is being made.
@@ -169,7 +170,7 @@ def _create(path: Path) -> BinaryIO:
     for number in range(1, 10_000):
         try:
             free = path if number == 1 else path.with_stem(f"{path.stem}.{number}")
-            return free.open("xb")
+            return create(free)
         except FileExistsError:
             continue
     raise UpdateLogError(f"{path} and 9,998 like it exist already: name another --update-log")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pyps.checkpoint import RunHeader
+from pyps.checkpoint.disk import FOLDER_MODE
 from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
@@ -34,7 +35,7 @@ class UpdateLog:
         shards and for the life of this object; beyond it no gradient is kept any more, with one warning.
         """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         except OSError as error:
             raise UpdateLogError(f"the update log's folder {folder} cannot be used: {error.strerror}") from None
         self._folder = folder
@@ -52,7 +53,7 @@ class UpdateLog:
         # Those of earlier lives of the server.
         before = set(folder.iterdir()) if folder.is_dir() else None
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
             for shard_id, shard in shards.items():
                 self._files[shard_id] = ShardFiles(folder / f"shard-{shard_id:06d}.jsonl", self._budget)
                 self._files[shard_id].begin(header, shard)

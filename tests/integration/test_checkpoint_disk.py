@@ -1,19 +1,31 @@
-"""Checkpoints where the disk has no room: one error, and the run goes on."""
+"""Checkpoints that cannot be written, or take long: one error, and the run goes on."""
 
 from __future__ import annotations
 
 import os
 import resource
+import stat
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 
-from pyps.checkpoint import Checkpoint
+from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
+from pyps.checkpoint.disk import Disk
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess, inspect
+from support import (
+    DEADLINE_SECONDS,
+    ServerProcess,
+    ServerThread,
+    events_of,
+    inspect,
+    status_of,
+    wait_for_event,
+    wait_until,
+)
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerProcess]
@@ -58,14 +70,110 @@ def check_full_disk(start_server_process: Start, folder: Path, *, make_room: Cal
             resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
         with pytest.raises(grpc.RpcError) as refused:
             inspect(server.control, "SaveCheckpoint")
-        assert "checkpoint-00000002 could not be written" in refused.value.details()
+        assert f"no checkpoint could be written in {folder}" in refused.value.details()
         assert f"the run goes on, {first} stays the newest" in refused.value.details()
+        status = inspect(server.control, "GetStatus")
+        assert status.checkpoint_failure == refused.value.details()
+        assert (status.durable_version, status.version_min) == (1, 1)
         # The run is none the worse, the older checkpoint whole, and nothing half-written lies about.
-        assert worker.push(worker.push_request(1.0, base_version=1))[0].version_after == 2
+        receipt = worker.push(worker.push_request(1.0, base_version=1))[0]
+        assert (receipt.version_after, receipt.durable_version) == (2, 1)
         assert [path.name for path in folder.iterdir() if path.is_dir()] == ["checkpoint-00000001"]
         assert Checkpoint(Path(first)).load().shards[0].version == 1
         make_room(server)
         second = inspect(server.control, "SaveCheckpoint").path
         assert Checkpoint(Path(second)).load().shards[0].version == 2
+        assert inspect(server.control, "GetStatus").checkpoint_failure == ""
+        told = events_of(server, "checkpoint")
+        assert len(told) == 2 and "checkpoints can be written again" in told[1]
     assert server.terminate() == 0
     assert "Traceback" not in server.output()
+
+
+def test_a_folder_that_is_gone_ends_no_server_and_is_taken_again_once_it_is_back(
+    start_server: Callable[..., ServerThread], tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    server = start_server("--checkpoint-dir", str(folder), "--checkpoint-seconds", "0.1")
+    with WireWorker(server.data) as worker:
+        worker.join()
+        wait_until(lambda: status_of(server).checkpoint, what="the first checkpoint")
+        folder.rename(tmp_path / "away")
+        wait_until(lambda: "the folder is gone, make it" in status_of(server).checkpoint_failure, what="the failure")
+        assert worker.push(worker.push_request(1.0))[0].version_after == 1
+        folder.mkdir()
+        wait_for_event(server, "checkpoint", "checkpoints can be written again")
+        with pytest.raises(CheckpointError, match="in use by"):
+            CheckpointFolder(folder)
+    assert len(events_of(server, "checkpoint")) == 2, "an outage is told once"
+
+
+class SlowDisk:
+    """A disk that takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+
+    def sync(self, disk: Disk, file: object) -> None:
+        self.asked.set()
+        assert self.goes_on.wait(DEADLINE_SECONDS), "the test never let the disk go on"
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk()
+    monkeypatch.setattr(Disk, "sync", lambda *arguments: disk.sync(*arguments))
+    yield disk
+    disk.goes_on.set()
+
+
+def test_leases_end_while_a_checkpoint_is_written(
+    start_server: Callable[..., ServerThread], tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    often = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "0.1")
+    server = start_server(*often, "--lease-seconds", "1", "--heartbeat-seconds", "0.3")
+    with WireWorker(server.data) as worker:
+        worker.join()
+        assert slow_disk.asked.wait(DEADLINE_SECONDS)
+        wait_for_event(server, "expired")
+        slow_disk.goes_on.set()
+
+
+def test_the_end_takes_no_longer_than_it_may_whatever_holds_it_up(
+    start_server: Callable[..., ServerThread], tmp_path: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--drain-seconds", "0.5")
+    with WireWorker(server.data) as worker:
+        worker.join()
+    stopping = threading.Thread(target=server.stop)
+    stopping.start()
+    wait_until(lambda: statuses == [1], what="the end")
+    assert "the end took too long" in server.output()
+    slow_disk.goes_on.set()
+    stopping.join(DEADLINE_SECONDS)
+
+
+def test_a_model_and_its_logs_are_their_owner_s_alone(
+    start_server: Callable[..., ServerThread], tmp_path: Path
+) -> None:
+    told = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--update-log", str(tmp_path / "log"))
+    server = start_server(*told, "--log-gradients")
+    with WireWorker(server.data) as worker:
+        worker.join()
+        inspect(server.control, "SaveCheckpoint")
+    paths = [path for name in ("checkpoints", "log") for path in (tmp_path / name, *(tmp_path / name).rglob("*"))]
+    assert len(paths) > 8
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_the_lock_of_a_folder_follows_no_link(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
+    victim.write_text("precious", encoding="utf-8")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        CheckpointFolder(folder)
+    assert victim.read_text(encoding="utf-8") == "precious"

@@ -22,6 +22,8 @@ FAMILIES = {
     "pyps_info": "gauge",
     "pyps_run_state": "gauge",
     "pyps_epoch": "gauge",
+    "pyps_checkpoint_failures": "counter",
+    "pyps_durable_version": "gauge",
     "pyps_workers": "gauge",
     "pyps_workers_alive": "gauge",
     "pyps_workers_sharing_memory": "gauge",

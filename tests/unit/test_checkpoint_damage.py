@@ -101,6 +101,23 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
     stuck.close()
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class KeepsOld(Disk):
+        def rename(self, old: Path, new: Path) -> None:
+            if new.name.startswith(".old"):
+                raise OSError(30, os.strerror(30))
+            super().rename(old, new)
+
+    folder = CheckpointFolder(tmp_path / "server-0", keep=1, disk=KeepsOld())
+    write_checkpoint(folder)
+    newest = write_checkpoint(folder)
+    assert folder.newest == newest and Checkpoint(newest).load()
+    assert "an old checkpoint could not be removed" in caplog.text
+    folder.close()
+
+
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
     path = write_checkpoint(folder) / "manifest.json"
     manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 3}
