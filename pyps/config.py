@@ -293,16 +293,17 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         except ValueError as error:
             text = f"{origin('stop_after')} is {config.stop_after!r}, but must be {error}"
             raise ConfigError(text) from None
-        if config.protocol == Sandblaster.name and not config.stop_after.startswith("seconds="):
-            raise ConfigError(
-                f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "
-                "be counted: give the coordinator --iterations, or stop after seconds=N"
-            )
     for name, parse in _PARSED_FURTHER.items():
         try:
             parse(config)
         except (PypsError, ValueError) as error:
             raise ConfigError(f"{origin(name)} cannot be used: {error}") from None
+    coordinated = config.behaviour.aggregation.name == Sandblaster.name
+    if coordinated and config.stop_after and not config.stop_after.startswith("seconds="):
+        raise ConfigError(
+            f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "
+            "be counted: give the coordinator --iterations, or stop after seconds=N"
+        )
     if config.log_gradients and config.update_log is None:
         raise ConfigError(f"{origin('log_gradients')} needs a folder to log to: give --update-log too")
     if config.resume and config.checkpoint_dir is None:

@@ -171,7 +171,7 @@ def check_change(before: Aggregation, after: Aggregation) -> None:
     if _coordinated(after) and not _coordinated(before):
         raise BadRequest(
             f"the run trains by {before.text}, and {after.text} would end each of its workers at its next push: a "
-            f"coordinator moves the parameters then. Start the servers with --protocol {after.name} for such a run"
+            f"coordinator moves the parameters then. Keep the run's protocol, or begin another run under {after.name}"
         )
 
 

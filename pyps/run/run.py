@@ -209,6 +209,7 @@ class Run(RunFacts):
         told, kept = self.behaviour, Behaviour.parse(**header.behaviour)
         in_force = kept if told.texts == header.told else told
         handshake.check_servers(in_force.aggregation, header.num_servers)
+        handshake.check_change(kept.aggregation, in_force.aggregation)
         with self._lock:
             self.epoch = header.epoch + 1
             # Gradients that wait are settled by the protocol that kept them, should another be told now.

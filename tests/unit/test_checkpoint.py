@@ -14,9 +14,10 @@ from safetensors.numpy import load_file
 
 from pyps.checkpoint import CheckpointError, CheckpointFolder, RunHeader
 from pyps.cli.export import from_checkpoints
+from pyps.config import ServerConfig
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
-from pyps.run import RuleSettings
+from pyps.run import RuleSettings, Run
 from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch
 from pyps_wire.partition import Model, partition
 from replicas import CUT, vectors_of, whole_tensors
@@ -134,6 +135,14 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be used: Not a directory"):
         CheckpointFolder(tmp_path / "file" / "inside")
+
+
+def test_a_run_that_trains_by_pushes_is_not_resumed_under_a_coordinator(folder: CheckpointFolder) -> None:
+    write_checkpoint(folder)
+    saved = folder.resume()
+    assert saved is not None
+    with pytest.raises(BadRequest, match="trains by async, and sandblaster would end each of its workers"):
+        Run(ServerConfig(protocol="sandblaster")).restore(saved)
 
 
 def test_two_lives_of_a_server_never_serve_under_one_epoch(folder: CheckpointFolder) -> None:

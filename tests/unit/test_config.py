@@ -104,6 +104,7 @@ BAD_VALUES = [
     ({"stop_after": "updates=-1"}, {}, ["--stop-after", "'updates=-1'", "updates=N"]),
     ({"stop_after": "seconds=inf"}, {}, ["--stop-after", "seconds=N"]),
     ({"stop_after": "updates=5", "protocol": "sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
+    ({"stop_after": "updates=5", "protocol": " Sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
     ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
     ({"log_gradients": True}, {}, ["--log-gradients", "--update-log"]),
     ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
