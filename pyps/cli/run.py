@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import tomllib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +15,16 @@ import typer
 from pyps.checkpoint import newest
 from pyps.cli.expectations import Expectations
 from pyps.cli.server_flags import check_servers_flags, spelled
-from pyps.config import ConfigError
+from pyps.config import ConfigError, ServerConfig
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import PrefixedOutput, counted
 from pyps.launcher.server_output import ServerLines
 
 WAIT_SECONDS = 1.0
+# What servers get beyond the time that they take for themselves.
+STOP_SPARE_SECONDS = 10.0
+NOT_KEPT = "The model {} kept: add --checkpoint-dir FOLDER."
 LOG_VARIABLE = "PYPS_UPDATE_LOG"
 # More on one machine is a slip of the finger.
 SERVERS_MAX = 64
@@ -132,7 +136,10 @@ def run(
     }
     of_all = spelled(flags, config) + (("--log-gradients",) if log_gradients else ())
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
-    check_servers_flags({**flags, **folders, "log_gradients": log_gradients or None}, config, num_servers=servers)
+    told = check_servers_flags(
+        {**flags, **folders, "log_gradients": log_gradients or None}, config, num_servers=servers
+    )
+    kept = Kept.of(told, checkpoint_dir, num_servers=servers)
     check_worker_variables(os.environ, count=workers)
     settings = JobSettings(
         command=tuple(command),
@@ -147,6 +154,8 @@ def run(
             folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=update_log)
             for index in range(servers)
         ),
+        after_a_death=kept.after_a_death(resumed=resume),
+        server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(expected_workers or workers)
     output = PrefixedOutput(width=len(settings.process_name(workers - 1, (parts or 1) - 1)))
@@ -156,12 +165,7 @@ def run(
         announce=output.announce,
         without=lambda worker_id: expectations.lower(worker_id, [server.control for server in job.addresses]),
     )
-    with job.handle_signals(), job:
-        status = run_job(job, output, stay=not exit_when_done)
-    # The servers wrote their last checkpoints when they ended.
-    if job.workers and not (checkpoint_dir is None and keeps_checkpoints(config)):
-        output.announce(where_the_model_is(checkpoint_dir, num_servers=servers))
-    raise typer.Exit(status)
+    raise typer.Exit(run_job(job, output, stay=not exit_when_done, kept=kept))
 
 
 def folder_flags(name: str, *, checkpoint_dir: Path | None, resume: bool, update_log: Path | None) -> tuple[str, ...]:
@@ -188,8 +192,20 @@ def attention_only(output: PrefixedOutput) -> Callable[[str, str], None]:
     return line
 
 
-def run_job(job: Job, output: PrefixedOutput, *, stay: bool) -> int:
-    """Starts the job, waits for its end and returns the exit status; with `stay` the servers serve until a signal."""
+def run_job(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept) -> int:
+    """Runs the job until nothing of it is left, and says what became of the model; returns the exit status.
+
+    With `stay` the servers serve until a signal. A server that could not write its last checkpoint is a failure.
+    """
+    with job.handle_signals(), job:
+        status = _run_until_done(job, output, stay=stay, kept=kept)
+    # The servers wrote their last checkpoints when they ended.
+    if job.workers:
+        output.announce(kept.in_words(job.ended_badly))
+    return status or (1 if job.ended_badly else 0)
+
+
+def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept) -> int:
     try:
         job.start()
     except JobError as error:
@@ -204,6 +220,8 @@ def run_job(job: Job, output: PrefixedOutput, *, stay: bool) -> int:
         f"run {job.run_id}. Look inside: pyps status --servers {control}"
     )
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")
+    if not kept.folders:
+        output.announce(NOT_KEPT.format("will not be"))
     while not job.done:
         job.wait(WAIT_SECONDS)
     if stay and not job.server_died and job.signal_number is None:
@@ -222,19 +240,42 @@ def wait_for_signal(job: Job) -> None:
         job.wait(WAIT_SECONDS)
 
 
-def keeps_checkpoints(config: Path | None) -> bool:
-    """True where the servers' own file names a folder for checkpoints."""
-    return config is not None and "checkpoint_dir" in tomllib.loads(config.read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class Kept:
+    """Where a job's servers keep the model, a folder each; nowhere without --checkpoint-dir."""
 
+    # As it was named, and as each server has it.
+    folder: Path | None
+    folders: tuple[Path, ...]
 
-def where_the_model_is(folder: Path | None, *, num_servers: int) -> str:
-    """What became of the model, in one line: the command that exports it, where it was kept."""
-    if folder is None:
-        return "The model was not kept: add --checkpoint-dir FOLDER."
-    folders = [folder / f"server-{index}" for index in range(num_servers)]
-    if not all(newest(one) for one in folders):
-        return f"No model was kept in {folder}: the servers held none yet."
-    # The job's folder stands for all in it, unless an earlier job left more there.
-    named = [folder] if len(list(folder.glob("server-*"))) == num_servers else folders
-    flags = [part for one in named for part in ("--checkpoint", str(one))]
-    return f"The model was kept: {shlex.join(['pyps', 'export', 'model.safetensors', *flags])}"
+    @classmethod
+    def of(cls, told: ServerConfig, job_folder: Path | None, *, num_servers: int) -> Kept:
+        """Of servers that were told this: folders in the job's own, or the one that their file names."""
+        if job_folder is not None:
+            return cls(job_folder, tuple(job_folder / f"server-{index}" for index in range(num_servers)))
+        return cls(told.checkpoint_dir, (told.checkpoint_dir,) if told.checkpoint_dir else ())
+
+    def after_a_death(self, *, resumed: bool) -> str:
+        """What somebody may do once a server has died."""
+        if not self.folders:
+            return NOT_KEPT.format("was not")
+        # The program's own name, however it was found.
+        again = ["pyps", *sys.argv[1:2], *([] if resumed else ["--resume"]), *sys.argv[2:]]
+        return f"Go on from the newest checkpoints: {shlex.join(again)}"
+
+    def in_words(self, ended_badly: Sequence[str]) -> str:
+        """What became of the model, in one line: the command that exports it, where it was kept."""
+        if self.folder is None:
+            return NOT_KEPT.format("was not")
+        found = [checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))]
+        missing = f"{', '.join(ended_badly)} ended without the last checkpoint (the lines above say why)"
+        if len(found) < len(self.folders):
+            return f"No model was kept in {self.folder}: {missing if ended_badly else 'the servers held none yet'}."
+        # The job's folder stands for all in it, unless an earlier job left more there.
+        in_one = self.folders == (self.folder,) or {*self.folder.glob("server-*")} == {*self.folders}
+        flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
+        command = shlex.join(["pyps", "export", "model.safetensors", *flags])
+        if ended_badly:
+            versions = {checkpoint.version_max for checkpoint in found if checkpoint.versions}
+            return f"{missing}; kept is what was there up to version {max(versions, default=0)}: {command}"
+        return f"The model was kept: {command}"

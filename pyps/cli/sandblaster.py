@@ -14,12 +14,12 @@ from pyps.cli.coordination.link import PROTOCOL
 from pyps.cli.expectations import Expectations
 from pyps.cli.run import (
     SERVERS_MAX,
+    STOP_SPARE_SECONDS,
     WORKERS_MAX,
+    Kept,
     attention_only,
     folder_flags,
-    keeps_checkpoints,
     run_job,
-    where_the_model_is,
 )
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
@@ -100,7 +100,8 @@ def sandblaster(
         "expected_workers": str(workers),
     }
     folder = "" if checkpoint_dir is None else str(checkpoint_dir)
-    check_servers_flags({**server_flags, "checkpoint_dir": folder}, config, num_servers=servers)
+    told = check_servers_flags({**server_flags, "checkpoint_dir": folder}, config, num_servers=servers)
+    kept = Kept.of(told, checkpoint_dir, num_servers=servers)
     check_worker_variables(os.environ, count=workers)
     settings = JobSettings(
         command=worker_command(command),
@@ -114,6 +115,8 @@ def sandblaster(
             for index in range(servers)
         ),
         coordinator_flags=flags.spelled_coordination(coordination),
+        after_a_death=kept.after_a_death(resumed=resume),
+        server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(workers)
     output = PrefixedOutput(width=max(len(coordinator.NAME), len(f"worker-{workers - 1}")))
@@ -123,12 +126,7 @@ def sandblaster(
         announce=output.announce,
         without=lambda worker_id: expectations.lower(worker_id, [server.control for server in job.addresses]),
     )
-    with job.handle_signals(), job:
-        status = run_job(job, output, stay=not exit_when_done)
-    # The servers wrote their last checkpoints when they ended.
-    if job.workers and not (checkpoint_dir is None and keeps_checkpoints(config)):
-        output.announce(where_the_model_is(checkpoint_dir, num_servers=servers))
-    raise typer.Exit(status)
+    raise typer.Exit(run_job(job, output, stay=not exit_when_done, kept=kept))
 
 
 def worker_command(command: list[str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pyps.config import ConfigError, flag_name, resolve
+from pyps.config import ConfigError, ServerConfig, flag_name, resolve
 from pyps.run.handshake import check_servers
 from pyps_wire.errors import BadRequest
 
@@ -18,8 +18,11 @@ def spelled(settings: Mapping[str, str], config: Path | None = None) -> tuple[st
     return (*given, *(("--config", str(config)) if config else ()))
 
 
-def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int) -> None:
-    """Raises ConfigError for what every server would refuse at its start, or the run once it has all its servers."""
+def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int) -> ServerConfig:
+    """What every server is told, by flags, file and environment.
+
+    Raises ConfigError for what every server would refuse at its start, or the run once it has all its servers.
+    """
     given = {name: value for name, value in settings.items() if value not in ("", None)}
     # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
     ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
@@ -28,3 +31,4 @@ def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None,
         check_servers(resolved.behaviour.aggregation, num_servers)
     except BadRequest as error:
         raise ConfigError(str(error)) from None
+    return resolved

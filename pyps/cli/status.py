@@ -203,7 +203,8 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "workers waited": f"{_seconds(status.blocked_seconds)} in all" if status.blocked_seconds else "",
         "received, sent": f"{in_bytes(status.bytes_in)}, {in_bytes(status.bytes_out)}",
         "up for": _seconds(status.uptime_seconds),
-        "checkpoint": status.checkpoint or "none",
+        "checkpoint": f"{status.checkpoint}, version {status.durable_version}" if status.checkpoint else "none",
+        "not written": status.checkpoint_failure,
     }
 
 

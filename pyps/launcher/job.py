@@ -136,6 +136,11 @@ class Job:
             return 128 + self.signal_number
         return self.exit_status_of_workers()
 
+    @property
+    def ended_badly(self) -> list[str]:
+        """The servers that ended with an error, or were killed; what they held last may not be kept."""
+        return [server.name for server in self.servers if server.returncode]
+
     def exit_status_of_workers(self) -> int:
         """0 when every worker finished with 0, a coordinator too, and no server died, else 1."""
         succeeded = bool(self.workers) and all(worker.returncode == 0 for worker in self.workers)
@@ -271,7 +276,10 @@ class Job:
                 self.server_died = True
             if child.returncode != 0 and self.addresses:
                 # Before all serve, `start` says so.
-                self._announce(f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards.")
+                self._announce(
+                    f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
+                    f" {self.settings.after_a_death}".rstrip()
+                )
             return
         there_is_a_run = all(server.running for server in self.servers)
         self._replicas.ended(child, may_restart=there_is_a_run and not self.done)

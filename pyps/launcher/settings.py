@@ -29,6 +29,8 @@ class JobSettings:
     each_server_flags: tuple[tuple[str, ...], ...] = ()
     # Flags of `pyps coordinate`; None for a job without a coordinator.
     coordinator_flags: tuple[str, ...] | None = None
+    # What somebody may do once a server has died, in a sentence.
+    after_a_death: str = ""
     # How long a server may take to serve, and workers and servers to end after they were asked to.
     start_seconds: float = 60.0
     worker_stop_seconds: float = 10.0

@@ -56,6 +56,8 @@ def test_all_workers_finish_and_the_job_ends_with_status_0(start_python: Start) 
     assert re.search(r"pyps export FILE --servers 127\.0\.0\.1:\d+,127\.0\.0\.1:\d+$", output, re.M)
     assert not re.search(r"^server-", output, re.M), "nothing happened to the servers"
     assert output.endswith("| The model was not kept: add --checkpoint-dir FOLDER.\n")
+    told = output.index("| The model will not be kept: add --checkpoint-dir FOLDER.\n")
+    assert told < output.index("finished after"), "told at the start too"
 
 
 def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
@@ -64,11 +66,12 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     """With all that one may want of its servers: what each says, and an update log of its own."""
     code = (
         "import numpy, os, pyps_client\n"
-        "with pyps_client.Client({'w': numpy.zeros(4096, numpy.float32)}) as client:\n"
+        "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
         "    print('run', os.environ['PYPS_RUN_ID'], 'w', client.pull()['w'][0])\n"
-        "    client.push({'w': numpy.ones(4096, numpy.float32)})\n"
+        "    client.push({'w': numpy.ones(4, numpy.float32)})\n"
     )
     folder = tmp_path / "my checkpoints"
+    # The model has one shard: a server holds none, and says so in its checkpoint.
     flags = ("--servers", "2", "--checkpoint-dir", str(folder))
     training = ("--clip-norm", "100", "--epoch-examples", "100", "--batch-growth", "start=8,maximum=64")
     logs = ("--verbose", "--update-log", str(tmp_path / "logs"), "--log-gradients", "--stall-seconds", "20")
@@ -84,12 +87,30 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     export = start_python("-m", *command[:2], str(model), *command[3:])
     assert export.wait() == 0, export.output()
     exported = load_file(model)["w"]
-    assert exported.shape == (4096,) and (exported == exported[0]).all() and exported[0] < 0
+    assert exported.shape == (4,) and (exported == exported[0]).all() and exported[0] < 0
 
     second = run(start_python, *flags, "--resume", code=code)
 
     assert second.wait() == 0
     assert f"run mine w {exported[0]!s}\n" in second.output()
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
+    start_python: Start, tmp_path: Path
+) -> None:
+    code = (
+        "import numpy, pathlib, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
+        "    client.push({'w': numpy.ones(4, numpy.float32)})\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'kept/server-0').rename({str(tmp_path / 'away')!r})\n"
+    )
+    launcher = run(start_python, "--checkpoint-dir", str(tmp_path / "kept"), code=code)
+    assert launcher.wait() == 1
+    assert re.search(r"server-0 \| .* the folder is gone, make it again", launcher.output())
+    assert launcher.output().endswith(
+        f"No model was kept in {tmp_path / 'kept'}: server-0 ended without the last checkpoint"
+        " (the lines above say why).\n"
+    )
 
 
 def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_is_not_said_to_hold_one(
@@ -197,15 +218,21 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Star
     )
 
 
-def test_a_server_that_dies_ends_the_run(start_python: Start) -> None:
-    launcher = run(start_python, "--servers", "2", code=WAITING)
+def test_a_server_that_dies_ends_the_run(start_python: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=WAITING)
     launcher.wait_for_output("ready worker-0")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
 
     servers_of(launcher)[0].kill()
 
     assert launcher.wait() == 1
-    assert re.search(r"server-\d was killed by SIGKILL: the run cannot go on", launcher.output())
+    [again] = re.findall(
+        r"server-\d was killed by SIGKILL: the run cannot go on without its shards\."
+        r" Go on from the newest checkpoints: (.*)",
+        launcher.output(),
+    )
+    assert shlex.split(again)[:6] == ["pyps", "run", "--resume", "--servers", "2", "--checkpoint-dir"]
     assert_gone(everybody)
 
 
