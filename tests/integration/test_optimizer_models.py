@@ -13,6 +13,8 @@ from pyps_client import RemoteOptimizer
 from pyps_client.data import count_examples
 from support import status_of
 from training import backward, batches, flat, gradients_of, mlp, parameters_of
+from pyps_wire.errors import BadRequest
+from training import backward, batches, flat, gradients_of, mlp, parameters_of, status
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
@@ -190,3 +192,41 @@ def test_read_my_writes_trains_between_rare_pushes_as_torch_alone(start_server) 
                 backward(module, batch)
                 its.step()
             np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_between_steps_is_told_once(
+    start_server, caplog
+) -> None:
+    saved = mlp(seed=1).state_dict()
+    model = mlp()
+    optimizer = remote(model, start_server())
+    model.load_state_dict(saved)
+    backward(model, next(batches(1)))
+    with pytest.raises(BadRequest, match=r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer was"):
+        optimizer.step()
+    optimizer.close()
+
+    model = mlp()
+    with remote(model, start_server()) as optimizer:
+        for batch in batches(3):
+            backward(model, batch)
+            optimizer.step()
+            with torch.no_grad():
+                model[2].weight.clamp_(-0.01, 0.01)
+    told = [record.getMessage() for record in caplog.records if "were written between two steps" in record.getMessage()]
+    assert len(told) == 1
+    assert "(2.weight)" in told[0]
+
+
+def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, caplog) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4, max_norm=0.1), torch.nn.Linear(4, 2))
+    server = start_server()
+    # A later worker's own parameters give way to the run's, and steps of its own between pulls are its own.
+    for worker_id in ("first", "later"):
+        with remote(model, server, run_id="r", worker_id=worker_id, pull_every=2, overlap="step") as optimizer:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.tensor([1, 2])).sum().backward()
+                optimizer.step()
+    assert not [record for record in caplog.records if "written" in record.getMessage()]

@@ -35,6 +35,7 @@ from pyps_client.torch.pinned import PinnedPages
 from pyps_client.torch.rates import RateChanges
 from pyps_client.torch.screen import Screen
 from pyps_client.torch.shared_buffers import SharedBuffers
+from pyps_client.torch.written import Written
 from pyps_client.work import LeaseCall
 from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
 from pyps_wire.errors import RunFinished
@@ -82,6 +83,7 @@ class Downpour:
         # What lands beside the computation must not be in the model at once.
         self._parameters = ParameterBuffer(layout, lent.parameters, alias=not overlaps, private=lent.private)
         self._local = LocalSteps(layout, self._parameters)
+        self._written = Written(layout)
         self._blocking = None if overlaps else BlockingLink(session, self._parameters)
         self._link: Link = self._blocking or ThreadedLink(
             session, self._parameters, GradientBuffer(layout, lent.gradients[1], codec=lent.converted_to)
@@ -136,11 +138,14 @@ class Downpour:
 
     def step(self, gradients: Sequence[torch.Tensor | None], *, example_count: int = 0) -> None:
         """Takes one minibatch's gradients, one entry a parameter; None where there is none."""
+        self._written.check(is_first=self.steps == 0)
         try:
             with torch.no_grad():
                 self._step(gradients, example_count)
         except RunFinished:
             self._finished = True
+        finally:
+            self._written.note()
         if self.finished and not self._settled:
             self._settle()
 
@@ -152,6 +157,7 @@ class Downpour:
         """Takes a step without a minibatch, where others wait for each worker's steps."""
         try:
             if self._session.current_version_only or self._session.ask_to_proceed:
+                self._written.check(is_first=self.steps == 0)
                 with torch.no_grad():
                     self._idle()
         except RunFinished:
@@ -180,6 +186,7 @@ class Downpour:
         """Asks for a portion; the parameters come with it where one mutex is held for both, and no gradient gathers."""
         if self._blocking is None or not self._session.gives_out_data or self._gradients.minibatch_count:
             return ask(None)
+        self._written.check(is_first=self.steps == 0)
         with torch.no_grad():
             try:
                 return self._blocking.lease(ask)
@@ -373,6 +380,7 @@ class Downpour:
             self._local.reapply(self._gradients, [*own, -1.0])
         if self._buffers is not None:
             self._buffers.pulled()
+        self._written.note()
         self._versions = versions
         self._steps_since_pull = 0
         return True

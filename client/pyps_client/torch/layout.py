@@ -58,6 +58,8 @@ class Layout:
     names: Mapping[int, str]
     # Tensors that stay in their own memory, as they are parts of something: blocks of a parameter, a DTensor's.
     apart: frozenset[int] = frozenset()
+    # Tensors that their own modules write in each forward pass, as Embedding(max_norm=...).
+    shortened: frozenset[int] = frozenset()
 
     @property
     def kinds(self) -> tuple[int, ...] | None:
@@ -107,6 +109,9 @@ def plan(
             offsets.append(offset)
             offset += buffer.numel()
     _refuse_overlaps(parameters, [tensor.name for tensor in tensors])
+    shortened = {
+        id(getattr(part, "weight", None)) for part in module.modules() if getattr(part, "max_norm", None) is not None
+    }
     return Layout(
         model=Model(tuple(tensors), shard_size=shard_size),
         parameters=tuple(parameters),
@@ -114,6 +119,7 @@ def plan(
         blocks=blocks_of(tensors, parameters, offsets),
         first_buffer=first_buffer,
         names={id(tensor): spec.name for tensor, spec in zip(parameters, tensors, strict=True)},
+        shortened=frozenset(index for index, parameter in enumerate(parameters) if id(parameter) in shortened),
     )
 
 

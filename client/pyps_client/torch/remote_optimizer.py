@@ -49,8 +49,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         optimizer = RemoteOptimizer(model, torch.optim.Adam(model.parameters(), lr=0.001), servers="host:7610")
 
     The constructor joins the run and brings its parameters into the model; from then on parameters change
-    inside `step` only. Change none yourself: what is written through `.data`, which torch does not notice, stays
-    where a shard gets no newer version. The learning rate may be moved, by torch's schedulers or by hand, on the
+    inside `step` only. Change none yourself: what is written before the first step is refused, what is written later
+    is overwritten, and what is written through `.data`, which torch does not notice, stays where a shard gets no newer
+    version. The learning rate may be moved, by torch's schedulers or by hand, on the
     worker that owns the schedule; nothing else of the settings may. Not trained, and each worker's own:
     parameters that are not the optimizer's.
     """

@@ -115,3 +115,4 @@ class ReplicaDownpour(Downpour):
         if self._brought:
             self._brought = False
             self._replica.spread(self._cut.arrangement.copies, self._cut.claimed.local)
+            self._written.note()

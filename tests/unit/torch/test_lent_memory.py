@@ -153,6 +153,7 @@ def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> No
 def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> None:
     """As where pulled parameters are copied into the model, though no newer ones came."""
     worker = Worker()
+    worker.step(1.0)
     with torch.no_grad():
         worker.model.weight.fill_(9.0)
     worker.downpour.step([None])
