@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from pyps_client.launch import torchrun_place
 from pyps_client.portions import Portions as Portions
 from pyps_wire.errors import BadRequest
 
@@ -53,8 +54,12 @@ def worker_sampler(
     """A sampler of this worker's part of a dataset.
 
     `index` and `count` say which worker of how many this is; by default PYPS_WORKER_INDEX and
-    PYPS_WORKER_COUNT say so, and without them there is one worker. `seed` must be the same in all workers.
+    PYPS_WORKER_COUNT say so, or else torchrun does, and without them there is one worker. `seed` must be the same in
+    all workers.
     """
+    torchrun = torchrun_place(os.environ)
+    if torchrun and index is None and count is None:
+        index, count = torchrun
     index = _place("PYPS_WORKER_INDEX", index)
     count = _place("PYPS_WORKER_COUNT", count)
     if (index is None) != (count is None):

@@ -39,7 +39,8 @@ class Launch:
     run_id: str = ""
     # Unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
     worker_id: str = ""
-    # This worker's place among the run's workers, from 0, for dividing data. None when nobody said.
+    # This worker's place among the run's workers, from 0, for dividing data: torchrun's where PYPS_ variables say
+    # nothing of the worker. None when nobody said.
     worker_index: int | None = None
     worker_count: int | None = None
     # The processes of this worker, each with a part of the model (model parallelism).
@@ -94,10 +95,28 @@ class Launch:
                 f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}."
             )
         settings = _from_variables(env, but=given) | given
+        torchrun = torchrun_place(env)
+        if torchrun and not settings.keys() & {"worker_id", "worker_index", "worker_count"}:
+            settings["worker_index"], settings["worker_count"] = torchrun
+            # Several torchruns may train in one run, and each counts from 0.
+            settings["worker_id"] = _default_worker_id(None)
         settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
         if "token" not in given:
             settings["token"] = read_token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
         return cls(**settings)
+
+
+def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """This process's number and how many there are, where torchrun started several and no name of a worker was set.
+
+    Who names a worker, as for the processes of a replica, says its place too. RANK without torchrun is none of ours.
+    """
+    if any(environment.get(name) for name in ("PYPS_WORKER_ID", "PYPS_WORKER_INDEX", "PYPS_WORKER_COUNT")):
+        return None
+    rank, size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
+    if "TORCHELASTIC_RUN_ID" not in environment or not (rank.isdecimal() and size.isdecimal()) or int(size) < 2:
+        return None
+    return int(rank), int(size)
 
 
 def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:

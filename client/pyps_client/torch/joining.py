@@ -16,7 +16,7 @@ from pyps_client.peers import ALONE, agreed, led
 from pyps_client.session import Session
 from pyps_client.torch.cut_layout import Cut, CutRates, gradients_of, layout_of, settings_of
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.layout import Layout, named_groups, plan
+from pyps_client.torch.layout import Layout, named_groups, plain_name, plan
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.parameter_buffer import initial_values
 from pyps_client.torch.rates import GroupRates, LocalRates
@@ -180,6 +180,36 @@ def common_of(
         "PYPS_WORKER_ID": launch.worker_id,
         "PYPS_WORKER_INDEX": launch.worker_index,
     }
+
+
+def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Module:
+    """The model itself, of one that torch wraps for training by several processes, who must then be one worker.
+
+    Refuses what averages gradients among workers that would each push the average, and what cuts parameters unseen.
+    """
+    is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    inner: Any = model.module if is_wrapped else model
+    for part in model.modules():
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise BadRequest(
+                "The model is a FullyShardedDataParallel, whose parameters are nameless pieces: cut it with "
+                "fully_shard or parallelize_module, and give RemoteOptimizer replica=Replica()."
+            )
+        if not isinstance(part, torch.nn.parallel.DistributedDataParallel) or part.process_group.size() == 1:
+            continue
+        ranks = torch.distributed.get_process_group_ranks(part.process_group)
+        if replica is None or not set(ranks) <= set(replica.ranks):
+            raise BadRequest(
+                f"The model is a DistributedDataParallel, whose {len(ranks)} processes average their gradients: each "
+                "would push the average, and a step count that often. Leave DistributedDataParallel out, so that each "
+                "process is a worker, or give RemoteOptimizer replica=Replica() with all of them: one worker together."
+            )
+        if len(ranks) == replica.count:
+            alike = {id(parameter) for parameter in part.parameters()}
+            named = inner.named_parameters()
+            replica.hold_alike(plain_name(name) for name, parameter in named if id(parameter) in alike)
+    whole: torch.nn.Module = inner
+    return whole
 
 
 def check_replica(replica: Replica | None, *, overlap: str, buffers: str, read_my_writes: bool) -> None:

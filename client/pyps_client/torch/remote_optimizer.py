@@ -15,7 +15,7 @@ from pyps_client.log import logger
 from pyps_client.peers import ALONE, agreed
 from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.joining import Joining, check_replica, common_of, worker_of
+from pyps_client.torch.joining import Joining, check_replica, common_of, unwrapped, worker_of
 from pyps_client.torch.model_state import tell_unshared, whole_state
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
@@ -137,6 +137,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 )
             return translation, translate(optimizer), pace, launch
 
+        model = agreed(replica or ALONE, lambda: unwrapped(model, replica))
         # What one process of a replica was told wrong all of them refuse.
         translation, settings, pace, launch = agreed(replica or ALONE, checked)
         self._groups_are_fixed = False

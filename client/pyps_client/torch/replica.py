@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -101,6 +101,10 @@ class Replica:
     def bind(self, name: str) -> None:
         """Sets the replica's name, for messages."""
         self.name = name
+
+    def hold_alike(self, names: Iterable[str]) -> None:
+        """Adds parameters that all processes hold alike, with the same gradients, as DistributedDataParallel's."""
+        self.replicated |= frozenset(names)
 
     def tell(self, word: T) -> T:
         """Returns the leader's word, in all processes; what the others give is not used."""

@@ -31,8 +31,8 @@ class Written:
         if is_first:
             raise BadRequest(
                 f"Parameters ({names[0]}{others}) were written after RemoteOptimizer was made, and would be "
-                "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which gives a new run "
-                "the first worker's parameters. A run that has begun keeps its own (pyps serve --resume)."
+                "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which gives "
+                "a new run the first worker's parameters. A run that has begun keeps its own (pyps serve --resume)."
             )
         if not self._told:
             self._told = True

@@ -82,13 +82,21 @@ def test_a_token_file_that_is_named_goes_before_both_variables(tmp_path: Path) -
     assert Launch.from_environment("b:2", token_file=path, environment=environment).token == "mine"
 
 
-def test_rank_and_world_size_are_never_read() -> None:
-    environment = {"PYPS_SERVERS": "a:1", "RANK": "3", "WORLD_SIZE": "8"}
-
-    launch = Launch.from_environment(environment=environment)
-
-    assert launch.worker_index is None
-    assert launch.worker_count is None
+def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_named_the_worker() -> None:
+    ranks = {"PYPS_SERVERS": "a:1", "RANK": "3", "WORLD_SIZE": "8"}
+    torchrun = ranks | {"TORCHELASTIC_RUN_ID": "none"}
+    for environment, place in (
+        (ranks, (None, None)),
+        (torchrun, (3, 8)),
+        (torchrun | {"WORLD_SIZE": "1", "RANK": "0"}, (None, None)),
+        # The processes of a replica, which are one worker.
+        (torchrun | {"PYPS_WORKER_ID": "replica"}, (None, None)),
+        (torchrun | {"PYPS_WORKER_INDEX": "0", "PYPS_WORKER_COUNT": "2"}, (0, 2)),
+    ):
+        launch = Launch.from_environment(environment=environment)
+        assert (launch.worker_index, launch.worker_count) == place, environment
+    # Several torchruns may train in one run.
+    assert Launch.from_environment(environment=torchrun).worker_id == Launch(servers=("a:1",)).worker_id
 
 
 def test_the_token_is_not_printed() -> None:

@@ -1,0 +1,50 @@
+"""Workers that torchrun starts: each of its processes, or all of them together by DistributedDataParallel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from replica_jobs import RUN_ID, ReplicaJob, serve
+from training import status, workers
+
+SCRIPT = str(Path(__file__).resolve().parent.parent / "torchrun_script.py")
+
+
+def torchrun(start_python, how: str, servers: str) -> str:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, how, servers)
+    process = start_python(*command, env={"PYPS_RUN_ID": RUN_ID})
+    assert process.wait(60) == 0, process.output()
+    output: str = process.output()
+    return output
+
+
+@pytest.mark.extended
+def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(start_server, start_python) -> None:
+    server = start_server()
+    output = torchrun(start_python, "each", server.data)
+    assert "read [0, 2, 4, 6]" in output
+    assert "read [1, 3, 5, 7]" in output
+    assert len(workers(server)) == 2
+    assert status(server).version_max == 8
+
+
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.extended)])
+def test_the_processes_of_a_ddp_model_are_one_worker_with_a_replica_and_refused_without(
+    start_server, start_python, by_torchrun
+) -> None:
+    (server,) = serve(start_server, 1)
+    if by_torchrun:
+        output = torchrun(start_python, "ddp", server.data)
+    else:
+        output = "".join(ReplicaJob(start_python, [server], "ddp", server.data, script=SCRIPT).ended_well())
+    assert output.count("refused: ") == 2
+    torch.manual_seed(0)
+    before = torch.nn.Linear(4, 2).weight[0, 0].item()
+    # Each step moves by the mean of both ranks' gradients, once: 0.5, 2.5, 4.5, 6.5.
+    found = [float(number) for number in re.findall(r"weight (\S+)", output)]
+    assert found == [pytest.approx(before - 0.1 * 14, abs=2e-4)] * 2
+    assert status(server).version_max == 4
