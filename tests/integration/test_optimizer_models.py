@@ -230,3 +230,30 @@ def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, cap
                 model(torch.tensor([1, 2])).sum().backward()
                 optimizer.step()
     assert not [record for record in caplog.records if "written" in record.getMessage()]
+
+
+def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses(start_server, caplog) -> None:
+    model, twin = mlp(), mlp()
+    local = torch.optim.SGD(twin.parameters(), lr=0.1)
+    data = list(batches(3))
+    torch.set_default_dtype(torch.float64)
+    # As a GPU would be: nothing made there without being asked could be read.
+    torch.set_default_device("meta")
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            with remote(model.to(dtype), start_server(), gradient_dtype="bfloat16") as optimizer:
+                for inputs, classes in data:
+                    backward(model, (inputs.to(dtype), classes))
+                    optimizer.step()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    told = [record.getMessage() for record in caplog.records if "float64" in record.getMessage()]
+    assert told == [
+        "0.weight and 5 more are float64, but servers hold and update float32: the model's numbers are float32's after "
+        "each pull."
+    ]
+    for batch in 3 * data:
+        backward(twin, batch)
+        local.step()
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=5e-3)

@@ -231,7 +231,7 @@ class GradientBuffer:
         """The block's own flat buffer; None where gradients gather right in the group's vector on the host."""
         if block.device.type == "cpu" and self._dtype == torch.float32:
             return None
-        return torch.zeros(block.length, device=block.device)
+        return torch.zeros(block.length, dtype=torch.float32, device=block.device)
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

@@ -35,6 +35,17 @@ def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
     _tell(parameters, "parameter", "give the optimizer all parameters, frozen ones too, to share them")
 
 
+def tell_narrowed(layout: Layout) -> None:
+    """Says where the model's precision is more than the servers'."""
+    tensors = zip(layout.model.tensors, layout.parameters, strict=True)
+    wide = [tensor.name for tensor, parameter in tensors if parameter.dtype == torch.float64]
+    if wide:
+        logger.warning(
+            "%s%s float64, but servers hold and update float32: the model's numbers are float32's after each pull.",
+            *(wide[0], f" and {len(wide) - 1} more are" if len(wide) > 1 else " is"),
+        )
+
+
 def _tell(names: Sequence[str], kind: str, remedy: str) -> None:
     if not names:
         return

@@ -143,7 +143,7 @@ def initial_values(layout: Layout) -> Callable[[ShardRange], npt.NDArray[np.floa
 
 @torch.no_grad()
 def _values_in(layout: Layout, shard: ShardRange) -> npt.NDArray[np.float32]:
-    values = torch.empty(shard.length)
+    values = torch.empty(shard.length, dtype=torch.float32, device="cpu")
     tensors = zip(layout.model.tensors, layout.group_offsets, layout.parameters, strict=True)
     for tensor, offset, parameter in tensors:
         begin = max(offset, shard.offset)
@@ -157,7 +157,7 @@ def _values_in(layout: Layout, shard: ShardRange) -> npt.NDArray[np.float32]:
 @torch.no_grad()
 def values_of(layout: Layout) -> list[npt.NDArray[np.float32]]:
     """The model's own values, one new float32 vector a group."""
-    vectors = [torch.empty(size) for size in layout.model.group_sizes]
+    vectors = [torch.empty(size, dtype=torch.float32, device="cpu") for size in layout.model.group_sizes]
     for place, parameter in zip(places_in(layout, vectors), layout.parameters, strict=True):
         place.copy_(parameter)
     return [vector.numpy() for vector in vectors]

@@ -16,7 +16,7 @@ from pyps_client.peers import ALONE, agreed
 from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.joining import Joining, check_replica, common_of, unwrapped, worker_of
-from pyps_client.torch.model_state import tell_unshared, whole_state
+from pyps_client.torch.model_state import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
 from pyps_client.torch.replica import Replica
@@ -171,6 +171,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._downpour = self._start(downpour)
         self._begin()
         tell_unshared(model, self._layout)
+        tell_narrowed(self._layout)
         # The memory that the parameters lay in, where they lie in the session's now.
         give_back_free_memory()
 

@@ -123,7 +123,7 @@ class Replica:
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Returns each number's sum over the processes, in float64; returns once all have called it."""
-        sums = torch.tensor(numbers, dtype=torch.float64)
+        sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if self._group is not None:
             with self._as_one():
                 dist.all_reduce(sums, group=self._group)
@@ -139,7 +139,7 @@ class Replica:
             return
         for copy in copies:
             places = [None if spot is None else local[spot.claim].detach()[spot.place] for spot in copy.spots]
-            flat = torch.empty(sum(copy.sizes), dtype=torch.float32)
+            flat = torch.empty(sum(copy.sizes), dtype=torch.float32, device="cpu")
             pieces = torch.split(flat, list(copy.sizes))
             if copy.owner == self.index:
                 for piece, place in zip(pieces, places, strict=True):

@@ -20,6 +20,7 @@ from pyps_client.torch.batches import loss_function
 from pyps_client.torch.conversion import TorchConverter
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout, plan, shareable_buffers
+from pyps_client.torch.model_state import tell_narrowed
 from pyps_client.torch.parameter_buffer import ParameterBuffer, initial_values
 from pyps_client.torch.pinned import PinnedPages
 from pyps_client.torch.portion_gradient import PortionGradient
@@ -98,6 +99,7 @@ def sandblaster(
     layout = plan(model, [{"params": trained}], shard_size=shard_size)
     _warn_of_modes(model)
     _tell_left_alone(model, layout)
+    tell_narrowed(layout)
     launch = Launch.from_environment(
         servers,
         token_file=token_file,

@@ -251,10 +251,10 @@ def _refuse_cycled_momentum(param_groups: Sequence[Mapping[str, Any]], error_cla
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that has taken steps: the servers start with fresh slots."""
     for state in optimizer.state.values():
-        steps = float(state.get("step", 0)) if isinstance(state, Mapping) else 0.0
-        if steps > 0:
+        # SGD counts no steps.
+        if float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None:
             raise UnsupportedOptimizer(
-                f"The {_class_name(type(optimizer))} has taken {steps:g} steps already, and the servers "
+                f"The {_class_name(type(optimizer))} has taken steps already ({', '.join(state)}), and the servers "
                 f"cannot take over what it gathered: create a fresh optimizer for RemoteOptimizer."
             )
 

@@ -110,12 +110,14 @@ def test_a_subclass_is_refused_because_it_may_compute_something_else() -> None:
 
 
 def test_an_optimizer_that_took_steps_is_refused() -> None:
-    mine = parameters()
-    optimizer = torch.optim.Adagrad(mine)
-    mine[0].grad = torch.ones(3)
-    optimizer.step()
-    with pytest.raises(UnsupportedOptimizer, match="has taken 1 steps"):
-        translate(optimizer)
+    for optimizer, kept in ((torch.optim.Adam, "step, exp_avg"), (torch.optim.SGD, "momentum_buffer")):
+        weight = torch.nn.Parameter(torch.ones(2))
+        used = optimizer([weight], lr=0.1, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
+        translate(used)
+        weight.sum().backward()
+        used.step()
+        with pytest.raises(UnsupportedOptimizer, match=rf"has taken steps already \({kept}"):
+            translate(used)
 
 
 def assert_refused(optimizer: torch.optim.Optimizer, change, words: str) -> None:
