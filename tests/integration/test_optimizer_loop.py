@@ -1,6 +1,7 @@
 """Ordinary torch training loops run unchanged on RemoteOptimizer, through real servers."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -169,3 +170,31 @@ def test_a_script_that_says_nothing_of_its_end_leaves_as_finished_with_all_its_g
     assert process.wait() == 0, process.output()
     assert workers_of(server.control)["script"].state == "finished"
     assert status_of(server).examples == 6
+    assert workers(server)["script"].state == "finished"
+    assert status(server).examples == 6
+
+
+def test_a_state_dict_says_once_that_it_is_no_checkpoint_and_changes_nothing_in_the_run(start_server, caplog) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    server = start_server()
+    model = mlp()
+    with remote(model, server) as optimizer:
+        optimizer.load_state_dict(optimizer.state_dict())
+        saved = get_optimizer_state_dict(model, optimizer)
+        set_optimizer_state_dict(model, optimizer, saved)
+        assert not saved["state"]
+        assert status(server).version_max == 0
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert optimizer.receipts[0].rate == pytest.approx(0.1)
+    told = [record.getMessage() for record in caplog.records if "--checkpoint-dir" in record.getMessage()]
+    assert len(told) == 1
+
+
+def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> None:
+    with remote(mlp(), start_server()) as optimizer:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(BadRequest, match="no copy can be made or saved"):
+                copied(optimizer)

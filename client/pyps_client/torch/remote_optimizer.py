@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -38,6 +39,19 @@ class TrainingFinished(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+class _OnServers(defaultdict[torch.Tensor, Any]):
+    """A torch optimizer's state where servers have it: nothing.
+
+    It counts as there: torch.distributed.checkpoint would else make it by a step, of all workers, at a rate of 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
@@ -143,6 +157,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._groups_are_fixed = True
+        self.state = _OnServers()
+        self._told_of_state = False
         # The same groups, so that a scheduler that was made with the torch optimizer moves them too.
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
@@ -302,6 +318,24 @@ class RemoteOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Parameter groups, with their learning rates, and no state, which is told once: slots live on the servers."""
+        if not self._told_of_state:
+            self._told_of_state = True
+            logger.warning(
+                "optimizer.state_dict() holds settings and learning rates only: the run's parameters, and what its "
+                "optimizer has gathered, are on the servers. Keep them there with --checkpoint-dir, of `pyps serve` or "
+                "`pyps run`, and go on from them with --resume; optimizer.snapshot() is the model alone."
+            )
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses copies, by copy, deepcopy or pickle."""
+        raise BadRequest(
+            "A RemoteOptimizer is a connection to its servers, of which no copy can be made or saved: make another one "
+            "(with worker_id= of its own), save optimizer.state_dict(), or copy the model alone."
+        )
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave: parameter groups, with their learning rates. Slots live on the servers."""
         if state_dict.get("state"):
@@ -318,6 +352,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         finally:
             # The groups stay the same objects: schedulers of the torch optimizer hold them too.
             self.param_groups = groups
+            self.state = _OnServers()
         for group, of_file in zip(groups, loaded, strict=True):
             group.clear()
             group.update(of_file)
