@@ -33,7 +33,7 @@ from pyps_wire.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyps_client.torch import RemoteOptimizer, SandblasterResult, TrainingFinished, sandblaster
+    from pyps_client.torch import RemoteOptimizer, SandblasterResult, sandblaster
 
 __all__ = [
     "BadRequest",
@@ -60,14 +60,13 @@ __all__ = [
     "SettingsChanged",
     "StateLost",
     "Superseded",
-    "TrainingFinished",
     "UnsupportedOptimizer",
     "WaitTimedOut",
     "__version__",
     "sandblaster",
 ]
 
-_NEEDS_TORCH = ("RemoteOptimizer", "SandblasterResult", "TrainingFinished", "sandblaster")
+_NEEDS_TORCH = ("RemoteOptimizer", "SandblasterResult", "sandblaster")
 
 
 def __getattr__(name: str) -> Any:

@@ -274,7 +274,7 @@ class _ClientStepper:
     def finish(self) -> None:
         """Pulls are the caller's."""
 
-    def stop(self) -> None:
+    def tell_over(self) -> None:
         raise RunFinished(f"Run {self.session.run_id!r} is over: leave the loop. Pulls still work.")
 
 

@@ -40,7 +40,7 @@ class Portions:
     A loader with processes of its own fetches ahead, and cannot wait for the end of an epoch with batches on their
     way: `for x, y in loader` then may end early, and the next iteration goes on with the same epoch. `epoch` does not.
     An iteration that was broken off is continued by the next one; what it left goes back. Epochs that the run has
-    behind it, as for a worker that comes late or again, are over at once.
+    behind it, as for a worker that comes late or again, are over at once, and all of them once the run is over.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Portions:
         """Begins an iteration: settles what one that was broken off, or ran ahead, has left."""
         self._over = False
         if self._ended:
-            self._stepper.stop()
+            self._stepper.tell_over()
         self._at_hand = None
         if self._portions:
             self._stepper.flush()

@@ -47,8 +47,8 @@ class Stepper(Protocol):
     def finish(self) -> None:
         """Takes over that the run is over, and its last parameters."""
 
-    def stop(self) -> None:
-        """Raises what ends a loop that goes on although the run is over."""
+    def tell_over(self) -> None:
+        """Says that a loop goes on although the run is over: once, or by RunFinished where a push would raise it."""
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 
 from pyps_wire.errors import PypsError
 
@@ -27,7 +28,10 @@ _error: BaseException | None = None
 
 
 def install() -> None:
-    """Wraps the interpreter's hook for uncaught exceptions, once. Other errors than ours still go to the one before."""
+    """Wraps the interpreter's hook for uncaught exceptions, and sys.exit, once.
+
+    Other errors than ours still go to the hook before.
+    """
     global _installed
     if _installed:
         return
@@ -43,6 +47,14 @@ def install() -> None:
             previous(kind, error, trace)
 
     sys.excepthook = hook
+    leave = sys.exit
+
+    def exit_program(status: Any = None, /) -> NoReturn:
+        # No hook hears of a SystemExit.
+        remember(SystemExit(status))
+        leave(status)
+
+    sys.exit = exit_program
 
 
 def translate_with(translator: Translator) -> None:

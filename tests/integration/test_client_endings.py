@@ -142,6 +142,8 @@ def test_a_forked_child_ends_by_sigterm_as_it_would_without_a_client(
     ("ending", "state", "status"),
     [
         ("", "finished", 0),
+        ("sys.exit()", "finished", 0),
+        ("sys.exit('out of data: ValueError: out of data')", "failed", 1),
         ("raise ValueError('out of data')", "failed", 1),
         ("with client: raise ValueError('out of data')", "failed", 1),
     ],

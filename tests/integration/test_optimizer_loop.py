@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyps_client import RemoteOptimizer, TrainingFinished
+from pyps_client import RemoteOptimizer
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
@@ -133,21 +133,35 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
 
 
-def test_a_finished_run_lets_the_loop_look_once_and_then_ends_the_program(start_server) -> None:
+def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_goes_on(start_server, caplog) -> None:
     server = start_server("--stop-after", "updates=3")
     model = mlp()
     optimizer = remote(model, server)
-    steps = 0
-    with pytest.raises(TrainingFinished) as ended:
-        for batch in batches(50):
-            backward(model, batch)
-            optimizer.step()
-            steps += 1
-            assert steps <= 5
-    assert ended.value.code == 0
-    assert optimizer.finished
+    last = None
+    for batch in batches(10):
+        loss = backward(model, batch)
+        assert optimizer.step(lambda loss=loss: loss) == loss
+        last = parameters_of(model) if optimizer.finished and last is None else last
+    assert last is not None
+    np.testing.assert_array_equal(parameters_of(model), last)
     assert optimizer.global_step == 3
+    assert optimizer.steps <= 5
+    assert len([record for record in caplog.records if "is over: steps do nothing" in record.getMessage()]) == 1
     optimizer.close()
+
+
+def test_a_loop_over_batches_ends_with_the_run(start_server, caplog) -> None:
+    model = mlp()
+    with remote(model, start_server("--stop-after", "updates=3")) as optimizer:
+        seen = [0, 0, 0, 0]
+        for epoch in range(4):
+            for batch in optimizer.until_finished(batches(2)):
+                backward(model, batch)
+                optimizer.step()
+                seen[epoch] += 1
+        assert 3 <= sum(seen) <= 5
+        assert seen[-1] == 0
+    assert "is over" not in caplog.text
 
 
 def test_a_script_that_says_nothing_of_its_end_leaves_as_finished_with_all_its_gradients(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -29,16 +30,7 @@ from pyps_wire.common_pb2 import OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
-
-class TrainingFinished(SystemExit):
-    """Ends a worker's program, with exit status 0: the run is over and the loop went on.
-
-    Raised by a step after the one in which `RemoteOptimizer.finished` became true, so that a loop that knows
-    nothing of runs ends cleanly, and a loop that tests `finished` never sees it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(0)
+T = TypeVar("T")
 
 
 class _OnServers(defaultdict[torch.Tensor, Any]):
@@ -165,7 +157,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._model = model
         self._agreement = Agreement(translation, settings)
         self.examples_in_batch = examples_in_batch
-        self._finish_seen = False
+        self._finish_seen = self._told_of_end = False
         self._closed = False
         self._guard = ForkGuard()
         is_first = launch.worker_index in (None, 0)
@@ -195,7 +187,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
 
         A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
-        returned. Raises TrainingFinished when the loop goes on although the run is over.
+        returned. Where the loop goes on although the run is over, nothing else happens, which is told once: see
+        `finished` and `until_finished`.
         """
         if self._is_watched:
             return _watched_step(self, closure, examples=examples)
@@ -219,6 +212,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def finished(self) -> bool:
         """True when the run is over: leave the loop."""
         return self._downpour.finished
+
+    def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches, up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
+        source = iter(() if self.finished else batches)
+        yield from itertools.takewhile(lambda _: not self.finished, source)
 
     @property
     def global_step(self) -> int:
@@ -304,10 +302,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*departure.cause_of(error))
 
-    def end_loop(self) -> NoReturn:
-        """Ends a program whose loop goes on although the run is over: raises TrainingFinished."""
-        logger.info("the run %s is over: this worker ends", self.run_id)
-        raise TrainingFinished
+    def tell_over(self) -> None:
+        """Says once that a loop goes on although the run is over."""
+        if not self._told_of_end:
+            self._told_of_end = True
+            logger.warning(
+                "the run %s is over: steps do nothing any more. Leave the loop where optimizer.finished is true, or "
+                "write `for batch in optimizer.until_finished(loader)`.",
+                self.run_id,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: all workers of a run agree on its parameters before the first step."""
@@ -361,8 +364,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._guard.check()
         if self._closed:
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
-        if self._finish_seen:
-            self.end_loop()
         self._agreement.check(self.param_groups)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
@@ -372,6 +373,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 loss = closure()
             if loss is not None:
                 self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
+        if self._finish_seen:
+            self.tell_over()
+            return loss
         count = self.examples_in_batch if examples is None else examples
         self._downpour.step(self._gradients(), example_count=count or 0)
         self._finish_seen = self.finished

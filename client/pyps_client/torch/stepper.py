@@ -52,5 +52,5 @@ class TorchStepper:
     def finish(self) -> None:
         self._downpour.finish()
 
-    def stop(self) -> None:
-        self._optimizer.end_loop()
+    def tell_over(self) -> None:
+        self._optimizer.tell_over()
