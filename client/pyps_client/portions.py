@@ -117,6 +117,11 @@ class Portions:
         """Makes the next iteration that epoch, from 0."""
         self._epoch = epoch
 
+    def __len__(self) -> int:
+        """Batches of an epoch that come to this worker, about: an equal share of as many workers as live now."""
+        batches = -(-self._spec.num_examples // self._batch_size)
+        return -(-batches // max(1, self._stepper.session.num_workers))
+
     def __iter__(self) -> Iterator[list[int]]:
         if not self._within_epoch:
             self._begin(exact=False)

@@ -11,6 +11,10 @@ from pyps_client import RemoteOptimizer
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
+from pyps_client.data import Portions
+from pyps_wire.errors import BadRequest, ModelMismatch, SettingsChanged, UnsupportedOptimizer
+from support import wait_until
+from training import backward, batches, mlp, parameters_of, status, workers
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
@@ -212,3 +216,23 @@ def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> No
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(BadRequest, match="no copy can be made or saved"):
                 copied(optimizer)
+
+
+def test_a_second_optimizer_of_other_parameters_is_told_that_a_run_holds_one(start_server) -> None:
+    server = start_server()
+    told = r"This program has another RemoteOptimizer on .* one torch optimizer all parameters, in groups"
+    with remote(mlp(), server), pytest.raises(ModelMismatch, match=told):
+        remote(torch.nn.Linear(4, 1), server)
+    # A mistake of another kind keeps its own words.
+    with pytest.raises(ModelMismatch, match=r"^(?!This program)"):
+        remote(torch.nn.Linear(4, 1), server)
+
+
+def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_server) -> None:
+    server = start_server()
+    with remote(mlp(), server, gradient_dtype=torch.bfloat16, wait_seconds=7, loss_wait_seconds=8) as optimizer:
+        launch = optimizer._session.launch
+        assert (launch.codec, launch.wait_seconds, launch.loss_wait_seconds) == ("bfloat16", 7, 8)
+        dataset = torch.utils.data.TensorDataset(torch.zeros(33, 32))
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=Portions(dataset, optimizer, batch_size=8))
+        assert len(loader) == 5

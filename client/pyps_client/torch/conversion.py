@@ -19,6 +19,11 @@ DTYPES: Mapping[int, torch.dtype] = {
 }
 
 
+def dtype_name(dtype: str | torch.dtype | None) -> str | None:
+    """The name under which a codec is asked for, of torch's type too."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
 class TorchConverter:
     """A session's converter (`pyps_client.conversion.Converter`): the same bits as numpy's in a part of the time."""
 

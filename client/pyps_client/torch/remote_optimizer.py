@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.peers import ALONE, agreed
 from pyps_client.torch.agreement import Agreement
+from pyps_client.torch.conversion import dtype_name
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.joining import Joining, check_replica, common_of, unwrapped, worker_of
 from pyps_client.torch.model_state import tell_narrowed, tell_unshared, whole_state
@@ -27,7 +29,7 @@ from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.translate import Translation, translate, translation_of
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
-from pyps_wire.errors import BadRequest, SettingsChanged
+from pyps_wire.errors import BadRequest, ModelMismatch, OptimizerMismatch, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 T = TypeVar("T")
@@ -80,9 +82,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
         local_learning_rate: float | None = None,
         read_my_writes: bool = False,
         compat: str | None = None,
-        gradient_dtype: str | None = None,
-        parameter_dtype: str | None = None,
+        gradient_dtype: str | torch.dtype | None = None,
+        parameter_dtype: str | torch.dtype | None = None,
         transport: str | None = None,
+        start_wait_seconds: float | None = None,
+        loss_wait_seconds: float | None = None,
+        wait_seconds: float | None = None,
         buffers: str = "local",
         owns_schedule: bool | None = None,
         examples_in_batch: int | None = None,
@@ -101,11 +106,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         rate under plain SGD; none under other rules, which must be told with pull_every > 1.
         `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
-        `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16".
+        `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16", or torch's.
         `parameter_dtype`: how pulled parameters travel, likewise (PYPS_PULL_CODEC by default); the servers
         hold and update them in float32.
         `transport`: "auto" (PYPS_TRANSPORT by default) for memory shared with servers on this machine and gRPC
         elsewhere, "grpc" for gRPC everywhere, or "shm" to fail rather than use gRPC.
+        `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server at the start, for one
+        that was lost, and for other workers (PYPS_START_WAIT_SECONDS and so on, or 300, 600 and 1800).
         `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over
         the workers ("average"), or follow those of the first ("first"); the same for all workers.
         `owns_schedule`: True where this worker's changes of the learning rate count, for all workers; by
@@ -132,9 +139,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
                 token_file=token_file,
                 run_id=run_id,
                 worker_id=worker_id,
-                codec=gradient_dtype,
-                pull_codec=parameter_dtype,
+                codec=dtype_name(gradient_dtype),
+                pull_codec=dtype_name(parameter_dtype),
                 transport=transport,
+                start_wait_seconds=start_wait_seconds,
+                loss_wait_seconds=loss_wait_seconds,
+                wait_seconds=wait_seconds,
             )
             if replica is None and launch.parts > 1:
                 raise BadRequest(
@@ -164,11 +174,22 @@ class RemoteOptimizer(torch.optim.Optimizer):
         rates = GroupRates(
             self.param_groups, settings, owns_schedule=is_first if owns_schedule is None else owns_schedule
         )
-        joined = Joining(
+        joining = Joining(
             *(model, self.param_groups, settings, launch, replica, shard_size),
             with_buffers=buffers != "local",
             common=common_of(settings, launch, pace, shard_size=shard_size, local_rate=local_learning_rate),
-        ).join()
+        )
+        try:
+            joined = joining.join()
+        except (ModelMismatch, OptimizerMismatch) as mismatch:
+            if any(servers_of == launch.servers and not other._closed for other, servers_of in _made.items()):
+                raise type(mismatch)(
+                    f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, and one run holds one "
+                    "model with one optimizer: give one torch optimizer all parameters, in groups, or start servers "
+                    f"for each and name them (servers=). {mismatch}"
+                ) from None
+            raise
+        _made[self] = launch.servers
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
 
         def downpour() -> Downpour:
@@ -417,6 +438,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self.close(*departure.cause_of(error))
             raise
 
+
+# So that a second one can be told why it is refused.
+_made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 # A step as torch makes it of an optimizer's own: with hooks, and a range for its profiler.
 _watched_step = torch.optim.Optimizer.profile_hook_step(RemoteOptimizer._step)

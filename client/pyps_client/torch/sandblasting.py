@@ -17,7 +17,7 @@ from pyps_client.log import logger
 from pyps_client.session import Session
 from pyps_client.staging import Staging
 from pyps_client.torch.batches import loss_function
-from pyps_client.torch.conversion import TorchConverter
+from pyps_client.torch.conversion import TorchConverter, dtype_name
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout, plan, shareable_buffers
 from pyps_client.torch.model_state import tell_narrowed
@@ -61,8 +61,8 @@ def sandblaster(
     run_id: str | None = None,
     worker_id: str | None = None,
     token_file: str | None = None,
-    gradient_dtype: str | None = None,
-    parameter_dtype: str | None = None,
+    gradient_dtype: str | torch.dtype | None = None,
+    parameter_dtype: str | torch.dtype | None = None,
     transport: str | None = None,
     shard_size: int = DEFAULT_SHARD_SIZE,
 ) -> SandblasterResult:
@@ -105,8 +105,8 @@ def sandblaster(
         token_file=token_file,
         run_id=run_id,
         worker_id=worker_id,
-        codec=gradient_dtype,
-        pull_codec=parameter_dtype,
+        codec=dtype_name(gradient_dtype),
+        pull_codec=dtype_name(parameter_dtype),
         transport=transport,
     )
     session = Session(
