@@ -14,7 +14,7 @@ from pyps_client.data import count_examples
 from support import status_of
 from training import backward, batches, flat, gradients_of, mlp, parameters_of
 from pyps_wire.errors import BadRequest
-from training import backward, batches, flat, gradients_of, mlp, parameters_of, status
+from training import backward, batches, flat, gradients_of, mlp, parameters_of, status, workers
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
@@ -257,3 +257,15 @@ def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses
         backward(twin, batch)
         local.step()
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=5e-3)
+
+
+def test_a_worker_whose_gradient_is_sparse_still_leaves_the_run(start_server) -> None:
+    server = start_server()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4, sparse=True), torch.nn.Linear(4, 2))
+    optimizer = remote(model, server, worker_id="sparse")
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(BadRequest, match="make the layer with sparse=False"), optimizer:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert workers(server)["sparse"].state == "failed"

@@ -122,7 +122,7 @@ class GradientBuffer:
         for index, address in self._addresses.items():
             parameter = self._layout.parameters[index]
             gradient = parameter.grad
-            if gradient is None or gradient.data_ptr() == address:
+            if gradient is None or _lies_at(gradient, address):
                 continue
             if may_lie_in_vectors(self._layout, index) and _is_plain(gradient):
                 parameter.grad = own_place(self._layout, self.vectors, index)
@@ -138,7 +138,7 @@ class GradientBuffer:
         """Gives the model's gradients memory of their own, values and all: what has gathered stays as it is."""
         for index, address in self._addresses.items():
             parameter = self._layout.parameters[index]
-            if parameter.grad is not None and parameter.grad.data_ptr() == address:
+            if parameter.grad is not None and _lies_at(parameter.grad, address):
                 parameter.grad = parameter.grad.clone()
 
     def seal(self, *, checked: bool = True) -> bool:
@@ -232,6 +232,11 @@ class GradientBuffer:
         if block.device.type == "cpu" and self._dtype == torch.float32:
             return None
         return torch.zeros(block.length, dtype=torch.float32, device=block.device)
+
+
+def _lies_at(gradient: torch.Tensor, address: int) -> bool:
+    """Whether the gradient's memory begins there; sparse ones have none."""
+    return gradient.layout == torch.strided and gradient.data_ptr() == address
 
 
 def _is_plain(gradient: torch.Tensor) -> bool:

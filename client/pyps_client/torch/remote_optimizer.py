@@ -312,10 +312,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
             cause, message = departure.cause_of(error)
             raise
         finally:
-            self._downpour.close()
-            self._session.close(cause, message)
-            departure.forget(self)
-            let_go(self)
+            try:
+                self._downpour.close()
+            finally:
+                self._session.close(cause, message)
+                departure.forget(self)
+                let_go(self)
 
     def __enter__(self) -> RemoteOptimizer:
         return self
