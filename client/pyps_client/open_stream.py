@@ -18,6 +18,9 @@ try:
 except ImportError:
     cygrpc = None
 
+# What another grpcio than this was written for may end in, where its private parts are used.
+_DIFFERENCES = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError)
+
 Metadata = tuple[tuple[str, str], ...]
 # Takes a reply; True once it was the round's last.
 Take = Callable[[bytes], bool]
@@ -94,14 +97,17 @@ class DirectStream:
 
     def close(self) -> None:
         self._watchdog.end()
-        # gRPC does nothing where it has let go of the call itself.
-        self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "the client gave up")
-        # Amid a round its own thread fetches what is due; a signal's handler may run in that very thread.
-        if self._turn.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._turn.release()
+        try:
+            # gRPC does nothing where it has let go of the call itself.
+            self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "the client gave up")
+            # Amid a round its own thread fetches what is due; a signal's handler may run in that very thread.
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._drain()
+                finally:
+                    self._turn.release()
+        except _DIFFERENCES as error:
+            _given_up(error)
         fork.let_go(self._call)
 
     def _round(self, frames: Iterator[bytes], take: Take) -> None:
@@ -131,6 +137,8 @@ class DirectStream:
             # Noted before it is begun: a signal must not come between.
             self._due.add(tag)
             begun = self._call.operate(operations, tag)
+        except _DIFFERENCES as error:
+            raise _given_up(error) from None
         finally:
             if not begun:
                 self._due.discard(tag)
@@ -141,16 +149,19 @@ class DirectStream:
 
     def _next(self) -> bytes | None:
         """Waits for the end of one operation; the message where that was one's arrival."""
-        event = self._fetch()
-        if event.tag == _ENDED:
-            self._note_end(event)
-        elif event.tag == _RECEIVED:
-            message: bytes | None = event.batch_operations[-1].message()
-            if message is not None:
-                return message
-        else:
-            return None
-        self._drain()
+        try:
+            event = self._fetch()
+            if event.tag == _ENDED:
+                self._note_end(event)
+            elif event.tag == _RECEIVED:
+                message: bytes | None = event.batch_operations[-1].message()
+                if message is not None:
+                    return message
+            else:
+                return None
+            self._drain()
+        except _DIFFERENCES as error:
+            raise _given_up(error) from None
         raise self._ended()
 
     def _drain(self) -> None:
@@ -184,6 +195,17 @@ class DirectStream:
 
     def _expire(self) -> None:
         self._call.cancel(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "no answer in time")
+
+
+def _given_up(error: Exception) -> StreamEnded:
+    """Has every later stream go the public way; the end of this one, after which its round is tried again."""
+    global cygrpc
+    if cygrpc is not None:
+        cygrpc = None
+        logger.warning(
+            "grpcio %s: the direct stream failed (%r): the slower way from now on", grpc.__version__, error
+        )
+    return StreamEnded(grpc.StatusCode.UNAVAILABLE, "the direct stream failed", ())
 
 
 class QueuedStream:

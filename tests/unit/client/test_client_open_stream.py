@@ -238,3 +238,28 @@ def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
     assert echo(channel, b"a", b"b") == [b"a", b"b"]
     assert isinstance(channel._stream, QueuedStream)
     channel.close()
+
+
+@pytest.mark.parametrize("name", ["next_event", "operate"])
+def test_a_direct_stream_that_fails_amid_its_life_is_followed_by_queued_ones(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(open_stream, "cygrpc", open_stream.cygrpc)
+    channel = Channel(server.address, token="secret", use_proxy=False)
+    assert echo(channel, b"one") == [b"one"]
+    stream = channel._stream
+    assert isinstance(stream, DirectStream)
+
+    class Differing:
+        def __init__(self, call: Any) -> None:
+            self._call = call
+
+        def __getattr__(self, asked: str) -> Any:
+            return (lambda *_: [][0]) if asked == name else getattr(self._call, asked)
+
+    stream._call = Differing(stream._call)
+    with pytest.raises(LinkLost, match="the direct stream failed"):
+        echo(channel, b"two")
+    assert echo(channel, b"three") == [b"three"]
+    assert isinstance(channel._stream, QueuedStream)
+    channel.close()
