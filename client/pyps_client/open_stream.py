@@ -202,9 +202,7 @@ def _given_up(error: Exception) -> StreamEnded:
     global cygrpc
     if cygrpc is not None:
         cygrpc = None
-        logger.warning(
-            "grpcio %s: the direct stream failed (%r): the slower way from now on", grpc.__version__, error
-        )
+        logger.warning("grpcio %s: the direct stream failed (%r): the slower way from now on", grpc.__version__, error)
     return StreamEnded(grpc.StatusCode.UNAVAILABLE, "the direct stream failed", ())
 
 
