@@ -255,5 +255,5 @@ class PortionWorker:
     def step(self) -> None:
         self.downpour.step([torch.ones(1, SIZE)], example_count=self.examples_in_batch or 0)
 
-    def end_loop(self) -> None:
+    def tell_over(self) -> None:
         raise Stopped

@@ -11,10 +11,9 @@ from torch.nn import functional
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import count_examples
-from support import status_of
-from training import backward, batches, flat, gradients_of, mlp, parameters_of
 from pyps_wire.errors import BadRequest
-from training import backward, batches, flat, gradients_of, mlp, parameters_of, status, workers
+from support import status_of, workers_of
+from training import backward, batches, flat, gradients_of, mlp, parameters_of
 
 
 def remote(model: torch.nn.Module, server, *, lr: float = 0.1, **options) -> RemoteOptimizer:
@@ -268,4 +267,4 @@ def test_a_worker_whose_gradient_is_sparse_still_leaves_the_run(start_server) ->
     with pytest.raises(BadRequest, match="make the layer with sparse=False"), optimizer:
         optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    assert workers(server)["sparse"].state == "failed"
+    assert workers_of(server.control)["sparse"].state == "failed"

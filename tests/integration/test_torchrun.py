@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from replica_jobs import RUN_ID, ReplicaJob, serve
-from training import status, workers
+from replicas import RUN_ID, ReplicaJob, serve
+from support import status_of, workers_of
 
 SCRIPT = str(Path(__file__).resolve().parent.parent / "torchrun_script.py")
 
@@ -28,8 +28,8 @@ def test_each_process_of_torchrun_is_a_worker_with_its_own_part_of_the_data(star
     output = torchrun(start_python, "each", server.data)
     assert "read [0, 2, 4, 6]" in output
     assert "read [1, 3, 5, 7]" in output
-    assert len(workers(server)) == 2
-    assert status(server).version_max == 8
+    assert len(workers_of(server.control)) == 2
+    assert status_of(server).version_max == 8
 
 
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.extended)])
@@ -47,4 +47,4 @@ def test_the_processes_of_a_ddp_model_are_one_worker_with_a_replica_and_refused_
     # Each step moves by the mean of both ranks' gradients, once: 0.5, 2.5, 4.5, 6.5.
     found = [float(number) for number in re.findall(r"weight (\S+)", output)]
     assert found == [pytest.approx(before - 0.1 * 14, abs=2e-4)] * 2
-    assert status(server).version_max == 4
+    assert status_of(server).version_max == 4
