@@ -18,9 +18,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import _async as async_health
-from grpc_health.v1 import health as threaded_health
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pyps import _kernels, announcement, logs
 from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder
@@ -100,8 +98,7 @@ class Server:
         self._work = Workbench(self._executor, logged=self._update_log is not None)
         self._serializations = Serializations()
         self._local = LocalServer(self._run, work=self._work, budget=self._budget, threads=self._threads)
-        self._data_health = async_health.HealthServicer()
-        self._control_health = threaded_health.HealthServicer()
+        self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
         self._stop_reason = ""
 
@@ -130,7 +127,7 @@ class Server:
             self._handle_signals()
         self._local.start(self._config.local_socket)
         await data.start()
-        control.start()
+        await control.start()
         metrics.start()
         self._announce(addresses)
         on_ready(addresses)
@@ -150,7 +147,7 @@ class Server:
 
     # The start.
 
-    def _bind(self, data: grpc.aio.Server, control: grpc.Server, metrics: MetricsServer) -> Addresses:
+    def _bind(self, data: grpc.aio.Server, control: grpc.aio.Server, metrics: MetricsServer) -> Addresses:
         host, config = self._config.host, self._config
         return Addresses(
             data=hosting.bind(data, host, config.port, field="port"),
@@ -158,7 +155,7 @@ class Server:
             metrics=metrics.address,
         )
 
-    def _add_services(self, data: grpc.aio.Server, control: grpc.Server, addresses: Addresses) -> None:
+    def _add_services(self, data: grpc.aio.Server, control: grpc.aio.Server, addresses: Addresses) -> None:
         parameter_server = ParameterServer(
             self._run,
             budget=self._budget,
@@ -171,8 +168,8 @@ class Server:
         vector_machine = VectorMachineService(self._run, work=self._work, budget=self._budget)
         services = (parameter_server, work_queue, vector_machine)
         data.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._data_health, data)
-        add_reflection(data, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, threaded_health.SERVICE_NAME])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, data)
+        add_reflection(data, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, health.SERVICE_NAME])
         inspector = Inspector(
             self._run,
             addresses=addresses,
@@ -181,9 +178,9 @@ class Server:
             local=self._local,
         )
         add_InspectorServicer_to_server(inspector, control)
-        health_pb2_grpc.add_HealthServicer_to_server(self._control_health, control)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, control)
         channelz.add_channelz_servicer(control)
-        add_reflection(control, [INSPECTOR, threaded_health.SERVICE_NAME, _CHANNELZ])
+        add_reflection(control, [INSPECTOR, health.SERVICE_NAME, _CHANNELZ])
 
     def _resume(self) -> None:
         if self._checkpoints is None:
@@ -331,7 +328,7 @@ class Server:
 
     # The end.
 
-    async def _end(self, data: grpc.aio.Server, control: grpc.Server, metrics: MetricsServer) -> int:
+    async def _end(self, data: grpc.aio.Server, control: grpc.aio.Server, metrics: MetricsServer) -> int:
         """Not serving, drain, save; in this order, so that what was acknowledged is in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
@@ -351,7 +348,7 @@ class Server:
         if self._update_log is not None:
             await asyncio.to_thread(self._update_log.end)
         metrics.stop()
-        control.stop(0.1).wait(1.0)
+        await control.stop(0.1)
         if self._checkpoints is not None:
             # Not before: a call may have asked for a checkpoint.
             self._checkpoints.close()
@@ -374,11 +371,9 @@ class Server:
             await asyncio.sleep(0.01)
 
     async def _set_health(self, status: int) -> None:
-        for service in ("", PARAMETER_SERVER):
-            await self._data_health.set(service, status)
-        # The control plane's health is that of the whole server: probes need to know one port only.
+        # One for both ports, and that of the whole server: probes need to know one port only.
         for service in ("", PARAMETER_SERVER, INSPECTOR):
-            self._control_health.set(service, status)
+            await self._health.set(service, status)
 
 
 def _update_log_of(config: ServerConfig) -> UpdateLog | None:

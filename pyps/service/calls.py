@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from pyps import logs
-from pyps.service.security import abort
-from pyps_wire.errors import PypsError, WaitTimedOut
+from pyps.service.security import OPEN_PREFIX, Handler, abort
+from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, WaitTimedOut
 
 # A reply that nobody takes for so long ends its call.
 WRITE_SECONDS = 120.0
-# The parts of one push come within so long of each other.
+# The one message of a call, and the parts of one push, come within so long of each other.
 READ_SECONDS = 60.0
+# Who needs no token has little to say, and says it at once.
+OPEN_READ_SECONDS = 5.0
 # Between the first that fails of a call whose caller has gone and its end.
 GONE_SECONDS = 10.0
 
@@ -40,6 +44,56 @@ async def receive(context: Context, *, under_way: bool = False) -> bytes | None:
     except TimeoutError:
         raise WaitTimedOut(f"the rest of the push did not come within {READ_SECONDS:g} s: send it again") from None
     return None if message is grpc.aio.EOF else message
+
+
+class MessageReader(grpc.aio.ServerInterceptor):
+    """Takes in the message of calls that have one: gRPC would wait for it for ever, and tell of bad bytes as a bug."""
+
+    def __init__(self, *, open_reads_max: float = math.inf):
+        """Waits for the messages of `open_reads_max` calls at once that need no token, and refuses more."""
+        self._open_reads_left = open_reads_max
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        is_open = details.method.startswith(OPEN_PREFIX)
+        behavior: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        async def call(_: object, context: Context) -> Any:
+            try:
+                request = await self._read(context, handler.request_deserializer, is_open=is_open)
+            except PypsError as error:
+                await abort(context, error)
+            return await behavior(request, context)
+
+        # Of a stream a message is read when somebody asks for it.
+        many = handler.response_streaming
+        make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
+        return make(call, response_serializer=handler.response_serializer)
+
+    async def _read(self, context: Context, deserialize: Callable[[bytes], Any] | None, *, is_open: bool) -> Any:
+        if is_open and not self._open_reads_left:
+            raise LimitExceeded("too many calls that need no token have yet to send their message: try again later")
+        self._open_reads_left -= is_open
+        seconds = OPEN_READ_SECONDS if is_open else READ_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                message = await context.read()
+        except TimeoutError:
+            raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None
+        finally:
+            self._open_reads_left += is_open
+        if message is grpc.aio.EOF:
+            raise BadRequest("the call came without its message: send one")
+        try:
+            return deserialize(message) if deserialize is not None else message
+        except DecodeError:
+            raise MalformedFrame(f"the {len(message)} bytes received are no message of this call") from None
 
 
 class Writer:

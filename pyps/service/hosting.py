@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import grpc.aio
 
 from pyps.config import ConfigError, ServerConfig, flag_name
-from pyps.service.security import AsyncTokenInterceptor, SyncTokenInterceptor
+from pyps.service.calls import MessageReader
+from pyps.service.security import TokenInterceptor
 
-# Handlers of the control plane are quick; this many may be busy at once, the rest wait in line.
-CONTROL_THREADS = 8
+# Questions are short.
+CONTROL_BYTES_MAX = 64 * 2**10
+# A worker has a handful of calls under way on its connection, each of which may make the server hold a message.
+_CALLS_PER_CONNECTION_MAX = 32
+# Health checks that have begun, on a port where gRPC takes in messages of any call as large as a tensor's.
+_OPEN_READS_MAX = 16
 # Clients ping an idle connection every 60 s; the server allows twice that pace before it calls it abuse.
 _PING_INTERVAL_MIN_MS = 30_000
 _KEEPALIVE_MS = 60_000
@@ -26,12 +30,10 @@ Options = list[tuple[str, int]]
 
 
 def make_data_server(config: ServerConfig, token: str | None) -> grpc.aio.Server:
-    """An asyncio server for tensor-bearing calls: a call that waits costs no thread."""
-    interceptors = [AsyncTokenInterceptor(token)] if token else []
-    # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
-    # setting, and one far too long is never held.
+    """A server for tensor-bearing calls."""
     options = [
-        *_common_options(),
+        # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
+        # setting, and one far too long is never held.
         ("grpc.max_receive_message_length", 2 * config.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in what it
@@ -39,17 +41,20 @@ def make_data_server(config: ServerConfig, token: str | None) -> grpc.aio.Server
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
     ]
-    return grpc.aio.server(interceptors=interceptors, options=options)
+    return _make_server(token, MessageReader(open_reads_max=_OPEN_READS_MAX), options)
 
 
-def make_control_server(token: str | None) -> grpc.Server:
-    """A threaded server for small calls, which answers while the data plane is saturated."""
-    interceptors: list[grpc.ServerInterceptor] = [SyncTokenInterceptor(token)] if token else []
-    pool = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
-    return grpc.server(pool, interceptors=interceptors, options=_common_options())
+def make_control_server(token: str | None) -> grpc.aio.Server:
+    """A server for small calls, on a port of its own: large messages stand in nobody's way there."""
+    return _make_server(token, MessageReader(), [("grpc.max_receive_message_length", CONTROL_BYTES_MAX)])
 
 
-def bind(server: grpc.Server | grpc.aio.Server, host: str, port: int, *, field: str) -> str:
+def _make_server(token: str | None, reader: MessageReader, options: Options) -> grpc.aio.Server:
+    interceptors = [TokenInterceptor(token), reader] if token else [reader]
+    return grpc.aio.server(interceptors=interceptors, options=[*_common_options(), *options])
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, *, field: str) -> str:
     """Binds a port and returns its address; ConfigError names the port and the setting when it is taken."""
     try:
         # gRPC would tell of a port that is taken in lines of its own, which say less.
@@ -92,6 +97,7 @@ def _common_options() -> Options:
     return [
         # Without this a second server would silently share the port and take half of the traffic.
         ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION_MAX),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MIN_MS),
         # The server pings too: a machine that vanished must not leave calls behind.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import grpc
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from pyps.checkpoint import CheckpointFolder
 from pyps.process import resident_bytes
 from pyps.run import Run
 from pyps.run.conduct import Settled
 from pyps.run.state import RunState
+from pyps.service.calls import Context, guarded
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
@@ -25,14 +26,16 @@ from pyps.service.report import (
     tensor_info,
     worker_info,
 )
-from pyps.service.security import require_loopback, text_of
+from pyps.service.security import require_loopback
 from pyps.service.work_messages import progress_to
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
-from pyps_wire.errors import METADATA_KEY, BadRequest, NotAllowed, NotInitialized, PypsError, RunFinished
+from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished
 from pyps_wire.inspector_pb2_grpc import InspectorServicer
 
+# Answers are quick; this many may be made at once, the rest wait in line.
+THREADS = 8
 EVENTS_DEFAULT = 100
 EVENTS_MAX = 1000
 RECEIPTS_DEFAULT = 20
@@ -40,25 +43,23 @@ RECEIPTS_MAX = 1000
 TENSORS_DEFAULT = 100
 TENSORS_MAX = 1000
 
-Method = TypeVar("Method", bound=Callable[..., Any])
 
-
-def _answering(method: Method) -> Method:
-    """Ends the call with the error's status and text when the method raises one of ours."""
+def _answering(method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """Runs the method on a thread, since it may wait for locks; what it raises ends the call."""
 
     @functools.wraps(method)
-    def answer(self: Inspector, request: Any, context: grpc.ServicerContext) -> Any:
-        try:
-            return method(self, request, context)
-        except PypsError as error:
-            context.set_trailing_metadata(((METADATA_KEY, type(error).__name__),))
-            context.abort(grpc.StatusCode[error.status], text_of(error))
+    async def answer(self: Inspector, request: Any, context: Context) -> Any:
+        @functools.wraps(method)
+        async def ask(request: Any, context: Context) -> Any:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, method, self, request, context)
 
-    return answer  # type: ignore[return-value]
+        return await guarded(ask)(request, context)
+
+    return answer
 
 
 class Inspector(InspectorServicer):
-    """Answers from the control plane's threads; reads the run, one shard's lock at a time."""
+    """Answers from threads of its own; reads the run, one shard's lock at a time."""
 
     def __init__(
         self,
@@ -74,14 +75,15 @@ class Inspector(InspectorServicer):
         self._budget = budget
         self._checkpoints = checkpoints
         self._local = local
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
 
     @_answering
-    def GetStatus(self, request: pb.GetStatusRequest, context: grpc.ServicerContext) -> pb.Status:
+    def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
         """The server at a glance."""
         return status_of(self._run, self._addresses, self._checkpoints)
 
     @_answering
-    def ListShards(self, request: pb.ListShardsRequest, context: grpc.ServicerContext) -> pb.ListShardsReply:
+    def ListShards(self, request: pb.ListShardsRequest, context: Context) -> pb.ListShardsReply:
         """This server's shards, with checksums of their parameters."""
         partition, shards = self._run.partition, self._run.shards
         if partition is None:
@@ -89,7 +91,7 @@ class Inspector(InspectorServicer):
         return pb.ListShardsReply(shards=[shard_info(self._run, shard, partition) for shard in shards.values()])
 
     @_answering
-    def ListWorkers(self, request: pb.ListWorkersRequest, context: grpc.ServicerContext) -> pb.ListWorkersReply:
+    def ListWorkers(self, request: pb.ListWorkersRequest, context: Context) -> pb.ListWorkersReply:
         """The workers that the server knows, the gone ones too."""
         waits_for = self._run.waits.waits_for()
         return pb.ListWorkersReply(
@@ -105,7 +107,7 @@ class Inspector(InspectorServicer):
         )
 
     @_answering
-    def ListTensors(self, request: pb.ListTensorsRequest, context: grpc.ServicerContext) -> pb.ListTensorsReply:
+    def ListTensors(self, request: pb.ListTensorsRequest, context: Context) -> pb.ListTensorsReply:
         """The tensors, or blocks of them, of which this server holds something, a page at a time."""
         partition, shards = self._run.partition, self._run.shards
         if partition is None:
@@ -125,7 +127,7 @@ class Inspector(InspectorServicer):
         return pb.ListTensorsReply(tensors=infos, next_page_token=token)
 
     @_answering
-    def GetStaleness(self, request: pb.GetStalenessRequest, context: grpc.ServicerContext) -> pb.StalenessHistogram:
+    def GetStaleness(self, request: pb.GetStalenessRequest, context: Context) -> pb.StalenessHistogram:
         """How stale the gradients were: everybody's, one worker's or one shard's."""
         if request.worker_id and request.HasField("shard_id"):
             raise BadRequest(
@@ -139,7 +141,7 @@ class Inspector(InspectorServicer):
         return histogram_of(tally)
 
     @_answering
-    def ListReceipts(self, request: pb.ListReceiptsRequest, context: grpc.ServicerContext) -> pb.ListReceiptsReply:
+    def ListReceipts(self, request: pb.ListReceiptsRequest, context: Context) -> pb.ListReceiptsReply:
         """The newest receipts, newest first."""
         limit = min(request.limit or RECEIPTS_DEFAULT, RECEIPTS_MAX)
         now = self._run.clock()
@@ -155,7 +157,7 @@ class Inspector(InspectorServicer):
         )
 
     @_answering
-    def ListEvents(self, request: pb.ListEventsRequest, context: grpc.ServicerContext) -> pb.ListEventsReply:
+    def ListEvents(self, request: pb.ListEventsRequest, context: Context) -> pb.ListEventsReply:
         """What happened to the run, oldest first."""
         kept, now = self._run.events.since(request.after), self._run.clock()
         events = kept[: min(request.limit or EVENTS_DEFAULT, EVENTS_MAX)]
@@ -169,12 +171,12 @@ class Inspector(InspectorServicer):
         )
 
     @_answering
-    def GetWork(self, request: work.GetWorkRequest, context: grpc.ServicerContext) -> work.WorkProgress:
+    def GetWork(self, request: work.GetWorkRequest, context: Context) -> work.WorkProgress:
         """How far the workers are with the data set."""
         return progress_to(self._run.work.progress(self._run.clock(), deliveries=request.deliveries))
 
     @_answering
-    def GetMemory(self, request: pb.GetMemoryRequest, context: grpc.ServicerContext) -> pb.Memory:
+    def GetMemory(self, request: pb.GetMemoryRequest, context: Context) -> pb.Memory:
         """Where the server's memory goes."""
         shards = list(self._run.shards.values())
         return pb.Memory(
@@ -189,7 +191,7 @@ class Inspector(InspectorServicer):
         )
 
     @_answering
-    def Configure(self, request: pb.ConfigureRequest, context: grpc.ServicerContext) -> pb.ConfigureReply:
+    def Configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureReply:
         """Changes protocol, staleness policy, learning rate, schedule or how many workers are expected."""
         require_loopback(context, "Configure")
         learning_rate = request.learning_rate if request.HasField("learning_rate") else None
@@ -225,9 +227,7 @@ class Inspector(InspectorServicer):
         )
 
     @_answering
-    def SaveCheckpoint(
-        self, request: pb.SaveCheckpointRequest, context: grpc.ServicerContext
-    ) -> pb.SaveCheckpointReply:
+    def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointReply:
         """Writes a checkpoint now."""
         require_loopback(context, "SaveCheckpoint")
         if self._checkpoints is None:
@@ -236,7 +236,7 @@ class Inspector(InspectorServicer):
         return pb.SaveCheckpointReply(path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)
 
     @_answering
-    def Reset(self, request: pb.ResetRequest, context: grpc.ServicerContext) -> pb.ResetReply:
+    def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
         """Forgets the run and sets its checkpoints aside."""
         require_loopback(context, "Reset")
         if self._checkpoints is None:
@@ -246,7 +246,7 @@ class Inspector(InspectorServicer):
         return pb.ResetReply()
 
     @_answering
-    def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> pb.StopReply:
+    def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopReply:
         """Finishes the run."""
         require_loopback(context, "Stop")
         if self._run.model is None:

@@ -13,29 +13,33 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
-from grpc_reflection.v1alpha import _async as asynchronous
+from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 ALPHA = reflection.SERVICE_NAME
 V1 = ALPHA.replace("v1alpha", "v1")
 
 
-def add_reflection(server: grpc.Server | grpc.aio.Server, services: Sequence[str]) -> None:
+def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
     """Lets tools ask a server for these services, and for reflection itself."""
     _describe_v1()
     names = [*services, ALPHA, V1]
-    servicer_type: Any = (
-        asynchronous.ReflectionServicer if isinstance(server, grpc.aio.Server) else reflection.ReflectionServicer
-    )
-    servicer = servicer_type(names)
     handler = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=_question,
         response_serializer=_with_json_names,
     )
     server.add_generic_rpc_handlers(
         tuple(grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler}) for name in (ALPHA, V1))
     )
+
+
+def _question(message: bytes) -> reflection_pb2.ServerReflectionRequest:
+    """Reads a question; of bytes that are none an empty one, which is answered with INVALID_ARGUMENT."""
+    try:
+        return reflection_pb2.ServerReflectionRequest.FromString(message)
+    except DecodeError:
+        return reflection_pb2.ServerReflectionRequest()
 
 
 def _with_json_names(response: Any) -> bytes:

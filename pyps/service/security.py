@@ -16,7 +16,7 @@ from pyps.config import ConfigError, ServerConfig
 from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsError
 
 # Orchestrators probe health without knowing the token, and learn nothing from it but that the server lives.
-_OPEN_PREFIX = "/grpc.health.v1.Health/"
+OPEN_PREFIX = "/grpc.health.v1.Health/"
 _SCHEME = "Bearer "
 # Each byte may travel as three (%0A), and a call's trailing metadata has 8 KiB for everything.
 TEXT_BYTES_MAX = 2048
@@ -75,7 +75,7 @@ def is_loopback_peer(peer: str) -> bool:
     return (mapped or ip).is_loopback
 
 
-def require_loopback(context: grpc.ServicerContext, call: str) -> None:
+def require_loopback(context: grpc.aio.ServicerContext[Any, Any], call: str) -> None:
     """Refuses a call that changes the server unless it comes from the server's own machine (NotAllowed)."""
     if not is_loopback_peer(context.peer()):
         raise NotAllowed(f"{call} changes the server and is taken from its own machine only: run it there")
@@ -89,7 +89,7 @@ class TokenCheck:
 
     def refusal(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
         """Why the call is refused, None when it may go on."""
-        if details.method.startswith(_OPEN_PREFIX):
+        if details.method.startswith(OPEN_PREFIX):
             return None
         given = [value for key, value in details.invocation_metadata if key == "authorization"]
         if not given:
@@ -103,31 +103,8 @@ class TokenCheck:
         return None
 
 
-class SyncTokenInterceptor(grpc.ServerInterceptor):
-    """Asks for the token on a threaded server."""
-
-    def __init__(self, token: str):
-        self._check = TokenCheck(token)
-
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Handler | None],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        error = self._check.refusal(details)
-        handler = continuation(details)
-        if error is None or handler is None:
-            return handler
-
-        def refuse(_: Any, context: grpc.ServicerContext) -> NoReturn:
-            context.set_trailing_metadata(((METADATA_KEY, type(error).__name__),))
-            context.abort(grpc.StatusCode[error.status], text_of(error))
-
-        return _same_kind(handler, refuse)
-
-
-class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):
-    """Asks for the token on an asyncio server."""
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Asks for the token: a call without it is refused before any message of it is taken in."""
 
     def __init__(self, token: str):
         self._check = TokenCheck(token)
@@ -145,7 +122,8 @@ class AsyncTokenInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await abort(context, error)
 
-        return _same_kind(handler, refuse)
+        # Of a stream nothing is read until somebody asks, whatever kind of call it is.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:
@@ -158,14 +136,3 @@ def text_of(error: PypsError) -> str:
     text = str(error)
     start = text.encode(errors="replace")[:TEXT_BYTES_MAX].decode(errors="ignore")
     return text if start == text else f"{start} ... (cut, of {len(text)} characters)"
-
-
-def _same_kind(handler: Handler, behavior: Callable[..., Any]) -> Handler:
-    """A handler of the same kind as `handler`: a refused stream is refused before its first message."""
-    makers = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    return makers[handler.request_streaming, handler.response_streaming](behavior)

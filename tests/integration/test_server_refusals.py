@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import grpc
 import numpy as np
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
+from inspection import connected
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
@@ -27,6 +30,23 @@ def test_random_bytes_to_any_call_are_refused(start_server):
             refused = refusal_of(lambda call=call, request=request: list(call(request, timeout=60)))
             assert refused[:2] == ("INVALID_ARGUMENT", "MalformedFrame"), method
             assert "100 bytes" in refused[2] and "\n" not in refused[2], method
+    assert "Traceback" not in server.output()
+
+
+def test_random_bytes_to_the_control_port_are_refused(start_server):
+    server = start_server()
+    with connected(server.control) as channel:
+        for path in (
+            "pyps.v1.Inspector/GetStatus",
+            "grpc.health.v1.Health/Check",
+            "grpc.channelz.v1.Channelz/GetServer",
+        ):
+            refused = refusal_of(channel.unary_unary(f"/{path}"), b"\xff" * 100, timeout=60)
+            assert refused[:2] == ("INVALID_ARGUMENT", "MalformedFrame"), path
+            assert "100 bytes" in refused[2]
+        call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        (answer,) = map(ServerReflectionResponse.FromString, call(iter([b"\xff" * 100]), timeout=60))
+        assert answer.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert "Traceback" not in server.output()
 
 

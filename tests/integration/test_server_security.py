@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps.config import ConfigError
+from pyps.service import calls
 from pyps_wire import inspector_pb2
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of
@@ -42,6 +46,53 @@ def test_the_right_token_opens_both_ports(guarded):
         with pytest.raises(grpc.RpcError) as caught:
             stub.GetStatus(request, timeout=20)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_callers_without_a_token_who_send_no_message_are_refused_and_delay_nobody(guarded):
+    """A thread a caller would leave none for health checks; a message taken in first would cost memory."""
+    ends = threading.Event()
+    with contextlib.ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(address, options=CHANNEL_OPTIONS))
+            for address in (guarded.data, guarded.control)
+        ]
+        stack.callback(ends.set)
+        data, control = channels
+        # Health needs no token: such a call waits for its message.
+        silent = [
+            control.stream_unary("/grpc.health.v1.Health/Check").future(_never(ends), timeout=60) for _ in range(20)
+        ]
+        refused = [
+            *(control.stream_unary("/pyps.v1.Inspector/GetStatus").future(_never(ends), timeout=60) for _ in range(10)),
+            *(data.stream_unary("/pyps.v1.ParameterServer/Hello").future(_never(ends), timeout=60) for _ in range(10)),
+        ]
+        assert {call.code() for call in refused} == {grpc.StatusCode.UNAUTHENTICATED}
+        reply = health_pb2_grpc.HealthStub(control).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        metadata = (("authorization", f"Bearer {TOKEN}"),)
+        assert InspectorStub(control).GetStatus(inspector_pb2.GetStatusRequest(), metadata=metadata, timeout=20)
+        assert not any(call.done() for call in silent)
+
+
+def _never(ends):
+    """The messages of a caller who begins a call and then says nothing."""
+    ends.wait(60)
+    yield from ()
+
+
+def test_a_message_that_does_not_come_ends_its_call(guarded, monkeypatch):
+    ends = threading.Event()
+    monkeypatch.setattr(calls, "READ_SECONDS", 0.05)
+    with grpc.insecure_channel(guarded.data, options=CHANNEL_OPTIONS) as channel:
+        hello = channel.stream_unary("/pyps.v1.ParameterServer/Hello")
+        for messages, status, words in (
+            (_never(ends), "DEADLINE_EXCEEDED", "did not come within 0.05 s"),
+            (iter(()), "INVALID_ARGUMENT", "without its message"),
+        ):
+            metadata = (("authorization", f"Bearer {TOKEN}"),)
+            refused = refusal_of(hello, messages, metadata=metadata, timeout=60)
+            assert refused[0] == status and words in refused[2]
+        ends.set()
 
 
 def test_health_needs_no_token(guarded):
