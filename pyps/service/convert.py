@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -28,27 +29,46 @@ M = TypeVar("M", bound=Message)
 TEXT_LENGTH_MAX = 200
 
 
-def parse(kind: type[M], message: bytes) -> M:
-    """Reads a message without tensors; MalformedFrame when the bytes are no such message."""
+# A message that lists neither tensors nor shards nor leases, its names and a heartbeat's scalars included.
+SMALL_BYTES_MAX = 256 * 2**10
+# Of one entry of a list that goes by shards or extents: two or three numbers.
+ENTRY_BYTES_MAX = 40
+# Of one lease in a list.
+LEASE_BYTES_MAX = 11
+# Tensors, groups and parts of a model.
+TENSORS_MAX = 131_072
+
+
+def parse(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> M:
+    """Reads a message without tensors; MalformedFrame when the bytes are no such message.
+
+    One that is longer than it can have reason to be is refused unread: a list of millions would hold up the event loop.
+    """
+    if len(message) > bytes_max:
+        raise BadRequest(
+            f"the {kind.__name__} has {len(message)} bytes beside its payload; expected {bytes_max} at most: "
+            "list less in it"
+        )
     try:
         return kind.FromString(message)
     except DecodeError:
         raise MalformedFrame(f"the {len(message)} bytes received are no valid {kind.__name__} message") from None
 
 
-def parse_frame(kind: type[M], message: bytes) -> tuple[M, memoryview]:
-    """Reads a tensor-bearing message: its fields, and its payload in place."""
+def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> tuple[M, memoryview]:
+    """Reads a tensor-bearing message: its fields, of at most so many bytes, and its payload in place."""
     try:
         header, offset, length = _kernels.split_frame(message, PAYLOAD_FIELD)
     except ValueError as error:
         raise MalformedFrame(
             f"the {len(message)} bytes received are no valid {kind.__name__} message: {error}"
         ) from None
-    return parse(kind, header), memoryview(message)[offset : offset + length]
+    return parse(kind, header, bytes_max=bytes_max), memoryview(message)[offset : offset + length]
 
 
 def greeting_from(request: wire.HelloRequest) -> Greeting:
     """What a caller says of itself in Hello."""
+    _require_few(request.model.tensors, request.optimizer.groups, request.parts)
     observer = request.role == common.ROLE_OBSERVER
     # A caller of another protocol version may mean anything by the rest: it is refused before that is read.
     readable = request.protocol_version == PROTOCOL_VERSION
@@ -78,6 +98,7 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
     """What an initialiser says before its first shard."""
     if not request.HasField("model"):
         raise BadRequest("the first message of Initialize must name the model: send it before the shards")
+    _require_few(request.model.tensors, request.optimizer.groups)
     return Opening(
         run_id=request.sender.run_id,
         worker_id=request.sender.worker_id,
@@ -89,6 +110,12 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
         num_servers=request.num_servers,
         replica=request.replica,
     )
+
+
+def _require_few(*lists: Sized) -> None:
+    longest = max(map(len, lists))
+    if longest > TENSORS_MAX:
+        raise BadRequest(f"the model lists {longest} tensors, groups or parts; expected {TENSORS_MAX} at most")
 
 
 # Room for a push's fields around its payload, extents aside.

@@ -14,11 +14,12 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from pyps.run import Greeting, Run
-from pyps.run.handshake import Welcome
+from pyps.run.handshake import Welcome, check_name
 from pyps.run.initialization import Initialization
 from pyps.service import convert
 from pyps.service.calls import Context, guarded, receive
 from pyps.service.frames import ExchangeAnswer, ReceiptAnswer
+from pyps.service.leasing import LEASES_MAX
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
@@ -109,7 +110,7 @@ class ParameterServer:
         while (message := await receive(context)) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             with self._budget.holding(len(message)):
-                request, payload = convert.parse_frame(wire.InitializeRequest, message)
+                request, payload = convert.parse_frame(wire.InitializeRequest, message, bytes_max=len(message))
                 if initialization is None:
                     begin = partial(self._begin_initialize, request)
                     initialization = await self._off_loop_where(len(message) >= MODEL_BYTES_INLINE, begin)
@@ -135,7 +136,13 @@ class ParameterServer:
 
     async def pull(self, message: bytes, context: Context) -> None:
         """Sends the shards that are newer than those held, each as soon as it has the version wanted."""
-        request = convert.parse(wire.PullRequest, message)
+        num_shards = len(self._run.shards)
+        listed_bytes = convert.ENTRY_BYTES_MAX * num_shards + convert.LEASE_BYTES_MAX * LEASES_MAX
+        request = convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
+        if num_shards and len(request.wants) > num_shards:
+            raise BadRequest(
+                f"a pull names {len(request.wants)} shards, and this server holds {num_shards}: name each once"
+            )
         await PullStream(
             self._run, self._work, self._budget, context, request, serializations=self._serializations
         ).serve()
@@ -181,6 +188,8 @@ class ParameterServer:
         request = convert.parse(wire.HeartbeatRequest, message)
         if len(request.scalars) > SCALARS_MAX:
             raise BadRequest(f"a heartbeat carries {len(request.scalars)} scalars; report {SCALARS_MAX} at most")
+        for name in request.scalars:
+            check_name(name, what="a scalar's name")
         sender = request.sender
         pulse = self._run.heartbeat(
             sender.run_id,
@@ -208,7 +217,7 @@ class ParameterServer:
         return await self._work.off_loop(work) if large else work()
 
     def _welcome(self, message: bytes) -> tuple[Greeting, Welcome]:
-        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
+        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message, bytes_max=len(message)))
         return greeting, self._run.hello(greeting)
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from pyps.core.gradient import Gradient
+from pyps.core.gradient import EXTENTS_MAX, Gradient
 from pyps.run import Run
 from pyps.service import convert
 from pyps.service.calls import Context, receive
@@ -98,7 +98,8 @@ class PushStream:
 
     def _part(self, message: bytes) -> Part:
         check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-        request, payload = convert.parse_frame(wire.PushRequest, message)
+        header_bytes = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
+        request, payload = convert.parse_frame(wire.PushRequest, message, bytes_max=header_bytes)
         gradient, answer = convert.gradient_from(request, payload), self._answering(request, self._run)
         return Part(
             request.sender.run_id,

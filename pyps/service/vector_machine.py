@@ -13,6 +13,7 @@ import grpc
 from pyps import logs
 from pyps.core.aggregation import Sandblaster
 from pyps.core.instructions import Instruction, Operation, Precision
+from pyps.core.program import INSTRUCTIONS_MAX, LISTED_MAX
 from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine, one_after_the_other
 from pyps.core.vectors import Answer
 from pyps.run import Run, RunState
@@ -29,6 +30,9 @@ from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable
 # A restored server knows of the coordinators that its checkpoint tells of. Those that came after it, in the same epoch
 # of the run, are fewer than this.
 LIVES_PER_EPOCH = 1000
+
+# What a program within its bounds can come to.
+PROGRAM_BYTES_MAX = 8 * 2**20
 
 # No coordinator lives to see it.
 LIVES_END = 2**62
@@ -103,7 +107,8 @@ class VectorMachineService:
 
     async def execute(self, message: bytes, context: Context) -> bytes:
         """Executes a program."""
-        request = parse(wire.ExecuteRequest, message)
+        request = parse(wire.ExecuteRequest, message, bytes_max=PROGRAM_BYTES_MAX)
+        _require_few(request.instructions)
         machine = self._coordinated(request.sender)
         program = Program(
             coordinator_epoch=request.coordinator_epoch,
@@ -164,6 +169,19 @@ class VectorMachineService:
         if self._work.is_little(sum(4 * shard.length for shard in self._run.shards.values())):
             return one_after_the_other(jobs)
         return run_together(self._work.executor, jobs)
+
+
+def _require_few(instructions: Sequence[wire.Instruction]) -> None:
+    """Refuses a program beyond its bounds before objects are made of it; which bound, the machine would say."""
+    few = len(instructions) <= INSTRUCTIONS_MAX
+    if (
+        not few
+        or sum(len(i.names) + len(i.others) + len(i.scalars) + len(i.stage_ids) for i in instructions) > LISTED_MAX
+    ):
+        raise BadRequest(
+            f"the program has {len(instructions)} instructions; expected {INSTRUCTIONS_MAX} at most, and {LISTED_MAX} "
+            "names, stages and scalars in them: send it in parts"
+        )
 
 
 def _instruction(number: int, plain: wire.Instruction) -> Instruction:

@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 
 from pyps.run import Run, RunState
-from pyps.run.handshake import check_run
+from pyps.run.handshake import check_name, check_run
 from pyps.service import convert
 from pyps.service.calls import Context, guarded
 from pyps.service.leasing import (
+    LEASES_MAX,
     LeaseCall,
     check_few,
     in_words,
@@ -31,6 +32,7 @@ from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import WORK_QUEUE
 from pyps_wire.errors import BadRequest, NotInitialized, RunFinished, WaitTimedOut
 
+LEASES_BYTES_MAX = convert.SMALL_BYTES_MAX + convert.LEASE_BYTES_MAX * LEASES_MAX
 # Figures of its own that a coordinator may tell.
 SCALARS_MAX = 256
 
@@ -70,7 +72,7 @@ class WorkQueueService:
 
     async def lease(self, message: bytes, context: Context) -> bytes:
         """Answers with a portion when there is one, or with why none will come."""
-        request = convert.parse(wire.LeaseRequest, message)
+        request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         answer = await LeaseCall(self._run, self._work, request).answer()
         return lease_reply(answer).SerializeToString()
 
@@ -83,7 +85,7 @@ class WorkQueueService:
 
     async def deliver(self, message: bytes, context: Context) -> bytes:
         """Takes portions in."""
-        request = convert.parse(wire.DeliverRequest, message)
+        request = convert.parse(wire.DeliverRequest, message, bytes_max=LEASES_BYTES_MAX)
         check_few(len(request.lease_ids))
         sender, queue = request.sender, self._queue_of(request.sender)
         if request.stage_id and request.stage_id not in request.lease_ids:
@@ -109,6 +111,8 @@ class WorkQueueService:
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
             raise BadRequest(f"a pass comes with {len(request.scalars)} scalars; tell {SCALARS_MAX} at most")
+        for name in request.scalars:
+            check_name(name, what="a scalar's name")
         queue = self._coordinated_by(request.sender)
         self._refuse_when_over()
         queue.begin_pass(

@@ -73,6 +73,31 @@ def test_a_gradient_with_nan_is_rejected_by_worker_name_and_the_stream_goes_on(s
         assert set(values_of(worker.pull()[0])) == {4.0}
 
 
+def test_lists_beyond_reason_are_refused_before_they_are_read(start_server):
+    """A list of two million entries, of two bytes each, held up the event loop for seconds."""
+    server, entries = start_server(), b"\x00" * 4_000_000
+    with WireWorker(server.data) as worker:
+        worker.join()
+        for call, field in (("Pull", 4), ("Heartbeat", 4), ("Leave", 3), ("Proceed", 9)):
+            crowd = entries.replace(b"\x00\x00", bytes([field << 3 | 2, 0]))
+            kinds = worker.channel.unary_stream if call == "Pull" else worker.channel.unary_unary
+            refused = refusal_of(
+                lambda call=call, kinds=kinds, crowd=crowd: list(kinds(METHODS[call])(crowd, timeout=60))
+            )
+            assert refused[0] == "INVALID_ARGUMENT" and "4000000 bytes" in refused[2], call
+        wants = [wire.PullRequest.Want(shard_id=0)] * 2
+        assert "names 2 shards, and this server holds 1" in refusal_of(worker.pull, wants)[2]
+
+
+def test_scalars_by_names_that_people_could_not_read_are_refused(start_server):
+    with WireWorker(start_server().data) as worker:
+        worker.join()
+        for name in ("\x1b[31mred", "x" * 201):
+            request = wire.HeartbeatRequest(sender=worker.sender, scalars={name: 1.0})
+            status, _, text = refusal_of(worker.stub.Heartbeat, request, timeout=60)
+            assert status == "INVALID_ARGUMENT" and "scalar" in text and text.isprintable()
+
+
 def test_what_is_wrong_with_a_push_or_a_pull_is_said_and_nothing_is_applied(start_server):
     with WireWorker(start_server().data) as worker:
         worker.join(value=5.0)
