@@ -29,8 +29,8 @@ class InitializationGate:
         self._election = Election(lease_seconds=min(ELECTION_LEASE_SECONDS, lease_seconds), first_term=first_term)
         self._newest_run = ""
         self._newest_term = 0
-        # What the processes of a replica have sent so far, each in a call of its own; None for other initialisers.
-        self._shared: Initialization | None = None
+        # The one that goes on: the processes of a replica share it, each with a call of its own.
+        self._begun: Initialization | None = None
 
     @property
     def lease_seconds(self) -> float:
@@ -70,17 +70,23 @@ class InitializationGate:
             )
 
     def admit(self, opening: Opening, plan: Partition, settings: RuleSettings) -> Initialization:
-        """The initialisation that the caller adds its shards to; that of an earlier term is thrown away."""
-        shared = self._shared
-        if shared is not None and (shared.opening.run_id, shared.opening.initializer) == (
-            opening.run_id,
-            opening.initializer,
+        """The initialisation that the caller, who has the turn, adds its shards to; an earlier one is thrown away."""
+        shared = self._begun
+        if (
+            shared is not None
+            and opening.replica
+            and (shared.opening.run_id, shared.opening.initializer)
+            == (
+                opening.run_id,
+                opening.initializer,
+            )
         ):
             shared.join(opening, plan, settings)
             return shared
-        begun = Initialization(opening, plan, settings)
-        self._shared = begun if opening.replica else None
-        return begun
+        if self._begun is not None:
+            self._begun.abandon()
+        self._begun = Initialization(opening, plan, settings)
+        return self._begun
 
     def already_done(self, content: Content | None, opening: Opening) -> bool:
         """Whether this very initialisation has made the run; refuses a second one of the same run."""
@@ -108,5 +114,5 @@ class InitializationGate:
 
     def done(self) -> None:
         """Ends the election: the parameters are there."""
-        self._shared = None
+        self._begun = None
         self._election.done()

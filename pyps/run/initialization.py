@@ -13,7 +13,7 @@ from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import Codec, item_bytes
 from pyps.run.settings import RuleSettings
-from pyps_wire.errors import BadRequest, WrongSize
+from pyps_wire.errors import BadRequest, Superseded, WrongSize
 from pyps_wire.partition import Model, Partition, first_difference
 
 
@@ -57,6 +57,11 @@ class Initialization:
         # Whole shards only. Two calls never add one shard with different numbers.
         self._received: dict[int, Floats] = {}
         self._taken = False
+        self._abandoned = False
+
+    def abandon(self) -> None:
+        """Lets go of all shards: another has begun, and memory is for one."""
+        self._abandoned, self._received = True, {}
 
     def join(self, opening: Opening, partition: Partition, settings: RuleSettings) -> None:
         """Lets another process of the same replica in; BadRequest where it sends another model or optimizer."""
@@ -93,6 +98,8 @@ class Initialization:
             )
         values = aligned_zeros(shard.length)
         _kernels.decode(payload, codec, values)
+        if self._abandoned:
+            raise Superseded(f"worker {self.opening.name!r} has begun to initialise the run anew, or another has")
         if not self._taken:
             # A call that was repeated after all shards had come changes nothing.
             self._received[shard_id] = values

@@ -176,7 +176,10 @@ class Run(RunFacts):
         plan, settings = handshake.check_founding(opening, config=self.config, told=told, protocol=protocol)
         plan.of_server(opening.server_index)
         with self._lock:
-            return None if self._already_initialized(opening) else self.gate.admit(opening, plan, settings)
+            if self._already_initialized(opening):
+                return None
+            self.gate.renew(opening, now=self.clock())
+            return self.gate.admit(opening, plan, settings)
 
     def renew_term(self, opening: Opening) -> None:
         """Prolongs the initialiser's turn; Superseded when it has passed to another, ReplicaLost when it is out."""

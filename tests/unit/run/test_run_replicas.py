@@ -262,4 +262,4 @@ def test_what_an_earlier_term_left_is_thrown_away() -> None:
         replicas.initialize("c", 0, term)
     replicas.initialize("b", 0, later)
     assert len(replicas.run.shards) == 5
-    assert replicas.run.gate._shared is None
+    assert replicas.run.gate._begun is None
