@@ -120,7 +120,7 @@ def _show(answers: Sequence[Answer], *, shards_shown: int | None) -> None:
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
     for line in _lines(answers):
-        console.print(Text(line))
+        console.print(_text(line))
 
 
 def _lines(answers: Sequence[Answer]) -> Iterable[str]:
@@ -276,7 +276,12 @@ def _shards_table(answers: Sequence[Answer], shown: int | None) -> Table:
 
 def _add(table: Table, *cells: object) -> None:
     # As Text: what a worker calls itself must not be read as markup.
-    table.add_row(*(Text(str(cell)) for cell in cells))
+    table.add_row(*(_text(str(cell)) for cell in cells))
+
+
+def _text(words: str) -> Text:
+    """The words without what a terminal would take for a command: others chose the names in them."""
+    return Text("".join(character if character.isprintable() else "?" for character in words))
 
 
 def _mean(workers: Sequence[pb.WorkerInfo], field: str, taken: int) -> float:

@@ -271,6 +271,9 @@ def check_founding(
     check_run_told(caller.run_id, told=config.run_id)
     assert caller.model is not None
     check_model_size(caller.model, parameters_max=config.max_model_parameters)
+    unreadable = next((tensor.name for tensor in caller.model.tensors if not tensor.name.isprintable()), None)
+    if unreadable is not None:
+        raise BadRequest(f"a tensor is named {unreadable!r}; expected printable characters: people read it in tables")
     check_servers(protocol, caller.num_servers)
     source = "what the server was told at its start (--optimizer)"
     settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)

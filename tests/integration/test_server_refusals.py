@@ -98,6 +98,12 @@ def test_scalars_by_names_that_people_could_not_read_are_refused(start_server):
             assert status == "INVALID_ARGUMENT" and "scalar" in text and text.isprintable()
 
 
+def test_a_tensor_by_a_name_that_would_command_a_terminal_is_refused(start_server):
+    with WireWorker(start_server().data, model=Model((Tensor("\x1b[31mred", (3,)),))) as worker:
+        status, _, text = refusal_of(worker.hello)
+        assert status == "INVALID_ARGUMENT" and "tensor" in text and text.isprintable()
+
+
 def test_what_is_wrong_with_a_push_or_a_pull_is_said_and_nothing_is_applied(start_server):
     with WireWorker(start_server().data) as worker:
         worker.join(value=5.0)
