@@ -8,12 +8,12 @@ import grpc
 import numpy as np
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
-from inspection import connected
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS
 from pyps_wire.partition import Model, Tensor
+from support import connected
 from wire_worker import WireWorker, refusal_of, values_of
 
 STREAMS_IN, STREAMS_OUT = ("Exchange", "Initialize", "Push"), ("Exchange", "Pull", "Push")

@@ -10,18 +10,13 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from inspection import connected, inspect
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Tensor
-from support import inspect, server_loop, status_of, wait_until
+from support import connected, inspect, status_of, wait_until
 from wire_worker import CHANNEL_OPTIONS, WireWorker, crew, parked_pull, refusal_of
-from support import wait_until
-from wire_worker import WireWorker, crew, parked_pull, refusal_of, status_of
 
 # Four shards of a megabyte each.
 LARGE = Model((Tensor("x", (1_048_576,)),), shard_size=262_144)

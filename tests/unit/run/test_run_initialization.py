@@ -9,7 +9,7 @@ from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import Superseded
 from pyps_wire.partition import partition
-from run_crew import MODEL, make_run
+from shards import MODEL, make_run
 
 
 def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> None:
