@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from threading import RLock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING
 
 from pyps import __version__, logs
@@ -64,6 +64,8 @@ class Run(RunFacts):
         self.events = Events(clock)
         self.on_ready: Callable[[], None] = lambda: None
         self._lock = RLock()
+        # Held while one content is made the run's; taken before _lock.
+        self._founding = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
         self.epoch = 0
         self._draining = False
@@ -196,10 +198,16 @@ class Run(RunFacts):
         if received is None:
             return
         content = self._factory().first(initialization, received, now=self.clock())
-        with self._lock:
-            if self._already_initialized(initialization.opening):
-                return
-            self._set_content(content)
+        with self._founding:
+            with self._lock:
+                if self._already_initialized(initialization.opening):
+                    return
+            # Not under the lock: it takes as long as the disk does.
+            self._begin_log(content)
+            with self._lock:
+                if self._already_initialized(initialization.opening):
+                    return
+                self._set_content(content)
         self.on_ready()
 
     def restore(self, restored: RestoredRun) -> None:
@@ -221,6 +229,7 @@ class Run(RunFacts):
             self.statistics.restore_examples({i: each.examples for i, each in content.shards.items()})
             if restored.work is not None:
                 self.work.restore(restored.work)
+            self._begin_log(content)
             self._set_content(content)
         self.conduct.go_on(in_force, kept=kept, told=told)
         self.on_ready()
@@ -382,9 +391,11 @@ class Run(RunFacts):
             self.config, self.behaviour, self.conduct.account, epoch=self.epoch, logged=self.recorder is not None
         )
 
-    def _set_content(self, content: Content) -> None:
+    def _begin_log(self, content: Content) -> None:
         if self.recorder is not None:
             self.recorder.begin(self._header(content), content.shards)
+
+    def _set_content(self, content: Content) -> None:
         self.conduct.begin(content)
         self._content = content
         self.gate.done()

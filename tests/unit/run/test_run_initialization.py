@@ -1,20 +1,31 @@
-"""The first parameters on their way in: memory is for one model, whoever begins how often."""
+"""The first parameters on their way in: memory is for one model, and others are answered meanwhile."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
+from pyps.checkpoint import RunHeader
 from pyps.core.gradient import Codec
+from pyps.core.shard import Shard
 from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import Superseded
 from pyps_wire.partition import partition
 from shards import MODEL, make_run
+from support import DEADLINE_SECONDS
+
+
+def greeting_of(worker_id: str) -> Greeting:
+    return Greeting("r", worker_id, 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")
 
 
 def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> None:
     run = make_run()
-    term = run.hello(Greeting("r", "a", 1, 1, "test", False, 0, 1, MODEL, None, "", "", 0, "")).term
+    term = run.hello(greeting_of("a")).term
     opening = Opening("r", "a", 1, term, MODEL, None, 0, 1)
     first, anew = run.begin_initialize(opening), run.begin_initialize(opening)
     assert first is not None and anew is not None
@@ -26,4 +37,36 @@ def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> Non
             first.add(shard.shard_id, Codec.FLOAT32, payload)
         anew.add(shard.shard_id, Codec.FLOAT32, payload)
     run.commit(anew)
+    assert run.shards
+
+
+class SlowLog:
+    """A recorder whose disk takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.goes_on = threading.Event(), threading.Event()
+
+    def begin(self, header: RunHeader, shards: Mapping[int, Shard]) -> None:
+        self.asked.set()
+        assert self.goes_on.wait(DEADLINE_SECONDS)
+
+
+def test_others_are_answered_while_an_update_log_takes_the_first_parameters() -> None:
+    log = SlowLog()
+    run = make_run(recorder=log)
+    term = run.hello(greeting_of("a")).term
+    opening = Opening("r", "a", 1, term, MODEL, None, 0, 1)
+    initialization = run.begin_initialize(opening)
+    assert initialization is not None
+    for shard in partition(MODEL, num_servers=1).of_server(0):
+        initialization.add(shard.shard_id, Codec.FLOAT32, memoryview(bytes(4 * shard.length)))
+    with ThreadPoolExecutor(2) as pool:
+        committing = pool.submit(run.commit, initialization)
+        assert log.asked.wait(DEADLINE_SECONDS)
+        try:
+            assert not pool.submit(run.hello, greeting_of("b")).result(DEADLINE_SECONDS).initialize
+            assert not run.shards
+        finally:
+            log.goes_on.set()
+        committing.result(DEADLINE_SECONDS)
     assert run.shards
