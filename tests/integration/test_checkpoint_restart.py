@@ -134,6 +134,9 @@ def test_a_run_goes_on_bit_for_bit_after_its_end_and_resume(
     for again, receipt in zip(after_end.send(last), receipts, strict=True):
         assert again.duplicate
         again.duplicate = False
+        # What is durable now, and was not yet then.
+        assert (again.durable_version, receipt.durable_version) == (receipt.version_after, 0)
+        again.durable_version = 0
         assert again == receipt
     assert held_by(servers) == held
     # A new epoch: a gradient of the old epoch is refused, the parameters must be pulled again.
