@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,7 @@ from support import DEADLINE_SECONDS, AnyServer, ServerThread, wait_until, worke
 if TYPE_CHECKING:
     from pyps_client.torch.layout import Layout
 
+T = TypeVar("T")
 Server = TypeVar("Server", bound=AnyServer)
 
 ADAGRAD = ("adagrad", {"learning_rate": 0.05, "eps": 1e-10, "initial_accumulator_value": 0.1})
@@ -68,9 +70,9 @@ def gradients_like(tensors: Mapping[str, Floats], seed: int) -> dict[str, Floats
     return {name: np.asarray(random.standard_normal(tensor.shape), np.float32) for name, tensor in tensors.items()}
 
 
-def start_servers(start: Callable[..., Server], count: int, *flags: str) -> list[Server]:
+def start_servers(start: Callable[..., Server], count: int, *flags: str, **options: Any) -> list[Server]:
     """Starts so many servers with a fixture that starts one."""
-    return [start(*flags) for _ in range(count)]
+    return [start(*flags, **options) for _ in range(count)]
 
 
 def addresses(servers: Sequence[AnyServer]) -> str:
@@ -118,6 +120,13 @@ class Clock:
             for server in servers:
                 server.wait_for_look()
             wait_until(heard, what=f"signs of life of {living}")
+
+    def during(self, call: Callable[[], T], *servers: ServerThread, living: Sequence[str] = ()) -> T:
+        """The call's result; the servers' time passes while it waits."""
+        with ThreadPoolExecutor(1) as pool:
+            calling = pool.submit(call)
+            self.pass_until(calling.done, *servers, living=living)
+            return calling.result()
 
 
 class CuttingProxy:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +130,9 @@ def test_another_worker_takes_over_from_an_initialiser_that_was_killed_midway(
 def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
     start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    servers = addresses(start_servers(start_server, 2, *SHORT_LEASE))
+    clock = Clock()
+    started = start_servers(start_server, 2, *SHORT_LEASE, clock=clock)
+    servers = addresses(started)
     send_to = Initialization.send_to
     others: list[object] = []
 
@@ -138,7 +141,8 @@ def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
             others.append(None)
             # Its lease, which nobody renews, runs out; the election falls to another.
             monkeypatch.setattr(Initialization, "send_to", send_to)
-            others.append(make_client(servers, tensors=small_model(seed=5), worker_id="worker-b"))
+            joining = partial(make_client, servers, tensors=small_model(seed=5), worker_id="worker-b")
+            others.append(clock.during(joining, *started))
         send_to(self, connection, channel)
 
     monkeypatch.setattr(Initialization, "send_to", outrun)

@@ -8,6 +8,7 @@ from functools import partial
 
 import psutil
 
+from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
@@ -18,7 +19,8 @@ HARDSYNC = ("--protocol", "hardsync", "--staleness", "none")
 
 
 def test_a_worker_that_dies_inside_a_round_holds_the_others_up_for_its_lease_at_most(start_server):
-    server = start_server(*HARDSYNC, *QUICK_LEASES, "--expected-workers", "3")
+    clock = Clock()
+    server = start_server(*HARDSYNC, *QUICK_LEASES, "--expected-workers", "3", clock=clock)
     with crew(server, 2) as workers, beating(workers):
         with WireWorker(server.data, "doomed") as doomed:
             doomed.join()
@@ -26,7 +28,8 @@ def test_a_worker_that_dies_inside_a_round_holds_the_others_up_for_its_lease_at_
         assert {receipt.num_workers for own in first_rounds for receipt in own} >= {3}
         assert status_of(server).version_max == 2
         # In the third round the two wait for a worker that does not come.
-        at_once([partial(worker.train, 3, clock=2, wait_seconds=60) for worker in workers], 100)
+        calls = [partial(worker.train, 3, clock=2, wait_seconds=60) for worker in workers]
+        clock.during(partial(at_once, calls, 100), server, living=["w0", "w1"])
     assert status_of(server).version_max == 5
     [expired] = events_of(server, "expired")
     assert expired.startswith("worker's lease ran out: worker doomed")
@@ -92,9 +95,10 @@ def test_a_restored_run_waits_one_lease_at_most_for_its_former_workers(start_ser
     with crew(server, 2) as workers:
         at_once([partial(worker.train, 2) for worker in workers])
     server.stop()
-    server = start_server(*flags, "--resume")
+    clock = Clock()
+    server = start_server(*flags, "--resume", clock=clock)
     with WireWorker(server.data, "w0") as alone:
-        alone.train(3, wait_seconds=60)
+        clock.during(partial(alone.train, 3, wait_seconds=60), server)
     assert status_of(server).version_max == 5
 
 

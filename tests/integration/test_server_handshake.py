@@ -6,10 +6,11 @@ import itertools
 import threading
 import time
 
+from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import wait_until
+from support import DEADLINE_SECONDS
 from wire_worker import QUICK_LEASES, SMALL, WireWorker, refusal_of, sgd, values_of
 
 
@@ -50,7 +51,8 @@ def test_racing_workers_elect_exactly_one_and_all_see_its_parameters(start_serve
 
 
 def test_another_worker_takes_over_when_the_initialiser_dies_midway(start_server):
-    server = start_server(*QUICK_LEASES)
+    clock = Clock()
+    server = start_server(*QUICK_LEASES, clock=clock)
     with WireWorker(server.data, "a") as first, WireWorker(server.data, "b") as second:
         term = first.hello().term
         # One message, then silence: the stream never ends by itself.
@@ -58,11 +60,18 @@ def test_another_worker_takes_over_when_the_initialiser_dies_midway(start_server
 
         def messages():
             yield next(first.initialize_messages(term))
-            silence.wait(30)
+            silence.wait(DEADLINE_SECONDS)
 
-        dying = first.stub.Initialize.future(messages(), timeout=30)
-        assert not second.hello().initialize
-        reply = wait_until(lambda: (r := second.hello()).initialize and r, 15, "the second worker's turn")
+        dying = first.stub.Initialize.future(messages(), timeout=DEADLINE_SECONDS)
+        reply = second.hello()
+        assert not reply.initialize
+
+        def elected() -> bool:
+            nonlocal reply
+            reply = second.hello()
+            return reply.initialize
+
+        clock.pass_until(elected, server)
         assert reply.term == term + 1
         second.initialize(reply.term, value=2.0)
         silence.set()

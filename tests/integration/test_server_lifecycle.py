@@ -130,7 +130,7 @@ def test_exit_when_done_waits_for_all_expected_workers(start_server):
 
 
 def test_exit_when_done_counts_a_worker_whose_lease_ran_out(start_server):
-    server = start_server("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "5")
+    server = start_server("--exit-when-done", "--heartbeat-seconds", "0.2", "--lease-seconds", "2")
     with WireWorker(server.data) as worker:
         worker.join()
         assert server.wait(60) == 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import psutil
 
+from client_support import Clock
 from support import events_of, status_of, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
@@ -55,13 +57,14 @@ def test_a_wait_ends_by_its_deadline_with_the_names(start_server):
 
 
 def test_a_dead_worker_s_turn_passes_within_its_lease(start_server):
-    server = start_server("--protocol", "serial", *QUICK_LEASES)
+    clock = Clock()
+    server = start_server("--protocol", "serial", *QUICK_LEASES, clock=clock)
     with WireWorker(server.data, "dead") as dead, WireWorker(server.data, "alive") as alive:
         dead.join()
         alive.join()
         dead.proceed(0)
         with beating([alive]):
-            alive.proceed(0, wait_seconds=15)
+            clock.during(partial(alive.proceed, 0, wait_seconds=60), server, living=["alive"])
     assert "dead" in wait_for_event(server, "expired")
     assert not any("alive" in message for message in events_of(server, "expired"))
 

@@ -6,7 +6,9 @@ import contextlib
 import json
 import math
 import urllib.request
+from functools import partial
 
+from client_support import Clock
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as wire
@@ -86,11 +88,13 @@ def test_a_call_that_is_cancelled_takes_nothing_from_those_that_wait(start_serve
 
 
 def test_what_a_dead_worker_held_goes_to_one_that_waits_within_its_lease(start_server):
-    server = start_server(*QUICK_LEASES)
+    clock = Clock()
+    server = start_server(*QUICK_LEASES, clock=clock)
     with opened(server) as [dead, alive]:
         lost = [dead.lease(0) for _ in range(5)]
         with beating([alive.worker]):
-            reply = alive.stub.Lease(alive.request(0, 50.0), timeout=DEADLINE_SECONDS)
+            asking = partial(alive.stub.Lease, alive.request(0, 50.0), timeout=DEADLINE_SECONDS)
+            reply = clock.during(asking, server, living=["w1"])
             assert reply.outcome == wire.LeaseReply.OUTCOME_LEASED
             alive.held = [reply.portion.lease_id]
             assert alive.deliver(reply).accepted

@@ -66,7 +66,7 @@ def test_a_job_shown_runs_to_its_end_as_it_is_shown(tmp_path: Path, script: str)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     command, *arguments = shlex.split(JOBS[script])
     with PythonProcess("-m", command, *arguments, cwd=tmp_path) as job:
-        assert job.wait(120) == 0
+        assert job.wait(250) == 0
         assert re.search(ENDINGS[script], job.output())
     assert all((tmp_path / name).exists() for name in arguments if name.endswith(".png"))
 
