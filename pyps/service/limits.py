@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -10,24 +11,30 @@ from pyps_wire.errors import BadRequest, LimitExceeded
 
 
 class ByteBudget:
-    """Counts the bytes of pushes and pulls held at the moment. May be used from any thread."""
+    """Counts the bytes of pushes and pulls held at the moment. May be used from any thread.
+
+    A caller who holds bytes by several calls holds no more than it leaves free: however many calls one makes, and
+    however many do, a part is left for the others. By one call alone anybody may hold all that is free.
+    """
 
     def __init__(self, bytes_max: int):
         self.bytes_max = bytes_max
         self._lock = Lock()
         # Guarded by _lock.
         self._bytes = 0
+        self._bytes_by_caller: Counter[str] = Counter()
 
     @property
     def bytes_held(self) -> int:
         """Bytes held at the moment."""
         return self._bytes
 
-    def hold(self, num_bytes: int) -> None:
-        """Counts `num_bytes` until they are released.
+    def account(self, caller: str = "") -> Account:
+        """What one call is to hold, for the worker of that name; all observers are one caller, without a name."""
+        return Account(self, caller)
 
-        Raises LimitExceeded where they would go beyond the budget now, BadRequest where they always would.
-        """
+    def take(self, num_bytes: int, *, caller: str, own: int) -> None:
+        """Counts bytes of a call that has `own` bytes already; for accounts, and raises as `Account.hold`."""
         if num_bytes > self.bytes_max:
             raise BadRequest(
                 f"{num_bytes} bytes have to be held at once for this, and this server holds {self.bytes_max} at "
@@ -40,12 +47,48 @@ class ByteBudget:
                     f"held at once, this server holds {self.bytes_max} at the most: try again later, or "
                     "raise --max-in-flight-bytes"
                 )
+            held, free = self._bytes_by_caller[caller], self.bytes_max - self._bytes
+            if held > own and held + num_bytes > free:
+                who = f"worker {caller!r}" if caller else "observers"
+                raise LimitExceeded(
+                    f"{num_bytes} bytes more would make {held + num_bytes} bytes held by several calls of {who}, and"
+                    f" {free} of {self.bytes_max} are free, of which the others get their share: read what earlier"
+                    " calls bring, then try again, or raise --max-in-flight-bytes"
+                )
             self._bytes += num_bytes
+            self._bytes_by_caller[caller] += num_bytes
 
-    def release(self, num_bytes: int) -> None:
+    def give_back(self, num_bytes: int, *, caller: str) -> None:
         """Counts them no more."""
         with self._lock:
             self._bytes -= num_bytes
+            self._bytes_by_caller[caller] -= num_bytes
+            if not self._bytes_by_caller[caller]:
+                del self._bytes_by_caller[caller]
+
+
+class Account:
+    """What one call holds of a budget. For one call, though it may be used from any thread."""
+
+    def __init__(self, budget: ByteBudget, caller: str):
+        self.budget = budget
+        # Stays as it is while anything is held.
+        self.caller = caller
+        self._bytes = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts `num_bytes` until they are released.
+
+        Raises LimitExceeded where the budget or the caller's share has no room for them now, BadRequest where the
+        budget never has.
+        """
+        self.budget.take(num_bytes, caller=self.caller, own=self._bytes)
+        self._bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Counts them no more."""
+        self._bytes -= num_bytes
+        self.budget.give_back(num_bytes, caller=self.caller)
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:

@@ -109,8 +109,8 @@ class ParameterServer:
         initialization: Initialization | None = None
         while (message := await receive(context)) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-            with self._budget.holding(len(message)):
-                request, payload = convert.parse_frame(wire.InitializeRequest, message, bytes_max=len(message))
+            request, payload = convert.parse_frame(wire.InitializeRequest, message, bytes_max=len(message))
+            with self._budget.account(request.sender.worker_id).holding(len(message)):
                 if initialization is None:
                     begin = partial(self._begin_initialize, request)
                     initialization = await self._off_loop_where(len(message) >= MODEL_BYTES_INLINE, begin)

@@ -41,7 +41,6 @@ class PullStream:
     ):
         self._run = run
         self._work = work
-        self._budget = budget
         self._context = context
         self._request = request
         self._serializations = serializations
@@ -49,6 +48,7 @@ class PullStream:
         self._observes = request.role == common.ROLE_OBSERVER
         # Whose lease and figures it counts for; an observer's counts for nobody.
         self._worker_id = "" if self._observes else request.sender.worker_id
+        self._account = budget.account(self._worker_id)
         # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
         same_epoch = request.epoch == run.epoch
         self._min_versions = {want.shard_id: want.min_version for want in request.wants if same_epoch}
@@ -102,13 +102,13 @@ class PullStream:
         frames: list[bytes] = []
 
         async def within(ask: Ask) -> LeaseAnswer:
-            with self._budget.holding(num_bytes):
+            with self._account.holding(num_bytes):
                 # Not on the loop: the mutex may be held by a push.
                 answer, frames[:] = await self._work.off_loop(partial(self._lease_and_take, whole, wanted, ask))
             return answer
 
         answer = await call.answer(within)
-        with self._budget.holding(sum(map(len, frames))):
+        with self._account.holding(sum(map(len, frames))):
             await self._send([_lease_frame(answer), *frames])
 
     async def _send(self, messages: Sequence[bytes]) -> None:
@@ -120,7 +120,7 @@ class PullStream:
             writer.close()
 
     async def _send_each(self, arrivals: Arrivals) -> None:
-        async with Replies(self._context, self._work, self._budget, ahead_max=FRAMES_MAX) as replies:
+        async with Replies(self._context, self._work, self._account, ahead_max=FRAMES_MAX) as replies:
             while (shard := await arrivals.next()) is not None:
                 await replies.room()
                 wanted = self._wanted(shard)
@@ -143,7 +143,7 @@ class PullStream:
     async def _send_whole(self, whole: WholeModel, shards: list[Shard]) -> None:
         """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
         wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
-        async with Replies(self._context, self._work, self._budget, ahead_max=1) as replies:
+        async with Replies(self._context, self._work, self._account, ahead_max=1) as replies:
             num_bytes = sum(each.payload_bytes for each in wanted.values())
             job = partial(self._take_whole, whole, wanted)
             await replies.add(-1, job, num_bytes=num_bytes, held_bytes=num_bytes, shards=shards)

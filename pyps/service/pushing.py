@@ -53,10 +53,11 @@ class PushStream:
 
     def __init__(self, run: Run, work: Workbench, budget: ByteBudget, context: Context, answering: Answering):
         self._run = run
-        self._budget = budget
+        self._account = budget.account()
         self._context = context
         self._answering = answering
-        self._replies = Replies(context, work, budget, ahead_max=READ_AHEAD_MAX)
+        self._replies = Replies(context, work, self._account, ahead_max=READ_AHEAD_MAX)
+        self._first = True
         # The parts so far of a push that is to be applied as a whole.
         self._staged: list[Part] = []
         # The push whose parts are applied one by one. It goes on so when one mutex comes into force meanwhile: it could
@@ -81,6 +82,9 @@ class PushStream:
         if message is None:
             return False
         part = self._part(message)
+        if self._first:
+            # The whole stream counts for it, whoever else may send in it.
+            self._account.caller, self._first = part.worker_id, False
         push = part.worker_id, part.sequence
         if self._staged or (self._run.whole is not None and push != self._singly):
             await self._stage(part)
@@ -119,7 +123,7 @@ class PushStream:
             _require_all(self._staged)
             await self._push_staged()
         _require_possible([*self._staged, part], num_shards=len(self._run.shards))
-        self._budget.hold(part.held_bytes)
+        self._account.hold(part.held_bytes)
         self._staged.append(part)
         if self._run.whole is None:
             # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
@@ -141,7 +145,7 @@ class PushStream:
         )
 
     def _release_staged(self) -> None:
-        self._budget.release(sum(part.held_bytes for part in self._staged))
+        self._account.release(sum(part.held_bytes for part in self._staged))
         self._staged = []
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from pyps.core.shard import Shard
 from pyps.service.calls import Context, Writer
-from pyps.service.limits import ByteBudget
+from pyps.service.limits import Account
 from pyps.service.workbench import Workbench
 
 # What streams may hold together before each has one job at a time: three of large messages and their replies.
@@ -39,11 +39,11 @@ class Replies:
     the block with its error, after the messages of those before it.
     """
 
-    def __init__(self, context: Context, work: Workbench, budget: ByteBudget, *, ahead_max: int):
+    def __init__(self, context: Context, work: Workbench, account: Account, *, ahead_max: int):
         """At most `ahead_max` jobs have not been answered while there is `room`."""
         self._writer = Writer(context)
         self._work = work
-        self._budget = budget
+        self._account = account
         self._ahead_max = ahead_max
         self._group = asyncio.TaskGroup()
         # In the order in which they began.
@@ -71,26 +71,26 @@ class Replies:
             while self._under_way:
                 begun = self._under_way.popleft()
                 begun.answer.cancel()
-                self._budget.release(begun.held_bytes)
+                self._account.release(begun.held_bytes)
 
     async def add(self, shard_id: int, job: Job, *, num_bytes: int, held_bytes: int, shards: Iterable[Shard]) -> None:
-        """Begins a job on `num_bytes` under these shards' locks; until it is answered the budget holds `held_bytes`.
+        """Begins a job on `num_bytes` under these shards' locks; until it is answered the account holds `held_bytes`.
 
-        Raises LimitExceeded where the budget has no room for them; the job is not done then.
+        Raises LimitExceeded where there is no room for them; the job is not done then.
         """
-        self._budget.hold(held_bytes)
+        self._account.hold(held_bytes)
         if not self._under_way and self._work.is_little(num_bytes, shards):
             try:
                 for message in job():
                     await self._writer.send(message)
             finally:
-                self._budget.release(held_bytes)
+                self._account.release(held_bytes)
             return
         try:
             while any(begun.shard_id in (shard_id, ALL_SHARDS) for begun in self._under_way):
                 await self._end_of_one()
         except BaseException:
-            self._budget.release(held_bytes)
+            self._account.release(held_bytes)
             raise
         self._under_way.append(Begun(shard_id, self._work.begin(job), held_bytes))
         if self._delivery is None:
@@ -106,7 +106,7 @@ class Replies:
             await self._end_of_one()
 
     def _may_go_ahead(self) -> bool:
-        return len(self._under_way) < self._ahead_max and self._budget.bytes_held < AHEAD_BYTES_MAX
+        return len(self._under_way) < self._ahead_max and self._account.budget.bytes_held < AHEAD_BYTES_MAX
 
     async def none_under_way(self) -> None:
         """Waits until all jobs are answered."""
@@ -125,7 +125,7 @@ class Replies:
             while messages:
                 # What was sent is free before the next is.
                 await self._writer.send(messages.pop())
-            self._budget.release(self._under_way.popleft().held_bytes)
+            self._account.release(self._under_way.popleft().held_bytes)
             self._one_sent.set()
         # Noted before anybody else runs: who adds one now begins another. After an error nobody does.
         self._delivery = None

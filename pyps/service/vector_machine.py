@@ -126,9 +126,9 @@ class VectorMachineService:
         complete = False
         while (message := await receive(context, under_way=part is not None)) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-            with self._budget.holding(len(message)):
-                request, payload = parse_frame(wire.StageRequest, message)
-                sender = request.sender
+            request, payload = parse_frame(wire.StageRequest, message)
+            sender = request.sender
+            with self._budget.account(sender.worker_id).holding(len(message)):
                 self._run.heard(sender.run_id, sender.worker_id, sender.incarnation)
                 machine = self._machine()
                 former, part = part, _stage_part(request, payload)

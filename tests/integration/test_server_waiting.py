@@ -129,11 +129,33 @@ def test_a_server_s_resident_memory_keeps_to_the_budget_of_what_callers_make_it_
             request = wire.PullRequest(sender=worker.sender, wants=[wire.PullRequest.Want(held_version=-1)])
             pulls.append(pull := ParameterServerStub(deaf).Pull(request, timeout=100))
             wait_until(lambda p=pull, h=held: p.done() or memory_in_flight(server) > h, 60, "a pull held or refused")
-        assert sum(not pull.done() for pull in pulls) == 8
+        # As much as is left free by them, since they are one worker's.
+        assert sum(not pull.done() for pull in pulls) == 4
         # gRPC has a copy of what it sends. Were all 40 held, there would be 320 MiB more.
         assert resident().rss - before < 3 * budget_bytes
         for pull in pulls:
             pull.cancel()
+
+
+def test_any_number_of_unread_pulls_of_one_worker_or_of_observers_leaves_the_others_their_share(start_server):
+    server = start_server("--max-in-flight-bytes", str(32 * SHARD_BYTES))
+    with WireWorker(server.data, "greedy", model=LARGE) as greedy, contextlib.ExitStack() as stack:
+        greedy.join()
+        observer = wire.PullRequest(sender=common.Sender(run_id="run-1"), role=common.ROLE_OBSERVER)
+        for request in (wire.PullRequest(sender=greedy.sender), observer):
+            deaf = stack.enter_context(deaf_channel(server))
+            pulls = [ParameterServerStub(deaf).Pull(request, timeout=100) for _ in range(300)]
+            for pull in pulls:
+                stack.callback(pull.cancel)
+            refused = wait_until(lambda p=pulls: next((pull for pull in p if pull.done()), None), 60, "a refusal")
+            assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "bytes held by several calls of" in refused.details()
+        with WireWorker(server.data, "honest", model=LARGE) as honest:
+            honest.join()
+            for version in range(10):
+                pushed = [honest.push_request(0.0, shard, base_version=version) for shard in range(4)]
+                assert len(honest.push(*pushed)) == len(honest.pull()) == 4
+        assert memory_in_flight(server) > 20 * SHARD_BYTES
 
 
 def deaf_channel(server) -> grpc.Channel:

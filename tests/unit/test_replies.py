@@ -49,7 +49,7 @@ class Scene:
         self.work, self.budget = Workbench(threads), ByteBudget(2**30)
 
     def replies(self, caller: Caller, *, ahead_max: int = 3) -> Replies:
-        return Replies(caller, self.work, self.budget, ahead_max=ahead_max)  # type: ignore[arg-type]
+        return Replies(caller, self.work, self.budget.account("a"), ahead_max=ahead_max)  # type: ignore[arg-type]
 
 
 def played(act: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -151,7 +151,7 @@ async def test_no_more_runs_ahead_than_there_is_room_for(scene: Scene) -> None:
                     added.append(number)
                     await replies.room()
 
-        with scene.budget.holding(held_elsewhere):
+        with scene.budget.account("b").holding(held_elsewhere):
             reader = asyncio.create_task(read(caller, added))
             while len(added) < ahead:
                 await asyncio.sleep(0)
@@ -215,13 +215,14 @@ async def test_a_cancelled_call_gives_back_what_it_held(scene: Scene) -> None:
 
 @played
 async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None:
-    scene.budget.hold(1)
+    other = scene.budget.account("b")
+    other.hold(1)
     for held_bytes, error in ((scene.budget.bytes_max, LimitExceeded), (scene.budget.bytes_max + 1, BadRequest)):
         with pytest.raises(error, match="--max-in-flight-bytes"):
             async with scene.replies(Caller()) as replies:
                 undone = partial(pytest.fail, "it was done")
                 await replies.add(0, undone, num_bytes=1, held_bytes=held_bytes, shards=())
-    scene.budget.release(1)
+    other.release(1)
 
 
 @played

@@ -133,15 +133,16 @@ class Requests:
 
         The budget holds their bytes so long.
         """
+        account = self._budget.account(attachment.worker_id)
         attachment.segment.hold()
         try:
-            self._budget.hold(held_bytes)
+            account.hold(held_bytes)
         except BaseException:
             attachment.segment.let_go()
             raise
 
         def end() -> None:
-            self._budget.release(held_bytes)
+            account.release(held_bytes)
             attachment.segment.let_go()
 
         await Stages(stages, executor=self._work.executor, threads=self._threads).run(on_end=end)
