@@ -41,6 +41,8 @@ class Member:
     info: WorkerInfo
     joined_at: float
     heard_at: float
+    # Whether anything has come of it but Hello: only then is it remembered when it is gone.
+    was_heard: bool = False
     # When it pushed last in this life; None before its first push.
     pushed_at: float | None = None
     # When it last pushed what was taken: applied, parked, or dropped as the protocol foresees.

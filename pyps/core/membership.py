@@ -94,7 +94,8 @@ class Membership:
                 self._lives.require(replica, incarnation)
             require_parts_free(worker_id, parts, (m for m in others if m.incarnation == incarnation))
             earlier = [m for m in others if m.incarnation < incarnation]
-            if not (known and known.alive) and self._num_alive - len(earlier) >= self.workers_max:
+            is_full = not (known and known.alive) and self._num_alive - len(earlier) >= self.workers_max
+            if is_full and not self._forget_unheard(now):
                 raise LimitExceeded(
                     f"worker {worker_id!r} cannot join: {self._num_alive} workers are alive and the limit is"
                     f" {self.workers_max}; raise --max-workers on the server"
@@ -214,7 +215,8 @@ class Membership:
     def expire(self, now: float) -> list[Member]:
         """Marks the workers that were silent for longer than the lease, with all processes of their replicas.
 
-        Returns them; after each process of a replica those that it takes along.
+        Those that said no more than Hello it forgets. Returns them all; after each process of a replica those that it
+        takes along.
         """
         with self._lock:
             gone: list[Member] = []
@@ -222,6 +224,10 @@ class Membership:
                 if member.alive and now - member.heard_at > self.lease_seconds:
                     self._out(member, WorkerState.EXPIRED)
                     gone += [member, *self._lose_replica(member, "was silent for longer than its lease")]
+            for member in gone:
+                if not member.was_heard and not member.replica:
+                    # It never came, for all that anybody knows.
+                    del self._members[member.worker_id]
             return [replace(member) for member in gone]
 
     def stood_still(self, seconds: float, *, now: float) -> None:
@@ -352,7 +358,7 @@ class Membership:
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
         """Notes a sign of life, which most of the time changes nothing of the roster."""
         before = _standing(member)
-        member.state = _ALIVE
+        member.state, member.was_heard = _ALIVE, True
         member.heard_at = max(now, member.heard_at)
         member.pushed_at = pushed_at
         member.counts = counts
@@ -367,6 +373,16 @@ class Membership:
             self._roster = None
             self._num_alive += now[0] - before[0]
 
+    def _forget_unheard(self, now: float) -> bool:
+        """Lets go of a worker that has said no more than Hello, and that a while ago; False where there is none."""
+        for member in self._members.values():
+            silent = now - member.heard_at > UNHEARD_SHARE * self.lease_seconds
+            if silent and member.alive and not member.was_heard and not member.replica:
+                self._out(member, WorkerState.EXPIRED)
+                del self._members[member.worker_id]
+                return True
+        return False
+
     def _forget_gone(self) -> None:
         """Lets go of the longest gone, so that workers that come and go do not fill the memory."""
         excess = len(self._members) - GONE_FACTOR * self.workers_max
@@ -379,6 +395,9 @@ class Membership:
 
 # Workers known, gone ones included, are at most this many times workers_max.
 GONE_FACTOR = 4
+
+# Where all places are taken, a name that said no more than Hello keeps its place for that part of a lease.
+UNHEARD_SHARE = 1 / 3
 
 # A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.
 STALLS_MAX = 2

@@ -29,6 +29,7 @@ def test_a_worker_that_joins_is_alive(members: Membership) -> None:
 
 def test_a_silent_workers_lease_runs_out_once_and_it_is_alive_again_when_it_is_heard_of(members: Membership) -> None:
     members.join("a", 1, now=0.0)
+    members.renew("a", 1, now=0.0)
     members.join("b", 1, now=10.0)
     assert members.expire(29.9) == []
     assert [member.worker_id for member in members.expire(30.5)] == ["a"]
@@ -85,6 +86,21 @@ def test_too_many_workers_are_refused_with_the_setting_to_change(members: Member
     with pytest.raises(LimitExceeded, match=r"3 workers are alive and the limit is 3; raise --max-workers"):
         members.join("d", 1, now=1.0)
     assert members.join("b", 2, now=1.0).incarnation == 2, "its own may say Hello again"
+
+
+def test_names_that_said_no_more_than_hello_make_way_and_are_not_remembered(members: Membership) -> None:
+    for worker_id in "abc":
+        members.join(worker_id, 1, now=0.0)
+    members.renew("b", 1, now=1.0)
+    assert members.join("d", 1, now=11.0).alive
+    assert ids(members) == ["b", "c", "d"]
+    members.join("e", 1, now=12.0)
+    with pytest.raises(LimitExceeded, match="raise --max-workers"):
+        members.join("f", 1, now=20.0)
+    assert [member.worker_id for member in members.expire(50.0)] == ["b", "d", "e"]
+    assert [member.worker_id for member in members.all()] == ["b"]
+    with pytest.raises(UnknownWorker, match="say Hello"):
+        members.renew("d", 1, now=51.0)
 
 
 def test_a_repeated_hello_keeps_the_workers_figures(members: Membership) -> None:
