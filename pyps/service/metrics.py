@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import socket
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +26,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from pyps import _kernels
+from pyps import _kernels, logs
 from pyps.checkpoint import CheckpointFolder
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
@@ -42,8 +44,14 @@ from pyps.work import Progress
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# A scraper that says nothing for so long is cut off.
-REQUEST_TIMEOUT_SECONDS = 10.0
+# A reader that has not got its page within so long is cut off.
+REQUEST_SECONDS = 10.0
+# Readers at once, a thread each. One more takes the place of the one that came first.
+READERS_MAX = 16
+# A reader that was cut off ends within so long, unless its page is just being put together.
+_CUT_SECONDS = 1.0
+
+log = logs.get("pyps.service")
 
 
 class RunCollector(Collector):
@@ -253,6 +261,54 @@ class MetricsServer:
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    # Those of the library, 5, a few silent readers fill.
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Connections that have a thread, and until when; the earliest first. Changed from their threads too.
+        self._readers: dict[socket.socket, float] = {}
+        self._threads_left = threading.Semaphore(READERS_MAX)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a reader on a thread, for which another may have to go."""
+        if not self._threads_left.acquire(blocking=False):
+            for earliest in list(self._readers)[:1]:
+                _cut_off(earliest)
+            if not self._threads_left.acquire(timeout=_CUT_SECONDS):
+                super().shutdown_request(request)
+                return
+        self._readers[request] = time.monotonic() + REQUEST_SECONDS
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._threads_left.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serves it, and notes its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._threads_left.release()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a reader's connection."""
+        self._readers.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Cuts off who takes too long: a limit for each single read and write would let it take any time."""
+        now = time.monotonic()
+        for request, deadline in list(self._readers.items()):
+            if now > deadline:
+                _cut_off(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says in a line what went wrong, nothing of readers that have gone."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            log.error("a page of metrics could not be served", reason=repr(error))
 
     def server_bind(self) -> None:
         # HTTPServer's own would ask the name service for this machine's name, which can take seconds.
@@ -265,9 +321,13 @@ class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_TIMEOUT_SECONDS
+def _cut_off(request: socket.socket) -> None:
+    """Makes whoever reads from that connection or writes to it end."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
+
+class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Says nothing: a scrape every few seconds is no event."""
 

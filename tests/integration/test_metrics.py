@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import struct
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -12,9 +16,13 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from pyps.service import metrics
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread
+from support import ServerThread, wait_until
 from wire_worker import WireWorker
+
+# So many shards that the page is longer than what lies between a server and a reader with small buffers.
+LARGE = Model((Tensor("t", (1600,)),), shard_size=16)
 
 Start = Callable[..., ServerThread]
 
@@ -58,6 +66,7 @@ FAMILIES = {
 }
 
 MODEL = Model((Tensor("t", (32,)),), shard_size=16)
+ASK = b"GET /metrics HTTP/1.0\r\n\r\n"
 LOW_BOUNDS = ("0.0", "1.0", "2.0")
 
 
@@ -152,6 +161,50 @@ def test_many_shards_are_told_by_their_extremes(start_server: Start) -> None:
     assert not families["pyps_shard_version"].samples
     assert not families["pyps_shard_staleness"].samples
     assert (value(families, "pyps_version_min"), value(families, "pyps_version_max")) == (0, 1)
+
+
+def test_readers_that_are_slow_are_cut_off_without_a_word(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_SECONDS", 0.3)
+    server = start_server()
+    with WireWorker(server.data, model=LARGE) as worker:
+        worker.join()
+        half, deaf, gone = (reader(server, says) for says in (b"GET /metrics HTTP/1.0\r\n", ASK, ASK))
+        with half, deaf, gone:
+            wait_until(lambda: num_readers() >= 2, what="both readers")
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+            wait_until(lambda: num_readers() == 0, what="the end of all readers")
+            assert half.recv(1) == b""
+            assert deaf.recv(1) == b"H"
+        assert value(scrape(server), "pyps_shards") == 100
+    assert "Traceback" not in server.output() + "".join(capfd.readouterr())
+
+
+def test_many_silent_readers_hold_few_threads_and_keep_nobody_out(start_server: Start) -> None:
+    server = start_server()
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * metrics.READERS_MAX):
+            stack.enter_context(reader(server, b"GET"))
+        assert value(scrape(server), "pyps_shards") == 0
+        assert num_readers() <= metrics.READERS_MAX
+
+
+def reader(server: ServerThread, says: bytes) -> socket.socket:
+    """A connection to the page that takes in little."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    host, port = server.metrics.split(":")
+    connection.settimeout(20)
+    connection.connect((host, int(port)))
+    connection.sendall(says)
+    return connection
+
+
+def num_readers() -> int:
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
 def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server: Start, tmp_path: Path) -> None:
