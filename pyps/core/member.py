@@ -41,7 +41,7 @@ class Member:
     info: WorkerInfo
     joined_at: float
     heard_at: float
-    # Whether anything has come of it but Hello: only then is it remembered when it is gone.
+    # Whether anything has come of it after its first Hello: only then is it remembered when it is gone.
     was_heard: bool = False
     # When it pushed last in this life; None before its first push.
     pushed_at: float | None = None
@@ -82,7 +82,9 @@ class Member:
 
     def greets_again(self, *, now: float, info: WorkerInfo, replica: str, parts: tuple[int, ...]) -> Member:
         """The same process after another Hello, which keeps its figures."""
-        return replace(self, state=_ALIVE, info=info, heard_at=now, message="", replica=replica, parts=parts)
+        return replace(
+            self, state=_ALIVE, info=info, heard_at=now, was_heard=True, message="", replica=replica, parts=parts
+        )
 
 
 def require_name_free(worker_id: str, replica: str, members: Iterable[Member]) -> None:

@@ -215,8 +215,8 @@ class Membership:
     def expire(self, now: float) -> list[Member]:
         """Marks the workers that were silent for longer than the lease, with all processes of their replicas.
 
-        Those that said no more than Hello it forgets. Returns them all; after each process of a replica those that it
-        takes along.
+        Those that said no more than one Hello it forgets. Returns them all; after each process of a replica those that
+        it takes along.
         """
         with self._lock:
             gone: list[Member] = []
@@ -374,7 +374,7 @@ class Membership:
             self._num_alive += now[0] - before[0]
 
     def _forget_unheard(self, now: float) -> bool:
-        """Lets go of a worker that has said no more than Hello, and that a while ago; False where there is none."""
+        """Lets go of a worker that has said no more than one Hello, and that a while ago; False where there is none."""
         for member in self._members.values():
             silent = now - member.heard_at > UNHEARD_SHARE * self.lease_seconds
             if silent and member.alive and not member.was_heard and not member.replica:
@@ -396,7 +396,7 @@ class Membership:
 # Workers known, gone ones included, are at most this many times workers_max.
 GONE_FACTOR = 4
 
-# Where all places are taken, a name that said no more than Hello keeps its place for that part of a lease.
+# Where all places are taken, a name that said no more than one Hello keeps its place for that part of a lease.
 UNHEARD_SHARE = 1 / 3
 
 # A slow worker's first push after it was left out comes too late as a rule, and its next needs the others to wait.

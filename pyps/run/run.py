@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import Lock, RLock
 from typing import TYPE_CHECKING
@@ -186,6 +187,9 @@ class Run(RunFacts):
     def renew_term(self, opening: Opening) -> None:
         """Prolongs the initialiser's turn; Superseded when it has passed to another, ReplicaLost when it is out."""
         self.membership.require_replica(opening.replica, opening.incarnation)
+        with suppress(UnknownWorker):
+            # It may be at it for longer than its lease.
+            self._attendance.heard(opening.worker_id, opening.incarnation, now=self.clock())
         with self._lock:
             # Another call may have brought the last shards meanwhile.
             if not self.gate.already_done(self._content, opening):
