@@ -27,6 +27,7 @@ from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
 from pyps.run.standstill import Standstill
 from pyps.service import hosting
+from pyps.service.health import Health
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
@@ -98,7 +99,7 @@ class Server:
         self._work = Workbench(self._executor, logged=self._update_log is not None)
         self._serializations = Serializations()
         self._local = LocalServer(self._run, work=self._work, budget=self._budget, threads=self._threads)
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._stop = asyncio.Event()
         self._stop_reason = ""
 
@@ -372,8 +373,7 @@ class Server:
 
     async def _set_health(self, status: int) -> None:
         # One for both ports, and that of the whole server: probes need to know one port only.
-        for service in ("", PARAMETER_SERVER, INSPECTOR):
-            await self._health.set(service, status)
+        self._health.set(status, "", PARAMETER_SERVER, INSPECTOR)
 
 
 def _update_log_of(config: ServerConfig) -> UpdateLog | None:

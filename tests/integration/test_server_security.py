@@ -10,9 +10,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps.config import ConfigError
-from pyps.service import calls
+from pyps.service import calls, health
 from pyps_wire import inspector_pb2
 from pyps_wire.inspector_pb2_grpc import InspectorStub
+from support import connected, wait_until
 from wire_worker import CHANNEL_OPTIONS, WireWorker, refusal_of
 
 TOKEN = "a-token-of-some-length"
@@ -93,6 +94,28 @@ def test_a_message_that_does_not_come_ends_its_call(guarded, monkeypatch):
             refused = refusal_of(hello, messages, metadata=metadata, timeout=60)
             assert refused[0] == status and words in refused[2]
         ends.set()
+
+
+def test_watches_of_health_are_few_and_end(start_server, monkeypatch):
+    monkeypatch.setattr(health, "WATCHES_MAX", 2)
+    with connected(start_server().control) as channel:
+        stub, serving = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckResponse.SERVING
+        [unknown] = stub.Watch(health_pb2.HealthCheckRequest(service="none"), timeout=20)
+        assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=20) for _ in range(2)]
+        assert [next(watch).status for watch in watches] == [serving] * 2
+        one_more = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert refusal_of(next, one_more)[:2] == ("RESOURCE_EXHAUSTED", "LimitExceeded")
+        for watch in watches:
+            watch.cancel()
+        monkeypatch.setattr(health, "WATCH_SECONDS", 0.1)
+
+        def watched() -> list[health_pb2.HealthCheckResponse]:
+            with contextlib.suppress(grpc.RpcError):
+                return list(stub.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+            return []
+
+        assert [reply.status for reply in wait_until(watched, what="a place")] == [serving]
 
 
 def test_health_needs_no_token(guarded):
