@@ -14,6 +14,10 @@ RECEIPTS_PER_LIFE = 8
 LIVES_MAX = 1024
 # Names of lives that were let go, for each life held.
 NAMES_PER_LIFE = 4
+# As CPython 3.11 has them: a receipt with the numbers in it, a life with its table and key, a name with its number.
+_RECEIPT_BYTES = 350
+_LIFE_BYTES = 600
+_NAME_BYTES = 130
 
 
 class Forgotten(Enum):
@@ -117,6 +121,11 @@ class Ledger:
     def __len__(self) -> int:
         """Returns the number of receipts held."""
         return sum(len(life.receipts) for life in self._lives.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of the memory: to ask each of its objects would take longer than a push may wait."""
+        return len(self) * _RECEIPT_BYTES + len(self._lives) * _LIFE_BYTES + len(self._forgotten) * _NAME_BYTES
 
     def lookup(self, worker_id: str, incarnation: int, sequence: int) -> Receipt | Forgotten | None:
         """Returns the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""

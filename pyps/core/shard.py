@@ -228,6 +228,12 @@ class Shard:
         with self._lock:
             return len(self._ledger)
 
+    @property
+    def ledger_bytes(self) -> int:
+        """About what the ledger takes of the memory."""
+        with self._lock:
+            return self._ledger.num_bytes
+
     def waiting_for(self, roster: Roster) -> tuple[str, ...]:
         """Returns the workers for whose gradients the present round waits, ascending."""
         with self._lock:

@@ -42,6 +42,12 @@ class InitializationGate:
         """Whether somebody has been given the turn."""
         return self._election.term is not None or self._newest_term > 0
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the first parameters on their way in. May be read from any thread."""
+        begun = self._begun
+        return begun.num_bytes if begun is not None else 0
+
     def elect(self, name: str, incarnation: int, *, now: float, is_over: Callable[[str, int], bool]) -> Term | None:
         """Gives the turn to a worker of server 0, or to its replica; None when another has it.
 

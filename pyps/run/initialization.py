@@ -59,6 +59,11 @@ class Initialization:
         self._taken = False
         self._abandoned = False
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the shards that have come."""
+        return sum(values.nbytes for values in list(self._received.values()))
+
     def abandon(self) -> None:
         """Lets go of all shards: another has begun, and memory is for one."""
         self._abandoned, self._received = True, {}

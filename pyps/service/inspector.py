@@ -188,6 +188,8 @@ class Inspector(InspectorServicer):
             resident_bytes=resident_bytes(),
             pending_bytes=sum(shard.pending_bytes for shard in shards),
             shared_bytes=self._local.shared_bytes,
+            first_parameters_bytes=self._run.gate.num_bytes,
+            ledger_bytes=sum(shard.ledger_bytes for shard in shards),
         )
 
     @_answering

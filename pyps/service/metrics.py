@@ -200,6 +200,8 @@ class RunCollector(Collector):
         memory.add_metric(["slots"], sum(shard.slots_bytes for shard in shards))
         memory.add_metric(["in_flight"], self._budget.bytes_held)
         memory.add_metric(["pending"], sum(shard.pending_bytes for shard in shards))
+        memory.add_metric(["first_parameters"], self._run.gate.num_bytes)
+        memory.add_metric(["ledger"], sum(shard.ledger_bytes for shard in shards))
         memory.add_metric(["shared"], self._local.shared_bytes)
         memory.add_metric(["resident"], resident_bytes())
         yield memory

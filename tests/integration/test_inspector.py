@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import grpc
@@ -137,8 +138,26 @@ def test_memory_adds_up(start_server: Start) -> None:
         worker.push(worker.push_request(1.0))
         memory = inspect(server.control, "GetMemory")
     assert (memory.parameters_bytes, memory.slots_bytes, memory.ledger_entries) == (148, 148, 1)
-    assert memory.in_flight_bytes == 0
+    assert memory.in_flight_bytes == memory.first_parameters_bytes == 0
+    assert 0 < memory.ledger_bytes < 2_000
     assert memory.resident_bytes > 10_000_000
+
+
+def test_first_parameters_under_way_are_counted(start_server: Start) -> None:
+    server, ends = start_server(), Event()
+    with WireWorker(server.data, model=Model((Tensor("t", (32,)),), shard_size=16)) as worker:
+        messages = worker.initialize_messages(worker.hello().term)
+
+        def some() -> Iterator[wire.InitializeRequest]:
+            yield from itertools.islice(messages, 2)
+            ends.wait(60)
+            yield from messages
+
+        call = worker.stub.Initialize.future(some(), timeout=60)
+        wait_until(lambda: inspect(server.control, "GetMemory").first_parameters_bytes == 16 * 4, what="a shard")
+        ends.set()
+        call.result(60)
+        assert inspect(server.control, "GetMemory").first_parameters_bytes == 0
 
 
 def other_address() -> str | None:

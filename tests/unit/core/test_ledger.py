@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,6 +30,23 @@ def filled(sequences: Iterable[int], **limits: int) -> Ledger:
     for sequence in sequences:
         ledger.record("a", 1, receipt(sequence))
     return ledger
+
+
+def test_what_it_takes_is_known_well_enough_without_asking_each_object() -> None:
+    tracemalloc.start()
+    try:
+        ledger = Ledger()
+        for life in range(100):
+            for number in range(1000, 1008):
+                ledger.record(
+                    f"worker-{life}",
+                    10**18 + life,
+                    Receipt(0, number, Outcome.APPLIED, 2 * number, 3 * number, rate=number / 7, weight=number / 9),
+                )
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.7 * taken < ledger.num_bytes < 1.3 * taken
 
 
 def test_the_last_eight_receipts_of_a_life_are_kept_and_what_is_older_is_forgotten() -> None:
