@@ -60,7 +60,7 @@ class LedgerState:
                 "worker_id": entry.worker_id,
                 "incarnation": entry.incarnation,
                 "forgotten_sequence": entry.forgotten_sequence,
-                "receipts": [receipt._asdict() for receipt in entry.receipts],
+                "receipts": [_plain(receipt) for receipt in entry.receipts],
             }
             for entry in self.entries
         ]
@@ -193,6 +193,12 @@ class _Life:
         return tuple(self.receipts[sequence] for sequence in sorted(self.receipts))
 
 
+def _plain(receipt: Receipt) -> dict[str, Any]:
+    """Its fields, without those that say nothing: a checkpoint may hold millions of receipts."""
+    defaults = Receipt._field_defaults
+    return {name: value for name, value in receipt._asdict().items() if value != defaults.get(name)}
+
+
 def _receipt(fields: Mapping[str, Any]) -> Receipt:
-    kinds = {"outcome": Outcome(fields["outcome"]), "reason": Reason(fields["reason"])}
+    kinds = {"outcome": Outcome(fields["outcome"]), "reason": Reason(fields.get("reason", Reason.UNSPECIFIED))}
     return Receipt(**{**fields, **kinds, "waiting_for": tuple(fields.get("waiting_for", ()))})

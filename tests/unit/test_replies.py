@@ -225,6 +225,19 @@ async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None
     other.release(1)
 
 
+def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None:
+    budget = ByteBudget(1000)
+    alone = budget.account("a")
+    for _ in range(10):
+        alone.hold(100)
+    alone.release(1000)
+    for greedy in "abc":
+        with pytest.raises(LimitExceeded, match=f"several calls of worker '{greedy}'"):
+            while True:
+                budget.account(greedy).hold(10)
+    budget.account("honest").hold(100)
+
+
 @played
 async def test_a_caller_that_takes_nothing_loses_its_call(scene: Scene) -> None:
     writer = Writer(Caller(deaf=True), wait_seconds=0.05)  # type: ignore[arg-type]

@@ -49,6 +49,13 @@ def test_what_it_takes_is_known_well_enough_without_asking_each_object() -> None
     assert 0.7 * taken < ledger.num_bytes < 1.3 * taken
 
 
+def test_a_receipt_is_written_without_what_says_nothing() -> None:
+    [entry] = filled([3]).entries().to_json()["entries"]
+    assert entry["receipts"] == [
+        {"shard_id": 0, "sequence": 3, "outcome": Outcome.APPLIED, "version_before": 3, "version_after": 4}
+    ]
+
+
 def test_the_last_eight_receipts_of_a_life_are_kept_and_what_is_older_is_forgotten() -> None:
     ledger = filled(range(20))
     assert [ledger.lookup("a", 1, sequence) for sequence in range(12)] == [FORGOTTEN] * 12
