@@ -42,10 +42,13 @@ class Heartbeat:
         *,
         launch: Launch,
         request: Callable[[], HeartbeatRequest],
-        heard: Callable[[Connection, HeartbeatReply], None],
+        heard: Callable[[Connection, HeartbeatReply, float], None],
         refused: Callable[[PypsError], None] | None = None,
     ) -> None:
-        """`request` makes the next message; `heard` gets each answer and `refused` each refusal, on those threads."""
+        """`request` makes the next message; `refused` gets each refusal, and `heard` each answer.
+
+        With the answer comes when it was asked for (time.monotonic). All are called on those threads.
+        """
         self._launch = launch
         self._request = request
         self._heard = heard
@@ -103,7 +106,7 @@ class Heartbeat:
             return
         beat.connection.silence.end()
         try:
-            self._heard(beat.connection, reply)
+            self._heard(beat.connection, reply, began)
         except LinkLost as lost:
             self._report_silence(beat, lost, began=began)
 

@@ -34,7 +34,7 @@ class Presence:
         launch: Launch,
         peers: Peers,
         request: Callable[[], HeartbeatRequest],
-        heard: Callable[[Connection, HeartbeatReply], None],
+        heard: Callable[[Connection, HeartbeatReply, float], None],
     ) -> None:
         """`request` and `heard` as for Heartbeat; `sender` may still learn the run's name."""
         self._sender = sender

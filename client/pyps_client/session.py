@@ -390,9 +390,9 @@ class Session(InForce):
         with self._lock:
             return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
 
-    def _heard(self, connection: Connection, reply: HeartbeatReply) -> None:
+    def _heard(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
         connection.epoch = max(connection.epoch, reply.epoch)
-        self._standing.reminded(connection.index, reply)
+        self._standing.reminded(connection.index, reply, asked_at=asked_at)
         if not reply.known:
             again = self._handshake.hello if self._hello is None else self._rejoin
             again(connection, connection.channel, HELLO_SECONDS)

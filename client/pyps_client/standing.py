@@ -75,17 +75,18 @@ class Standing:
         self.refusals.note(receipts)
         self.note_version(max((receipt.version_after for receipt in receipts), default=0))
 
-    def reminded(self, server_index: int, reply: HeartbeatReply) -> None:
-        """Notes what a heartbeat's answer tells."""
+    def reminded(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
+        """Notes what the answer to a heartbeat tells that was sent at `asked_at` (time.monotonic)."""
         self.note_version(reply.version)
         if server_index == 0:
-            self._heard.terms.reminded(reply)
+            self._heard.terms.reminded(reply, asked_at=asked_at)
         if reply.state == RUN_STATE_FINISHED or reply.command == HeartbeatReply.COMMAND_STOP:
             self._heard.finished = True
 
     def granted(self, *, ask_to_proceed: bool) -> None:
         """Notes what the leave to begin a step tells, on all processes of a replica."""
-        self._heard.terms.ask_to_proceed = self._in_force.terms.ask_to_proceed = ask_to_proceed
+        for view in (self._heard, self._in_force):
+            view.terms.granted(ask_to_proceed=ask_to_proceed)
 
     def note_version(self, version: int) -> None:
         """Notes a shard's version, which is the number of the run's updates, as far as it goes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 from pyps_client.log import logger
@@ -25,9 +27,12 @@ class Terms:
         self.current_version_only = False
         # The servers clip to this norm and want to know each push's; 0 where they do not.
         self.clip_norm = 0.0
+        # When a handshake, and when an answer to a step, last told them (time.monotonic).
+        self._greeted_at = self._answered_at = -math.inf
 
     def greeted(self, reply: HelloReply) -> None:
         """Takes over what the handshake tells."""
+        self._greeted_at = self._answered_at = time.monotonic()
         self.protocol, self.staleness = reply.protocol, reply.staleness
         self.ask_to_proceed = reply.ask_to_proceed
         self.batch_size, self.accumulate = reply.batch_size, reply.accumulate
@@ -54,19 +59,29 @@ class Terms:
 
     def answered(self, receipt: Receipt) -> None:
         """Takes over what a push's receipt tells."""
+        self._answered_at = time.monotonic()
         self.ask_to_proceed = receipt.ask_to_proceed
         self.batch_size = receipt.batch_size
 
-    def reminded(self, reply: HeartbeatReply) -> None:
-        """Takes over what a heartbeat's answer tells."""
-        if not reply.protocol:
-            # A server that does not know the worker, or holds no run.
+    def granted(self, *, ask_to_proceed: bool) -> None:
+        """Takes over what the leave to begin a step tells."""
+        self._answered_at = time.monotonic()
+        self.ask_to_proceed = ask_to_proceed
+
+    def reminded(self, reply: HeartbeatReply, *, asked_at: float) -> None:
+        """Takes over what a heartbeat's answer tells, but for what others have told since it was asked for.
+
+        The answer may be the older one: it comes over a connection of its own.
+        """
+        if not reply.protocol or asked_at < self._greeted_at:
+            # Without a protocol it is of a server that does not know the worker, or holds no run.
             return
         self.protocol, self.staleness = reply.protocol, reply.staleness
         self.accumulate = reply.accumulate
         self.current_version_only = reply.current_version_only
-        self.ask_to_proceed = reply.ask_to_proceed
-        self.batch_size = reply.batch_size
+        if asked_at >= self._answered_at:
+            self.ask_to_proceed = reply.ask_to_proceed
+            self.batch_size = reply.batch_size
 
 
 def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:
