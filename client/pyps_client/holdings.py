@@ -31,8 +31,9 @@ class Holdings:
     @property
     def versions(self) -> Versions:
         """A copy of the versions held, with their servers' epochs."""
-        pairs = chain.from_iterable([held.versions.items() for held in self.of_server])
-        return Versions(pairs, epochs=[held.epoch for held in self.of_server])
+        read = [held.read() for held in self.of_server]
+        pairs = chain.from_iterable([versions.items() for _, versions in read])
+        return Versions(pairs, epochs=[epoch for epoch, _ in read])
 
     @property
     def largest_version(self) -> int:

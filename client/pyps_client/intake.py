@@ -30,6 +30,11 @@ class Held:
         # Guarded by _lock.
         self._wanted: dict[int, int] = {}
 
+    def read(self) -> tuple[int, dict[int, int]]:
+        """The epoch and a copy of the versions, of one moment."""
+        with self._lock:
+            return self.epoch, self.versions.copy()
+
     def enter(self, epoch: int) -> None:
         """Forgets versions of an earlier epoch: the server counts anew from its checkpoint."""
         with self._lock:

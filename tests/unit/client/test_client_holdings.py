@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import ItemsView
+
 from pyps_client.holdings import Holdings
 from pyps_client.intake import Held
 from pyps_wire.common_pb2 import OUTCOME_PENDING, OUTCOME_REJECTED, REASON_REPEATED, REASON_STALE, Receipt
@@ -77,6 +80,36 @@ def held_at(version: int) -> Held:
     held = Held(SHARDS)
     held.versions = dict.fromkeys(held.versions, version)
     return held
+
+
+def test_versions_and_epochs_are_read_of_one_moment_though_another_thread_pulls() -> None:
+    holdings = holdings_at(5)
+    held = holdings.of_server[0]
+    restored = threading.Thread(target=held.enter, args=(1,))
+
+    class Read(dict[int, int]):
+        """Versions amid whose reading a server's restore becomes known."""
+
+        def copy(self) -> Read:
+            self._restore()
+            return Read(self)
+
+        def items(self) -> ItemsView[int, int]:  # type: ignore[override]
+            self._restore()
+            return super().items()
+
+        def _restore(self) -> None:
+            if restored.ident is None:
+                restored.start()
+                restored.join(0.05)
+
+    held.versions = Read(held.versions)
+    versions = holdings.versions
+    restored.join()
+
+    assert versions.epochs == (0, 0)
+    assert versions[ON_FIRST[0]] == 5
+    assert (holdings.versions.epochs, holdings.versions[ON_FIRST[0]]) == ((1, 0), -1)
 
 
 def test_a_version_is_wanted_until_it_has_arrived() -> None:
