@@ -32,7 +32,7 @@ class Busy(LinkLost):
     """The server's request to try again later. The connection is sound and the caller still known."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RetryPolicy:
     """Exponential backoff with jitter up to a deadline, and a line now and then on what is waited for."""
 
@@ -45,6 +45,18 @@ class RetryPolicy:
     # The first line comes soon, the others at this interval.
     report_first_seconds: float = 1.0
     report_seconds: float = 10.0
+    _hurries: bool = False
+
+    def hurry(self, seconds: float) -> None:
+        """Brings the deadline forward, of waits under way too; on any thread."""
+        self.wait_seconds, self._hurries = min(self.wait_seconds, seconds), True
+
+    @property
+    def way_out(self) -> str:
+        """What may be done to wait longer."""
+        if self._hurries:
+            return "A worker that ends waits no longer: keep the optimizer open until its server is back."
+        return f"Raise {self.setting} (PYPS_{self.setting.upper()}) to wait longer."
 
     def begin(self, what: str, *, stop: threading.Event, advice: str = "", silence: Silence | None = None) -> Wait:
         """Starts one wait for `what` ("server 0 (127.0.0.1:7610)"); `silence` is what others know of it."""
@@ -108,8 +120,7 @@ class Wait:
         waited = time.monotonic() - self._started
         if waited >= self._policy.wait_seconds:
             raise error(
-                f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}"
-                f"Raise {self._policy.setting} (PYPS_{self._policy.setting.upper()}) to wait longer."
+                f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{self._policy.way_out}"
             )
         self._report(problem)
         # The next try comes no later than the next line is due, so that lines come at their interval.

@@ -303,6 +303,10 @@ class Session(InForce):
         with self._lock:
             self._scalars |= {name: float(value) for name, value in scalars.items()}
 
+    def hurry(self) -> None:
+        """Waits for lost servers for seconds only from now on, whatever the launch says: for a worker's last push."""
+        self._servers.hurry()
+
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Leaves the run ("finished", or "failed" and why). A second call does nothing."""
         if self._guard.in_child or self._closing.is_set():

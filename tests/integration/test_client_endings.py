@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import Observer
+from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, servers
 from support import AnyServer, PythonProcess, child_environment, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
@@ -173,6 +174,28 @@ def test_a_worker_whose_server_is_gone_still_ends_soon(
     flag.touch()
 
     assert worker.wait() == 0, worker.output()
+
+
+@pytest.mark.parametrize(("overlap", "every"), [("off", 2), ("step", 1)])
+def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_long_as_amid_training(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch, overlap: str, every: int
+) -> None:
+    monkeypatch.setattr(servers, "END_SECONDS", 0.3)
+    server = start_server()
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = RemoteOptimizer(
+        *(model, sgd, server.data), overlap=overlap, push_every=every, pull_every=every, loss_wait_seconds=60
+    )
+    server.stop()
+    model(torch.ones(1, 4)).sum().backward()
+
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailable, match="A worker that ends waits no longer"):
+        optimizer.step()
+        optimizer.close()
+
+    assert time.monotonic() - began < 30
 
 
 def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> None:

@@ -307,6 +307,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._closed = True
         try:
             if cause == "finished":
+                self._session.hurry()
                 self._downpour.flush()
         except BaseException as error:
             cause, message = departure.cause_of(error)
