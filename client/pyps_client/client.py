@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Client:
             self._model,
             _settings(optimizer),
             launch=launch,
-            initial=lambda: [self._flat(tensors)],
+            initial=partial(_initial, self._model, tensors),
             device="cpu",
         )
         # Examples in each batch from now on, where a push does not say; portions do.
@@ -69,6 +70,7 @@ class Client:
         self._between_steps = True
         try:
             self.session.connect()
+            departure.expect(self.session, of=self)
             # Pushed gradients and pulled parameters, as they travel, in the one group's vectors.
             lent = self.session.lend()
             [[self._gradient]], [self._parameters] = lent.gradients, lent.parameters
@@ -156,7 +158,7 @@ class Client:
         self.session.report(**scalars)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
-        """Leaves the run. A second call does nothing."""
+        """Leaves the run, as the client's end does once nobody holds it any more. A second call does nothing."""
         self.session.close(cause, message)
 
     def __enter__(self) -> Client:
@@ -228,10 +230,6 @@ class Client:
                 return False
         self._finite.passed()
         return True
-
-    def _flat(self, tensors: Mapping[str, npt.NDArray[Any]]) -> Vector:
-        """The first parameters, end to end."""
-        return np.concatenate([np.asarray(tensors[tensor.name]).reshape(-1) for tensor in self._model.tensors])
 
 
 class _ClientStepper:
@@ -311,6 +309,11 @@ def _model_of(tensors: Mapping[str, npt.NDArray[Any]], shard_size: int) -> Model
                 f"Tensor {name!r} is {np.asarray(tensor).dtype}; servers hold float32: use .astype(numpy.float32)."
             )
     return Model(tuple(Tensor(name, np.shape(tensor)) for name, tensor in tensors.items()), shard_size)
+
+
+def _initial(model: Model, tensors: Mapping[str, npt.NDArray[Any]]) -> list[Vector]:
+    """The first parameters, end to end."""
+    return [np.concatenate([np.asarray(tensors[tensor.name]).reshape(-1) for tensor in model.tensors])]
 
 
 def _settings(optimizer: Optimizer) -> OptimizerSettings:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +12,9 @@ from typing import Protocol
 from pyps_client import termination, uncaught
 from pyps_client.channel import problem_of
 from pyps_client.connection import Connection
+from pyps_client.fork import ForkGuard, keep_alive
 from pyps_client.log import logger
+from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError
 from pyps_wire.parameter_server_pb2 import LeaveReply, LeaveRequest
@@ -28,13 +32,20 @@ class Closable(Protocol):
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
+# A lock for each that takes leave on a thread of its own: held until it has.
+_leaving: list[_thread.LockType] = []
 _registered = False
 
 
-def expect(session: Closable) -> None:
-    """Sees to it that the session takes leave at the program's end at the latest."""
+def expect(session: Closable, *, of: object = None) -> None:
+    """Sees to it that the session takes leave at the program's end at the latest.
+
+    With `of`, once nobody holds that object any more; the session must not hold it either.
+    """
     _register()
     _open.add(session)
+    if of is not None:
+        weakref.finalize(of, _abandoned, session, ForkGuard()).atexit = False
 
 
 def forget(session: Closable) -> None:
@@ -79,6 +90,37 @@ def _register() -> None:
     atexit.register(_close_all)
 
 
+def _abandoned(session: Closable, guard: ForkGuard) -> None:
+    """Lets a session take leave whose holder is gone: perhaps by the garbage collector, amid anything, on any thread.
+
+    So it waits for no lock, which that thread may hold.
+    """
+    if guard.in_child:
+        # Its connections are the parent's.
+        keep_alive(session)
+    elif session in _open:
+        done = _thread.allocate_lock()
+        done.acquire()
+        _thread.start_new_thread(_leave_alone, (session, done))
+        _leaving.append(done)
+
+
+def _leave_alone(session: Closable, done: _thread.LockType) -> None:
+    try:
+        session.close(*cause_of(uncaught.last()))
+    except PypsError as error:
+        logger.warning("an optimizer that nobody holds any more left the run: %s", error)
+    finally:
+        done.release()
+
+
 def _close_all() -> None:
+    # Whatever is lost, this takes seconds.
+    for done in _leaving:
+        while not done.acquire(timeout=SIGNAL_SECONDS):
+            continue
     for session in list(_open):
         session.close(*cause_of(uncaught.last()))
+
+
+os.register_at_fork(after_in_child=_leaving.clear)

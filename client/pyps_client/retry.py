@@ -119,9 +119,7 @@ class Wait:
         """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
         waited = time.monotonic() - self._started
         if waited >= self._policy.wait_seconds:
-            raise error(
-                f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{self._policy.way_out}"
-            )
+            raise error(f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{self._policy.way_out}")
         self._report(problem)
         # The next try comes no later than the next line is due, so that lines come at their interval.
         quiet_seconds = min(self.remaining_seconds, self._report_at - time.monotonic())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +18,7 @@ import torch
 
 from client_support import gradients_like, make_client, small_model
 from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, servers
-from support import AnyServer, PythonProcess, child_environment, wait_until, workers_of
+from support import AnyServer, PythonProcess, checksums, child_environment, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
 StartPython = Callable[..., PythonProcess]
@@ -196,6 +200,64 @@ def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_
         optimizer.close()
 
     assert time.monotonic() - began < 30
+
+
+def threads_of_client() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("pyps-")]
+
+
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_an_optimizer_that_nobody_holds_pushes_what_has_gathered_leaves_the_run_and_frees_what_it_had(
+    start_server: Start, overlap: str
+) -> None:
+    server = start_server()
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = RemoteOptimizer(
+        *(model, sgd, server.data), worker_id="left", overlap=overlap, push_every=2, pull_every=2
+    )
+    session = weakref.ref(optimizer._session)
+    # A scheduler and its optimizer hold each other.
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+
+    del optimizer, scheduler
+    gc.collect()
+
+    wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
+    wait_until(lambda: not threads_of_client(), what="the end of its threads")
+    wait_until(lambda: gc.collect() >= 0 and session() is None, what="the end of its session")
+    assert checksums(server.control)[0][0] == 1, "what had gathered was pushed"
+    # The model goes on alone.
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert torch.isfinite(model.weight).all()
+
+
+def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
+    server = start_server()
+    client = make_client(server.data, worker_id="left")
+    client.push(gradients_like(small_model(), 0))
+
+    del client
+
+    wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
+    wait_until(lambda: not threads_of_client(), what="the end of its threads")
+
+
+@pytest.mark.parametrize("ending", ["", "raise ValueError('out of data')"])
+def test_an_optimizer_that_is_a_local_of_the_programs_main_function_leaves_as_the_program_ends(
+    start_server: Start, start_python: StartPython, ending: str
+) -> None:
+    server = start_server()
+    script = textwrap.indent(OVERLAPPED.partition("while True:")[0], "    ")
+    step = "    model(torch.ones(1, 4)).sum().backward(); optimizer.step()"
+    worker = start_python("-c", f"def main():\n{script}{step}\n    {ending}\nmain()\n", server.data)
+
+    assert worker.wait() == bool(ending), worker.output()
+    assert workers_of(server.control)["ends"].state == ("failed" if ending else "finished")
+    assert checksums(server.control)[0][0] == 1
 
 
 def test_an_observer_reads_without_counting_as_a_worker(start_server: Start) -> None:

@@ -209,10 +209,13 @@ class Downpour:
         else:
             self._gradients.take_back()
 
-    def close(self) -> None:
-        """Ends the link's threads, and the use of what the session lent."""
+    def close(self, *, separate: bool = True) -> None:
+        """Ends the link's threads, and the use of what the session lent.
+
+        Without `separate` the model's parameters stay where they lie.
+        """
         self._link.close()
-        if not self._private:
+        if separate and not self._private:
             # What other processes see is let go: the model keeps what it has.
             self._gradients.take_back()
             self._parameters.separate()

@@ -12,13 +12,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from pyps_client import departure, uncaught
-from pyps_client.fork import ForkGuard, keep_alive, let_go
+from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.peers import ALONE, agreed
 from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.conversion import dtype_name
 from pyps_client.torch.downpour import Downpour
+from pyps_client.torch.ending import Ending
 from pyps_client.torch.joining import Joining, check_replica, common_of, unwrapped, worker_of
 from pyps_client.torch.model_state import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.pace import Pace
@@ -198,6 +199,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             return worker_of(joined, replica, pace, local_rates, rates, buffers=shared, read_my_writes=read_my_writes)
 
         self._downpour = self._start(downpour)
+        self._ending = Ending(self._session, self._downpour)
         self._begin()
         tell_unshared(model, self._layout)
         tell_narrowed(self._layout)
@@ -300,25 +302,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
 
-        The program's end calls it, if nobody did.
+        The program's end does the same, if nobody did, and before it the end of the optimizer itself, once nobody
+        holds it any more.
         """
         if self._closed or self._guard.in_child:
             return
         self._closed = True
-        try:
-            if cause == "finished":
-                self._session.hurry()
-                self._downpour.flush()
-        except BaseException as error:
-            cause, message = departure.cause_of(error)
-            raise
-        finally:
-            try:
-                self._downpour.close()
-            finally:
-                self._session.close(cause, message)
-                departure.forget(self)
-                let_go(self)
+        self._ending.close(cause, message, separate=True)
 
     def __enter__(self) -> RemoteOptimizer:
         return self
@@ -431,11 +421,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _begin(self) -> None:
         """Brings the run's parameters into the model."""
         try:
-            # The session is ours to close: what has gathered goes before.
+            # The session is not to close by itself: what has gathered goes before.
             departure.forget(self._session)
-            departure.expect(self)
-            # A script's optimizer is often a local of its main function, gone before the program's end.
-            keep_alive(self)
+            departure.expect(self._ending, of=self)
             self._downpour.start()
         except BaseException as error:
             self.close(*departure.cause_of(error))
