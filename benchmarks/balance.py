@@ -78,6 +78,7 @@ def measure(way: Way) -> dict[str, Any]:
     """Seconds of the passes that iterations with one trial took, the first left out."""
     with Server(("--protocol", "sandblaster", "--run-id", "balance")) as server:
         environment = os.environ | {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "balance", "OMP_NUM_THREADS": "1"}
+        environment["PYPS_PROCESS_HOOKS"] = "1"
         processes = [
             subprocess.Popen(
                 [sys.executable, __file__, "--worker", str(SLOWNESS if index < SLOW else 1)],

@@ -106,8 +106,9 @@ def plain_copy(params: int, dtype: torch.dtype) -> Callable[[], None]:
 
 def worker(size: Size, *, rounds: int) -> int:
     """The worker: its model and gradients are on the GPU from beginning to end."""
-    from pyps_client import RemoteOptimizer
+    from pyps_client import RemoteOptimizer, install_process_hooks
 
+    install_process_hooks()
     torch.set_num_threads(1)
     model = round_worker.Tensors(size.params, size.keys).cuda()
     rule = torch.optim.Adagrad(model.parameters(), lr=round_worker.LEARNING_RATE, eps=round_worker.EPSILON)

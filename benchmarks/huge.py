@@ -130,8 +130,9 @@ def worker(params: int) -> int:
     """The worker: joins, fills its gradient, makes one step, and looks at every parameter."""
     import round_worker
 
-    from pyps_client import RemoteOptimizer
+    from pyps_client import RemoteOptimizer, install_process_hooks
 
+    install_process_hooks()
     torch.set_num_threads(1)
     base = memory_bytes(os.getpid(), "VmRSS")
     began = time.perf_counter()

@@ -39,7 +39,8 @@ class Variant:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"PYPS_TRANSPORT": self.transport, "PYPS_CODEC": self.codec, "PYPS_PULL_CODEC": self.codec}
+        ways = {"PYPS_TRANSPORT": self.transport, "PYPS_CODEC": self.codec, "PYPS_PULL_CODEC": self.codec}
+        return ways | {"PYPS_PROCESS_HOOKS": "1"}
 
 
 SHARED_MEMORY = Variant("pyps shared memory", transport="shm")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ for _name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PR
 # Settings of the shell that runs the tests must not reach the code under test.
 for _name in [name for name in os.environ if name.startswith("PYPS_")]:
     os.environ.pop(_name)
+# As where the client's messages are asked for.
+logging.getLogger("pyps.client").setLevel(logging.INFO)
 # A shell lets what it starts in its background ignore Ctrl-C, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

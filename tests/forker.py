@@ -138,6 +138,7 @@ def status_of(kind: str, what: str) -> int:
         print(ending.code, file=sys.stderr)
         return 1
     except BaseException as error:
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

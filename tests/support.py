@@ -65,11 +65,13 @@ def wait_until(
 
 
 def child_environment(extra: Mapping[str, str | None] | None = None) -> dict[str, str]:
-    """Our environment without PYPS_ settings, with this checkout importable, then `extra` (None removes)."""
+    """Our environment without PYPS_ settings but for the hooks that `pyps run` gives its workers, with this checkout
+    importable, then `extra` (None removes).
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYPS_")}
     paths = [str(ROOT), str(ROOT / "client"), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    environment["PYTHONUNBUFFERED"] = "1"
+    environment["PYTHONUNBUFFERED"] = environment["PYPS_PROCESS_HOOKS"] = "1"
     environment.setdefault("OMP_NUM_THREADS", "1")
     for name, value in (extra or {}).items():
         if value is None:

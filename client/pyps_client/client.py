@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client import departure, uncaught
+from pyps_client import departure, process_hooks
 from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.launch import Launch
 from pyps_client.session import Session
@@ -48,7 +48,7 @@ class Client:
         **launch_options: Any,
     ) -> None:
         """`launch_options`: fields of Launch, and token_file; PYPS_ variables give the others."""
-        uncaught.install()
+        process_hooks.install_where_asked()
         launch = Launch.from_environment(servers, **launch_options)
         self._model = _model_of(tensors, shard_size)
         begins = zip(self._model.tensors, _begins(self._model), strict=True)

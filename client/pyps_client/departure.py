@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-from pyps_client import termination, uncaught
+from pyps_client import uncaught
 from pyps_client.channel import problem_of
 from pyps_client.connection import Connection
 from pyps_client.fork import ForkGuard, keep_alive
@@ -85,8 +85,6 @@ def _register() -> None:
     if _registered:
         return
     _registered = True
-    uncaught.install()
-    termination.install()
     atexit.register(_close_all)
 
 

@@ -1,4 +1,4 @@
-"""The client's voice: the logger "pyps", on stderr until the program sets up logging of its own."""
+"""The client's voice: the logger "pyps.client"."""
 
 from __future__ import annotations
 
@@ -23,6 +23,3 @@ def prepare() -> None:
         logger.addHandler(handler)
     if logger.level == logging.NOTSET and logging.getLogger("pyps").level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-
-
-prepare()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client import uncaught
+from pyps_client import process_hooks
 from pyps_client.client import split_tensors
 from pyps_client.handshake import Handshake
 from pyps_client.holdings import Holdings
@@ -28,7 +28,7 @@ class Observer:
 
     def __init__(self, servers: str | Sequence[str] | None = None, **launch_options: Any) -> None:
         """Connects, waiting for the servers and for the run's first parameters."""
-        uncaught.install()
+        process_hooks.install_where_asked()
         launch_options.setdefault("worker_id", f"observer-{socket.gethostname()}-{os.getpid()}")
         launch = Launch.from_environment(servers, **launch_options)
         self._handshake = Handshake(launch)

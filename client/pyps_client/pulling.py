@@ -10,8 +10,8 @@ from pyps_client.connection import Connection, call_seconds
 from pyps_client.intake import Intake
 from pyps_client.local_link import LocalLink
 from pyps_client.parking import Parking
+from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.retry import LinkLost
-from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.codecs import item_size
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Role, Sender
 from pyps_wire.errors import PypsError, WaitTimedOut

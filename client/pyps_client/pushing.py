@@ -16,10 +16,10 @@ from pyps_client.conversion import NUMPY, Converter
 from pyps_client.finite import first_non_finite, nan_of
 from pyps_client.intake import Intake
 from pyps_client.local_link import LocalLink
+from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.pulling import LARGE_BYTES
 from pyps_client.retry import LinkLost
 from pyps_client.vectors import part_of
-from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.codecs import decode, dtype_of, item_size
 from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt
 from pyps_wire.errors import BadRequest, PypsError, WrongSize

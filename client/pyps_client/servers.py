@@ -116,7 +116,7 @@ class Servers:
         return set().union(*self.on_all(pulls))
 
     def hurry(self) -> None:
-        """Ends waits for lost servers, those under way too, END_SECONDS after they began: the worker is about to end."""
+        """Ends waits for lost servers, those under way too, END_SECONDS after they began: the worker ends."""
         self._loss.hurry(END_SECONDS)
 
     def give_up(self) -> None:

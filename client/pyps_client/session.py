@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TypeVar, Unpack
 
-from pyps_client import departure, uncaught
+from pyps_client import departure, process_hooks
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.conversion import NUMPY, Converter
@@ -76,7 +76,7 @@ class Session(InForce):
         `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written; `pull_codec`, how pulled ones
         are. None takes the launch's.
         """
-        uncaught.install()
+        process_hooks.install_where_asked()
         self.launch = launch
         self.whole = partition(model, num_servers=len(launch.servers))
         self.partition = own_partition(self.whole, parts, peers)

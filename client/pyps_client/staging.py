@@ -10,11 +10,11 @@ from pyps_client.channel import Channel
 from pyps_client.connection import call_seconds
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.launch import Launch
+from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.pulling import LARGE_BYTES
 from pyps_client.retry import Busy
 from pyps_client.servers import Operation
 from pyps_client.vectors import Vectors, part_of
-from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.codecs import codec_of, dtype_of, item_size
 from pyps_wire.common_pb2 import Codec, Sender
 from pyps_wire.errors import LimitExceeded, NoRoom

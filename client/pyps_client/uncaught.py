@@ -79,7 +79,11 @@ def remember(error: BaseException) -> None:
 
 def last() -> BaseException | None:
     """What ended the program, if an exception did; as one of ours where it is known for one."""
-    return None if _error is None else translated(_error)
+    error = _error
+    if error is None and not hasattr(sys, "ps1"):
+        # Python's own word, without the hook; to somebody at a prompt the program goes on after it.
+        error = getattr(sys, "last_value", None)
+    return None if error is None else translated(error)
 
 
 def told(error: PypsError, trace: TracebackType | None) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pyps.config import ConfigError, unknown_variables
 from pyps.launcher.settings import worker_name
-from pyps_client import Launch
+from pyps_client import Launch, process_hooks
 
 NVIDIA_SMI_SECONDS = 20.0
 # A variable so like a setting is a slip of the pen; others may be the worker's own.
@@ -60,6 +60,8 @@ def worker_environment(
         environment |= _torch_variables(group)
         # By itself gloo listens where the machine's name points to, beyond this machine.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Its end is told, and said in one sentence, by what a program else asks for itself.
+    environment.setdefault(process_hooks.VARIABLE, "1")
     # Lines appear when they are printed, not when a pipe's buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # Processes that each take all cores for their arithmetic slow each other down.

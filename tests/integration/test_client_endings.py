@@ -326,6 +326,48 @@ def test_a_script_that_names_no_servers_ends_with_the_sentence(
     assert second == f"  at {script}:3"
 
 
+# A worker that says what of its process is changed.
+LOOKS = """
+import logging, signal, sys
+before = sys.excepthook, sys.exit, signal.getsignal(signal.SIGTERM), logging.getLogger("pyps.client").handlers[:]
+import pyps_client
+{call}
+client = pyps_client.Client({{"w": __import__("numpy").zeros(3, "f4")}}, servers=sys.argv[1], worker_id="w")
+after = sys.excepthook, sys.exit, signal.getsignal(signal.SIGTERM), logging.getLogger("pyps.client").handlers[:]
+print([one == other for one, other in zip(before, after)])
+raise {error}
+"""
+
+
+def test_a_client_changes_nothing_of_a_process_that_did_not_ask_for_it_and_still_tells_how_it_ended(
+    start_server: Start, start_python: StartPython
+) -> None:
+    server = start_server()
+    code = LOOKS.format(call="", error="ValueError('out of data')")
+    process = start_python("-c", code, server.data, env={"PYPS_PROCESS_HOOKS": None})
+
+    assert process.wait() == 1
+    assert process.output().startswith("[True, True, True, True]\nTraceback")
+    worker = workers_of(server.control)["w"]
+    assert (worker.state, worker.message) == ("failed", "ValueError: out of data")
+
+
+@pytest.mark.parametrize(("call", "asked"), [("pyps_client.install_process_hooks()", None), ("", "1")])
+def test_a_program_that_is_a_worker_and_nothing_else_asks_for_its_process_to_be_set_up(
+    start_server: Start, start_python: StartPython, call: str, asked: str | None
+) -> None:
+    server = start_server()
+    code = LOOKS.format(call=call, error="SystemExit('out of data')").replace("raise SystemExit", "sys.exit")
+    process = start_python("-c", code, server.data, env={"PYPS_PROCESS_HOOKS": asked})
+
+    assert process.wait() == 1
+    lines = process.output().splitlines()
+    assert any(line.startswith("pyps: w joined run") for line in lines)
+    assert "[False, False, False, False]" in lines
+    worker = workers_of(server.control)["w"]
+    assert (worker.state, worker.message) == ("failed", "SystemExit: out of data")
+
+
 def test_a_message_of_several_lines_stays_readable(start_server: Start, start_python: StartPython) -> None:
     server = start_server("--optimizer", "adagrad:learning_rate=0.05,eps=1e-10")
     process = start_python("-c", OTHER_SETTINGS, server.data)

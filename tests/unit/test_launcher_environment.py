@@ -48,6 +48,11 @@ def test_a_worker_learns_its_servers_run_and_place() -> None:
     assert (environment["PYPS_WORKER_INDEX"], environment["PYPS_WORKER_COUNT"]) == ("2", "4")
 
 
+def test_a_workers_process_is_set_up_for_it_unless_its_user_wants_none_of_that() -> None:
+    assert environment_of()["PYPS_PROCESS_HOOKS"] == "1"
+    assert environment_of(PYPS_PROCESS_HOOKS="0")["PYPS_PROCESS_HOOKS"] == "0"
+
+
 def test_no_variable_is_set_that_other_libraries_act_on() -> None:
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} & environment_of().keys()
 

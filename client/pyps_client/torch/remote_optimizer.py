@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from pyps_client import departure, uncaught
+from pyps_client import departure, process_hooks
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
@@ -122,7 +122,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
         a RemoteOptimizer over what they hold, and take the same steps.
         """
-        uncaught.install()
+        process_hooks.install_where_asked()
         if replica is not None and not isinstance(replica, Replica):
             raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyps_client import departure, uncaught
+from pyps_client import departure, process_hooks
 from pyps_client.coordinated import CoordinatedWork, Share
 from pyps_client.launch import Launch
 from pyps_client.log import logger
@@ -84,7 +84,7 @@ def sandblaster(
     use more processors.
     The rest is as for RemoteOptimizer. What the loss raises ends this worker; others compute its portions.
     """
-    uncaught.install()
+    process_hooks.install_where_asked()
     compute_loss = loss_function(model, loss, loss_of)
     num_examples = checked_length(dataset)
     if batch_size < 1:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from pyps.cli.coordination.traffic import Traffic, TrafficMeter
+from pyps_client import log
 from pyps_client.channel import Channel
 from pyps_client.connection import CALL_SECONDS, Connection
 from pyps_client.handshake import Handshake
@@ -35,6 +36,7 @@ class Link:
     """Connections to all servers of a run, as an observer: a coordinator never counts as a worker."""
 
     def __init__(self, launch: Launch) -> None:
+        log.prepare()
         self.launch = launch
         self._handshake = Handshake(launch)
         self._servers = Servers(launch, rejoin=self._rejoin)

@@ -65,7 +65,7 @@ sys.exit(7)
 """
 
 DIES_OF_ANOTHERS_ERROR = """\
-from pyps_client import departure, uncaught
+from pyps_client import departure, install_process_hooks, uncaught
 from pyps_wire.errors import ReplicaLost
 
 class Closable:
@@ -74,6 +74,7 @@ class Closable:
 
 uncaught.translate_with(lambda error: ReplicaLost(f"lost ({error})") if isinstance(error, RuntimeError) else None)
 closable = Closable()
+install_process_hooks()
 departure.expect(closable)
 
 def forward():
