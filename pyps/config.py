@@ -98,6 +98,9 @@ class ServerConfig:
         300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
     )
     expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
+    start_together: bool = setting(
+        False, "No worker begins before all expected ones have joined, or --stall-seconds are over."
+    )
     local_socket: str = setting(
         "auto", "Where workers of this machine may share their memory: auto, off, or a folder that they see too."
     )
@@ -305,6 +308,8 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
             f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "
             "be counted: give the coordinator --iterations, or stop after seconds=N"
         )
+    if config.start_together and not config.expected_workers:
+        raise ConfigError(f"{origin('start_together')} needs to know how many start: give --expected-workers too")
     if config.log_gradients and config.update_log is None:
         raise ConfigError(f"{origin('log_gradients')} needs a folder to log to: give --update-log too")
     if config.resume and config.checkpoint_dir is None:

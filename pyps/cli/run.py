@@ -15,7 +15,7 @@ import typer
 from pyps.checkpoint import newest
 from pyps.cli.expectations import Expectations
 from pyps.cli.server_flags import check_servers_flags, spelled
-from pyps.config import ConfigError, ServerConfig
+from pyps.config import ConfigError, ServerConfig, flag_name
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import PrefixedOutput, counted
@@ -93,6 +93,9 @@ def run(
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
+    start_together: Annotated[
+        bool, typer.Option("--start-together", help="Let no worker begin before all have joined.")
+    ] = False,
     stop_after: Annotated[str, typer.Option(help="End the run after updates=N, examples=N or seconds=N.")] = "",
     config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
     exit_when_done: Annotated[
@@ -134,11 +137,10 @@ def run(
         "stop_after": stop_after,
         "expected_workers": str(expected_workers or workers),
     }
-    of_all = spelled(flags, config) + (("--log-gradients",) if log_gradients else ())
+    switches = {"log_gradients": log_gradients or None, "start_together": start_together or None}
+    of_all = spelled(flags, config) + tuple(flag_name(name) for name, is_on in switches.items() if is_on)
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
-    told = check_servers_flags(
-        {**flags, **folders, "log_gradients": log_gradients or None}, config, num_servers=servers
-    )
+    told = check_servers_flags({**flags, **folders, **switches}, config, num_servers=servers)
     kept = Kept.of(told, checkpoint_dir, num_servers=servers)
     check_worker_variables(os.environ, count=workers)
     settings = JobSettings(

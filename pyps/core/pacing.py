@@ -286,10 +286,10 @@ class Release(Pacer):
 
 
 class Free(Pacer):
-    """Lets everybody compute."""
+    """Lets everybody compute, once its quorum is there."""
 
     def asks(self, version: int) -> bool:
-        return False
+        return self.missing > 0
 
     def _may_proceed(self, walker: Walker) -> bool:
         return True

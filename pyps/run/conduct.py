@@ -12,7 +12,7 @@ from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import require_rate
-from pyps.core.pacing import Pacer
+from pyps.core.pacing import Free, Pacer
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
@@ -363,6 +363,8 @@ class Conduct:
     def _new_pacer(self, content: Content) -> Pacer | None:
         # Nothing crosses between servers: the first alone grants steps.
         pacer = self.behaviour.aggregation.pacer() if content.server_index == 0 else None
+        if pacer is None and self._config.start_together and content.server_index == 0:
+            pacer = Free()
         if pacer is not None and self._membership.roster.missing:
             pacer.quorum = self._membership.expected_workers
         return pacer

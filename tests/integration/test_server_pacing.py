@@ -8,6 +8,11 @@ from functools import partial
 import psutil
 
 from client_support import Clock
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from client_support import gradients_like, make_client, small_model
 from support import events_of, status_of, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
@@ -41,6 +46,24 @@ def test_64_parked_calls_hold_no_thread_and_are_answered_in_their_order_when_the
         assert len(waits(server)) == 58
         for call in calls:
             call.cancel()
+
+
+def test_told_to_start_together_no_worker_begins_under_async_before_the_last_has_come(start_server):
+    server = start_server("--start-together", "--expected-workers", "2", "--run-id", "r")
+    gradients = gradients_like(small_model(), 0)
+    with make_client(server.data, worker_id="w0", run_id="r") as first, ThreadPoolExecutor(1) as thread:
+        begun = thread.submit(first.push, gradients)
+        wait_until(lambda: waits(server), what="its wait")
+        assert not begun.done()
+
+        with make_client(server.data, worker_id="w1", run_id="r") as second:
+            second.push(gradients)
+
+        assert begun.result(60)
+        first.pull()
+        assert not first.session.ask_to_proceed
+    with make_client(server.data, worker_id="late", run_id="r") as late:
+        assert late.push(gradients)
 
 
 def test_a_wait_ends_by_its_deadline_with_the_names(start_server):

@@ -59,6 +59,7 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         "host": "localhost",
         "run_id": "r",
         "local_socket": "/sockets",
+        "expected_workers": "2",
     }
     for field in dataclasses.fields(ServerConfig):
         if isinstance(field.default, bool):
@@ -67,7 +68,8 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
             text = str(field.default + 10)
         else:
             text = texts[field.name]
-        needed = {"resume": "checkpoint_dir", "log_gradients": "update_log"}.get(field.name)
+        needs = {"resume": "checkpoint_dir", "log_gradients": "update_log", "start_together": "expected_workers"}
+        needed = needs.get(field.name)
         others = {needed: texts[needed]} if needed else {}
         by_flag = made({field.name: text, **others})
         by_environment = made(others, {f"PYPS_{field.name.upper()}": text})
@@ -107,6 +109,7 @@ BAD_VALUES = [
     ({"stop_after": "updates=5", "protocol": " Sandblaster"}, {}, ["--stop-after", "'updates=5'", "--iterations"]),
     ({"resume": True}, {}, ["--resume", "--checkpoint-dir"]),
     ({"log_gradients": True}, {}, ["--log-gradients", "--update-log"]),
+    ({"start_together": True}, {}, ["--start-together", "--expected-workers"]),
     ({"heartbeat_seconds": "40"}, {}, ["30 s", "40 s", "lease_seconds", "--heartbeat-seconds"]),
     ({"port": "7611"}, {}, ["7611", "differ"]),
     ({}, {"PYPS_OPTIMIZER": "sgd:learning_rate=fast"}, ["PYPS_OPTIMIZER", "learning_rate", "'fast'"]),
