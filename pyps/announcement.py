@@ -16,6 +16,14 @@ def access(config: ServerConfig) -> str:
     return "this machine only"
 
 
+def staleness_in_words(config: ServerConfig, run: Run) -> str:
+    """What staleness costs, and where that comes from if nobody chose it."""
+    policy = run.staleness.text
+    if policy != config.brought_policy:
+        return policy
+    return f"{policy}, as {config.protocol.partition(':')[0].strip()} brings it (--staleness)"
+
+
 def shards_in_words(run: Run) -> str:
     """How much of the run lies here."""
     total = run.partition.num_shards if run.partition else 0

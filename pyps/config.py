@@ -83,7 +83,9 @@ class ServerConfig:
     )
     warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial; more by release_every=50.")
     staleness: str = setting(
-        "divide", f"What staleness costs a gradient, as {_listed(map(spec.example, staleness.POLICIES.values()))}."
+        "auto",
+        f"What staleness costs a gradient, as {_listed(map(spec.example, staleness.POLICIES.values()))}; "
+        f"auto: none under {_listed(aggregation.IN_FULL)}, else divide.",
     )
     optimizer: str = setting(
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
@@ -141,12 +143,17 @@ class ServerConfig:
         return StopCondition.parse(self.stop_after) if self.stop_after else None
 
     @property
+    def brought_policy(self) -> str:
+        """The staleness policy that the protocol's name brings, since none was chosen; empty otherwise."""
+        return aggregation.brought_policy(self.protocol) if self.staleness == "auto" else ""
+
+    @property
     def behaviour(self) -> Behaviour:
         """What happens to gradients, from `protocol`, `staleness` and their like; BadRequest where malformed."""
         return Behaviour.parse(
             protocol=self.protocol,
             warmup=self.warmup,
-            staleness=self.staleness,
+            staleness=self.staleness if self.staleness != "auto" else self.brought_policy or "divide",
             schedule=self.schedule,
             clip_norm=self.clip_norm,
             batch_growth=self.batch_growth,
@@ -371,7 +378,7 @@ _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
     "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
     "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), aggregation.parse(config.protocol)),
-    "staleness": lambda config: staleness.parse(config.staleness),
+    "staleness": lambda config: config.staleness == "auto" or staleness.parse(config.staleness),
     "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
     "batch_growth": lambda config: (
         config.batch_growth and BatchGrowth.parse(config.batch_growth, epoch_examples=config.epoch_examples)

@@ -233,7 +233,7 @@ class Server:
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
             "protocol": run.aggregation.text,
-            "staleness": run.staleness.text,
+            "staleness": announcement.staleness_in_words(config, run),
             "schedule": run.behaviour.schedule.text,
             "shards": announcement.shards_in_words(run) if run.partition else later,
             "memory": announcement.memory_in_words(run) if run.partition else later,

@@ -30,7 +30,8 @@ def set(
 ) -> None:
     """Change protocol, staleness policy, learning rate, schedule or expected workers of a run while it goes on.
 
-    What is not named stays as it is. Gradients that wait are settled first, by the protocol that kept them.
+    What is not named stays as it is, but for the staleness policy that a protocol's name brings (downpour,
+    asynchronous, asgd, ssp: none). Gradients that wait are settled first, by the protocol that kept them.
     All servers of the run must be named: each changes at once, not all at the same update. Works on the servers' own
     machine only. The change is an event that `pyps status` shows, and is part of the checkpoints.
     """

@@ -28,6 +28,7 @@ from pyps.core.protocols.softsync import Softsync
 
 __all__ = [
     "ALIASES",
+    "IN_FULL",
     "PROTOCOLS",
     "Acknowledge",
     "Aggregation",
@@ -48,6 +49,7 @@ __all__ = [
     "Softsync",
     "Ssp",
     "StrictBsp",
+    "brought_policy",
     "mean",
     "parse",
 ]
@@ -65,6 +67,10 @@ ALIASES = {
     "bsp": "hardsync",
 }
 
+# Names after sources that take every gradient in full, however old: Dean et al. 2012, the STT chapter, Zhang et al.
+# 2013, Ho et al. 2013.
+IN_FULL = ("downpour", "asynchronous", "asgd", "ssp")
+
 
 def parse(text: str) -> Aggregation:
     """Returns the protocol that the text names, such as "softsync:n=4"; "4-softsync" is the same.
@@ -76,3 +82,8 @@ def parse(text: str) -> Aggregation:
         name, separator, settings = "softsync", ":", f"n={match[1]}"
     name = ALIASES.get(name.lower(), name.lower())
     return spec.make(name + separator + settings, PROTOCOLS, what="protocol")
+
+
+def brought_policy(text: str) -> str:
+    """Returns the staleness policy that a protocol's name brings where none is chosen; empty where it brings none."""
+    return "none" if text.strip().partition(":")[0].lower() in IN_FULL else ""

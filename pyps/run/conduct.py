@@ -257,6 +257,7 @@ class Conduct:
 
         Gradients that wait for a protocol that goes become one update of each shard, by that protocol's rule.
         """
+        staleness = staleness or aggregation.brought_policy(protocol)
         with self._lock:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
             handshake.check_change(self.behaviour.aggregation, behaviour.aggregation)

@@ -71,6 +71,28 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(start_server):
         assert configure(server, protocol="asgd:mutex=shard").protocol.startswith("asgd:mutex=shard")
 
 
+def test_downpour_takes_old_gradients_in_full_as_its_source_does(start_server):
+    server = start_server("--protocol", "downpour")
+    with WireWorker(server.data) as worker:
+        worker.join()
+        receipts = [worker.push(worker.push_request(1.0))[0] for _ in range(4)]
+    assert [(receipt.staleness, receipt.rate) for receipt in receipts] == [(age, 1.0) for age in range(4)]
+
+
+def test_a_protocols_name_brings_its_policy_where_none_is_set_and_others_leave_it(start_server):
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        for change, policy in (
+            ({"protocol": "softsync:n=1"}, "divide"),
+            ({"protocol": "ssp:s=2"}, "none"),
+            ({"protocol": "async"}, "none"),
+            ({"protocol": "asgd", "staleness": "divide"}, "divide"),
+        ):
+            assert configure(server, **change).staleness == policy, change
+    assert "staleness none" in wait_for_event(server, "configured", "protocol ssp:s=2")
+
+
 def test_one_worker_owns_the_learning_rate_until_it_goes(start_server):
     server = start_server()
     with crew(server, 2) as [owner, other]:

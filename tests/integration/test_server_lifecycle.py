@@ -17,8 +17,9 @@ Command = wire.HeartbeatReply.Command
 
 
 def test_the_start_block_and_the_ready_file_say_what_runs(start_server_process):
-    server = start_server_process("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5")
-    block = ("pyps 0.1.0", "kernels", "127.0.0.1:", "night", "sgd:learning_rate=0.5", "async", "divide", "MiB")
+    server = start_server_process("--run-id", "night", "--optimizer", "sgd:learning_rate=0.5", "--protocol", "ssp:s=2")
+    block = ("pyps 0.1.0", "kernels", "127.0.0.1:", "night", "sgd:learning_rate=0.5", "ssp:s=2", "MiB")
+    assert "none, as ssp brings it (--staleness)" in server.output()
     for word in (*block, "open until a worker initialises the run"):
         assert word in server.output()
     assert server.ready == {

@@ -93,6 +93,17 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal(monkeypatch):
     assert in_one_line.count("[default: ") == len(dataclasses.fields(ServerConfig))
 
 
+def test_a_mode_named_after_a_source_takes_gradients_in_full_unless_told_otherwise():
+    brought = {
+        **dict.fromkeys(("downpour", "asynchronous", "asgd", "asgd:mutex=shard", "ssp:s=3", " Downpour "), "none"),
+        **dict.fromkeys(("async", "softsync:n=4", "4-softsync", "hardsync", "serial"), "divide"),
+    }
+    assert {name: made({"protocol": name}).behaviour.staleness.text for name in brought} == brought
+    assert made().behaviour.staleness.text == "divide"
+    for policy in ("divide", "hinge:a=2"):
+        assert made({"protocol": "downpour", "staleness": policy}).behaviour.staleness.text == policy
+
+
 BAD_VALUES = [
     ({"port": "x"}, {}, ["the flag --port", "'x'", "whole number"]),
     ({"port": "65536"}, {}, ["the flag --port", "65536", "from 0 to 65535"]),

@@ -51,14 +51,14 @@ def demo(
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=16)] = 2,
     epochs: Annotated[int, typer.Option(help="Passes of each worker over its part of the data.", min=1)] = 40,
     protocol: Annotated[str, typer.Option(help="How pushes become updates, as softsync:n=2 or hardsync.")] = "async",
-    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as divide or none.")] = "divide",
+    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as divide or none.")] = "auto",
     optimizer: Annotated[str, typer.Option(help=f"The workers' torch optimizer: {', '.join(OPTIMIZERS)}.")] = "adagrad",
     warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=50,protocol=serial.")] = "",
     picture: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("pyps-demo.png"),
 ) -> None:
     """Watch workers train a small network on real images through servers on this machine.
 
-    By default Downpour with Adagrad on the servers, each gradient's step divided by its staleness. Ends with
+    By default async with Adagrad on the servers, each gradient's step divided by its staleness. Ends with
     the accuracy on images that no worker saw, a table of what staleness cost, and a picture.
     """
     if optimizer not in OPTIMIZERS:
@@ -73,7 +73,7 @@ def demo(
         "heartbeat_seconds": str(HEARTBEAT_SECONDS),
         "expected_workers": str(workers),
     }
-    check_servers_flags(flags, num_servers=servers)
+    told = check_servers_flags(flags, num_servers=servers)
     check_worker_variables(os.environ, count=workers)
     console = Console()
     for module, requirement in NEEDED.items():
@@ -86,7 +86,7 @@ def demo(
         num_workers=workers,
         server_flags=spelled(flags),
     )
-    mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {staleness}, {optimizer}"
+    mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {told.behaviour.staleness.text}, {optimizer}"
     raise typer.Exit(Demo(settings, mode=mode, console=console, picture=picture).run())
 
 
