@@ -123,8 +123,6 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     model = mlp()
     with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
         RemoteOptimizer(model, torch.optim.Adamax(model.parameters()), "127.0.0.1:1")
-    with pytest.raises(BadRequest, match="Pass local_learning_rate=0 for no local steps"):
-        RemoteOptimizer(model, torch.optim.Adagrad(model.parameters()), "127.0.0.1:1", pull_every=2)
     for options, message in (
         ({"gradient_dtype": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
         ({"parameter_dtype": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
@@ -132,6 +130,30 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     ):
         with pytest.raises(BadRequest, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "pace", "told"),
+    [
+        ("async", {"pull_every": 4}, "every 4 minibatches (pull_every=4)"),
+        ("asgd:accumulate=4", {}, "every 4 minibatches (asgd:accumulate=4)"),
+        ("asgd:accumulate=4", {"local_learning_rate": 0.0}, ""),
+        ("async", {}, ""),
+    ],
+)
+def test_a_model_that_rests_between_pulls_is_told_once_whoever_spaced_them(
+    start_server, caplog, protocol, pace, told
+) -> None:
+    model = mlp()
+    adagrad = torch.optim.Adagrad(model.parameters())
+    with RemoteOptimizer(model, adagrad, start_server("--protocol", protocol).data, **pace) as worker:
+        first = parameters_of(model)
+        for batch in batches(2):
+            backward(model, batch)
+            worker.step()
+        assert (parameters_of(model) == first).all() == (protocol != "async" or "pull_every" in pace)
+    warnings = [text for text in caplog.messages if "this worker's model stays as it is" in text]
+    assert [told in text for text in warnings] == [True] * bool(told)
 
 
 def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_goes_on(start_server, caplog) -> None:

@@ -22,6 +22,8 @@ class Pace:
     overlap: str = "off"
     # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
     compat: str | None = None
+    # Whether it is known how large the worker's own steps between pulls are, be it 0.
+    local_rate_known: bool = True
 
     def __post_init__(self) -> None:
         for name in ("push_every", "pull_every"):
@@ -64,6 +66,7 @@ class Tempo:
         self._session = session
         self._wanted = 0
         self._warned = False
+        self._told_of_rest = False
         self._held_back = False
         self._push = Beat(pace.push_every or 1)
         self._pull = Beat(pace.pull_every or 1)
@@ -81,6 +84,15 @@ class Tempo:
             self._warn_of(wanted)
             self._push = self._push.changed(self._pace.push_every or wanted or 1, step)
             self._pull = self._pull.changed(self._pace.pull_every or wanted or 1, step)
+        if self._pull.every > 1 and not (self._pace.local_rate_known or self._told_of_rest):
+            self._told_of_rest = True
+            logger.warning(
+                "a pull comes after every %d minibatches (%s), and until it does this worker's model stays as it is: "
+                "the steps of its optimizer depend on earlier gradients, which the servers hold. Pass "
+                "local_learning_rate, the size of a plain SGD step, or 0 to say that no local steps are meant.",
+                self._pull.every,
+                f"pull_every={self._pace.pull_every}" if self._pace.pull_every else self._session.protocol,
+            )
         present_only = self._session.current_version_only
         if self._pace.overlap == "step" and present_only and not self._held_back:
             logger.info(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyps_client.log import logger
-from pyps_client.torch.pace import Pace
 from pyps_client.torch.translate import Translation
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest
@@ -77,17 +76,10 @@ class LocalRates:
         return [0.0] * len(rates) if self._translation.stateful else rates
 
 
-def check_local_rate(translation: Translation, *, asked: float | None, pace: Pace) -> None:
-    """Refuses a step size that cannot be, and rare pulls under a rule whose step the worker cannot take by itself."""
-    if asked is not None:
-        if not 0 <= asked < math.inf:
-            raise BadRequest(f"local_learning_rate is {asked!r}; expected 0 (no local steps) or more.")
-    elif translation.stateful and (pace.pull_every or 1) > 1:
-        raise BadRequest(
-            f"pull_every is {pace.pull_every} under the rule {translation.rule!r}, whose steps depend on "
-            f"earlier gradients: between pulls the worker steps by itself and cannot know the servers' step size. "
-            f"Pass local_learning_rate=0 for no local steps, or the size of a plain SGD step."
-        )
+def check_local_rate(asked: float | None) -> None:
+    """Refuses a step size that cannot be."""
+    if asked is not None and not 0 <= asked < math.inf:
+        raise BadRequest(f"local_learning_rate is {asked!r}; expected 0 (no local steps) or more.")
 
 
 def check_read_my_writes(translation: Translation, *, asked: float | None) -> None:

@@ -104,7 +104,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         more version of staleness. Under protocols that take gradients of the present version only, or that
         grant steps one by one, they are waited for as with "off".
         `local_learning_rate`: the size of the worker's own step between pulls. By default the present learning
-        rate under plain SGD; none under other rules, which must be told with pull_every > 1.
+        rate under plain SGD; none under other rules, which is told where several minibatches lie between pulls.
         `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
         `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16", or torch's.
@@ -130,8 +130,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
             if buffers not in MODES:
                 raise BadRequest(f"buffers is {buffers!r}; expected one of {', '.join(MODES)}.")
             translation = translation_of(optimizer)
-            pace = Pace(push_every=push_every, pull_every=pull_every, overlap=overlap, compat=compat)
-            check_local_rate(translation, asked=local_learning_rate, pace=pace)
+            check_local_rate(local_learning_rate)
+            pace = Pace(
+                push_every=push_every,
+                pull_every=pull_every,
+                overlap=overlap,
+                compat=compat,
+                local_rate_known=local_learning_rate is not None or not translation.stateful,
+            )
             if read_my_writes:
                 check_read_my_writes(translation, asked=local_learning_rate)
             check_replica(replica, overlap=overlap, buffers=buffers, read_my_writes=read_my_writes)

@@ -345,6 +345,14 @@ def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(settin
     assert payloads(session) == expected
 
 
+def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rests_between_them(caplog) -> None:
+    worker, session, _ = downpour(local_rate_known=False)
+    for wanted in (0, 4, 0, 2):
+        assert len(caplog.messages) == (worker.steps > 1), wanted
+        session.accumulate = wanted
+        worker.step(gradient(1.0))
+
+
 def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog) -> None:
     caplog.set_level("INFO")
     worker, session, parameter = downpour(rate=1.0, overlap="step", session_has={"protocol": "hardsync"})
