@@ -128,6 +128,11 @@ class Session(InForce):
             self.close(*departure.cause_of(error))
             raise
 
+    def next_rates(self) -> dict[int, float]:
+        """Group -> the step size of its next update before staleness, as the servers last said."""
+        told = self._standing.next_rates
+        return {shard.group: told[shard.shard_id] for shard in self.partition.shards if shard.shard_id in told}
+
     def _join(self) -> None:
         replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
         for connection, reply in zip(self._servers, replies, strict=True):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pyps_client.peers import ALONE, Peers
 from pyps_client.refusals import Refusals
 from pyps_client.terms import Terms
-from pyps_wire.common_pb2 import REASON_FINISHED, RUN_STATE_FINISHED, Receipt
+from pyps_wire.common_pb2 import REASON_FINISHED, RUN_STATE_FINISHED, Receipt, ShardVersion
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
@@ -32,6 +32,8 @@ class Standing:
     def __init__(self, peers: Peers = ALONE) -> None:
         self.refusals = Refusals()
         self.num_workers = 0
+        # The step size of each shard's next update, before staleness.
+        self.next_rates: dict[int, float] = {}
         # Whether some process of the replica needed a pull when they last met.
         self.pull_agreed = False
         self._peers = peers
@@ -59,6 +61,7 @@ class Standing:
     def greeted(self, server_index: int, reply: HelloReply) -> None:
         """Notes what a handshake tells."""
         self.note_version(max((shard.version for shard in reply.shards), default=0))
+        self._note_rates(reply.shards)
         if reply.state == RUN_STATE_FINISHED:
             self._heard.finished = True
         if server_index == 0:
@@ -72,6 +75,7 @@ class Standing:
                 self._heard.finished = True
             if server_index == 0:
                 self._heard.terms.answered(receipt)
+        self._note_rates(receipts)
         self.refusals.note(receipts)
         self.note_version(max((receipt.version_after for receipt in receipts), default=0))
 
@@ -92,6 +96,9 @@ class Standing:
         """Notes a shard's version, which is the number of the run's updates, as far as it goes."""
         with self._lock:
             self._heard.global_step = max(self._heard.global_step, version)
+
+    def _note_rates(self, told: Iterable[ShardVersion | Receipt]) -> None:
+        self.next_rates.update({of.shard_id: of.next_rate for of in told if of.HasField("next_rate")})
 
     def meet(self, *, pull_needed: bool) -> None:
         """Brings all processes of the replica to one view; all call it at the same place. Nothing for one alone."""

@@ -192,6 +192,10 @@ class Shard:
         """The base rate: before schedule, batch growth and staleness."""
         return self._learning_rate
 
+    def rate_after(self, version: int) -> float:
+        """Returns the step size of the update that follows so many updates, before staleness."""
+        return self._learning_rate * self._behaviour.rate_factor(version, self._examples)
+
     @property
     def behaviour(self) -> Behaviour:
         """What is in force now."""

@@ -191,8 +191,11 @@ def receipt_of(receipt: Receipt, run: Run, message: common.Receipt | None = None
         message.ask_to_proceed = True
     if batch_size := run.batch_size:
         message.batch_size = batch_size
-    if (shard := run.shards.get(receipt.shard_id)) is not None and shard.durable_version:
-        message.durable_version = shard.durable_version
+    if (shard := run.shards.get(receipt.shard_id)) is not None:
+        # In an exchange the receipt is ahead of the shard.
+        message.next_rate = shard.rate_after(max(shard.version, receipt.version_after))
+        if shard.durable_version:
+            message.durable_version = shard.durable_version
     return message
 
 
@@ -237,7 +240,10 @@ def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
 
 def shard_versions(run: Run) -> list[common.ShardVersion]:
     """This server's shards and their versions."""
-    return [common.ShardVersion(shard_id=i, version=shard.version) for i, shard in run.shards.items()]
+    return [
+        common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.rate_after(shard.version))
+        for i, shard in run.shards.items()
+    ]
 
 
 def hello_reply(

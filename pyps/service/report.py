@@ -65,7 +65,7 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
         return []
     first_shards = {partition.shard(shard_id).group: shards[shard_id] for shard_id in sorted(shards, reverse=True)}
     return [
-        pb.LearningRate(group=group, base=shard.learning_rate, current=_current_rate(shard))
+        pb.LearningRate(group=group, base=shard.learning_rate, current=shard.rate_after(shard.version))
         for group, shard in sorted(first_shards.items())
     ]
 
@@ -96,7 +96,7 @@ def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
         staleness_mean=tally.staleness_mean,
         staleness_max=tally.staleness_max,
         step_lost=tally.step_lost,
-        learning_rate=_current_rate(shard),
+        learning_rate=shard.rate_after(shard.version),
         examples=shard.examples,
         part=part,
         num_workers=roster.num_workers,
@@ -207,7 +207,3 @@ def _tell_counts(status: pb.Status, run: Run) -> None:
     status.blocked_seconds = total.blocked_seconds
     status.last_update_seconds = -1.0 if last is None else run.clock() - last
     status.bytes_in, status.bytes_out = total.bytes_in, total.bytes_out
-
-
-def _current_rate(shard: Shard) -> float:
-    return shard.learning_rate * shard.behaviour.rate_factor(shard.version, shard.examples)

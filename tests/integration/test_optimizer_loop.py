@@ -156,6 +156,22 @@ def test_a_model_that_rests_between_pulls_is_told_once_whoever_spaced_them(
     assert [told in text for text in warnings] == [True] * bool(told)
 
 
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+def test_local_steps_take_the_rate_that_the_servers_schedule_gives_now(start_server, transport) -> None:
+    server = start_server("--schedule", "step:every=1,factor=0.5")
+    for worker_id, expected in (("first", [-0.1, -0.1, -0.05, -0.05, -0.025, -0.025]), ("later", [-0.0125])):
+        model = torch.nn.Linear(4, 1, bias=False)
+        options = {"transport": transport, "push_every": 2, "pull_every": 2, "run_id": "run"}
+        with remote(model, server, worker_id=worker_id, **options) as worker:
+            seen = [parameters_of(model)[0]]
+            for _ in expected:
+                model.weight.grad = torch.ones_like(model.weight)
+                worker.step()
+                seen.append(parameters_of(model)[0])
+        # Neither a step nor a pull jumps.
+        assert np.diff(seen) == pytest.approx(expected, abs=1e-6)
+
+
 def test_steps_after_a_runs_end_do_nothing_which_is_told_once_and_the_program_goes_on(start_server, caplog) -> None:
     server = start_server("--stop-after", "updates=3")
     model = mlp()

@@ -146,7 +146,7 @@ def worker_of(
         return Downpour(
             *(joined.session, joined.layout),
             pace=pace,
-            local_rates=local_rates,
+            local_rates=lambda: local_rates(joined.session.next_rates()),
             rate_changes=rates.take_changes,
             buffers=buffers,
             read_my_writes=read_my_writes,
@@ -154,7 +154,7 @@ def worker_of(
     cut = CutRates(joined.cut.arrangement)
     own: dict[str, Any] = {
         "pace": pace,
-        "local_rates": lambda: cut.spread(local_rates()),
+        "local_rates": lambda: local_rates(joined.session.next_rates(), cut.spread),
         "rate_changes": cut.changes(rates.take_changes),
     }
     if replica is None or replica.count == 1:

@@ -37,6 +37,11 @@ class GroupRates:
         """The rate of each group."""
         return [_checked(index, float(group["lr"])) for index, group in enumerate(self._param_groups)]
 
+    @property
+    def are_the_servers(self) -> bool:
+        """Whether the servers go by them, or will from the next push on: this worker owns the schedule, and moves it."""
+        return self._owns_schedule and (self._moved or self.now() != self._told)
+
     def take_changes(self) -> dict[int, float]:
         """Group -> rate, for the push that begins now; empty where the servers have been told all."""
         now = self.now()
@@ -61,7 +66,7 @@ class GroupRates:
 class LocalRates:
     """The sizes of the worker's own step between pulls, one a group.
 
-    By default the present learning rates under plain SGD, and no steps under other rules.
+    By default the servers' present learning rates under plain SGD, and no steps under other rules.
     """
 
     def __init__(self, translation: Translation, rates: GroupRates, *, asked: float | None) -> None:
@@ -69,11 +74,18 @@ class LocalRates:
         self._rates = rates
         self._asked = asked
 
-    def __call__(self) -> list[float]:
-        rates = self._rates.now()
+    def __call__(
+        self, told: Mapping[int, float], spread: Callable[[Sequence[float]], Sequence[float]] = list
+    ) -> list[float]:
+        """`told`: the servers' rates by vector, as far as they are known. `spread`: gives a number a vector."""
+        rates = spread(self._rates.now())
         if self._asked is not None:
             return [self._asked] * len(rates)
-        return [0.0] * len(rates) if self._translation.stateful else rates
+        if self._translation.stateful:
+            return [0.0] * len(rates)
+        if self._rates.are_the_servers:
+            return list(rates)
+        return [told.get(vector, rate) for vector, rate in enumerate(rates)]
 
 
 def check_local_rate(asked: float | None) -> None:

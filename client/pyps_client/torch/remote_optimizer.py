@@ -103,8 +103,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
         more version of staleness. Under protocols that take gradients of the present version only, or that
         grant steps one by one, they are waited for as with "off".
-        `local_learning_rate`: the size of the worker's own step between pulls. By default the present learning
-        rate under plain SGD; none under other rules, which is told where several minibatches lie between pulls.
+        `local_learning_rate`: the size of the worker's own step between pulls. By default the rate that the servers'
+        schedule gives now under plain SGD; none under other rules, which is told where minibatches lie between pulls.
         `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
         `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
         `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16", or torch's.

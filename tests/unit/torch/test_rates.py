@@ -70,7 +70,11 @@ def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it() -> N
         optimizer = sgd(**settings)
         local = LocalRates(translation_of(optimizer), rates_of(optimizer), asked=asked)
         optimizer.param_groups[0]["lr"] = 0.125
-        assert local() == expected
+        assert local({}) == expected
+        # Another worker's changes, and the servers' own schedule.
+        assert LocalRates(translation_of(optimizer), rates_of(optimizer, owns_schedule=False), asked=asked)(
+            {0: 0.25}
+        ) == [0.25 if rate == 0.125 else rate for rate in expected]
     for settings, asked in (({"momentum": 0.9}, None), ({}, 0.0)):
         with pytest.raises(BadRequest, match=r"read_my_writes .* pass local_learning_rate"):
             check_read_my_writes(translation_of(sgd(**settings)), asked=asked)
