@@ -62,6 +62,27 @@ def test_what_the_demo_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the demo needs no_such_module: pip install 'pyps[demo]'" in result.output
 
 
+def test_a_protocol_whose_workers_push_nothing_is_refused_at_once() -> None:
+    for protocol in ("sandblaster", " Sandblaster"):
+        result = CliRunner().invoke(app, ["demo", "--protocol", protocol])
+
+        assert result.exit_code != 0 and not result.output
+        assert "the demo's workers push gradients, which sandblaster refuses" in str(result.exception)
+
+
+def test_the_demo_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "WAITING_SECONDS", 0.1)
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(0.5)\n", encoding="utf-8")
+    monkeypatch.setattr(command, "worker_script", lambda: slow)
+
+    output = CliRunner().invoke(app, ["demo", "--servers", "1", "--workers", "1"]).output
+
+    lines = output.splitlines()
+    assert lines[0] == "Starts 1 server and 1 worker."
+    assert "0 s so far: waits for the first worker, which still loads them." in lines
+
+
 def test_an_optimizer_that_the_demo_has_not_is_refused_with_those_it_has() -> None:
     result = CliRunner().invoke(app, ["demo", "--optimizer", "adam:amsgrad=1"])
 

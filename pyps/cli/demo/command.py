@@ -24,6 +24,7 @@ from pyps.cli.demo.scores import Scores
 from pyps.cli.demo.screen import Screen, final_table, in_words
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
+from pyps.core.aggregation import Sandblaster
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import counted
@@ -37,6 +38,8 @@ LOOKS = 40
 # The rate of updates that is shown is that of so many looks.
 RATE_LOOKS = 20
 WAIT_SECONDS = 0.25
+# How often is said that nothing is to be seen yet.
+WAITING_SECONDS = 4.0
 # Workers report the loss of their last minibatch with their heartbeats: often enough for a live table.
 HEARTBEAT_SECONDS = 0.5
 # Lines of a child's output that are shown when it fails.
@@ -74,6 +77,11 @@ def demo(
         "expected_workers": str(workers),
     }
     told = check_servers_flags(flags, num_servers=servers)
+    if told.behaviour.aggregation.name == Sandblaster.name:
+        raise ConfigError(
+            f"--protocol is {protocol!r}, but the demo's workers push gradients, which sandblaster refuses: "
+            "`pyps sandblaster examples/sandblaster_digits.py` shows that one"
+        )
     check_worker_variables(os.environ, count=workers)
     console = Console()
     for module, requirement in NEEDED.items():
@@ -140,6 +148,10 @@ class Demo:
     def run(self) -> int:
         """Runs to the end and returns the exit status."""
         with self._job.handle_signals(), self._job:
+            settings = self._job.settings
+            self._screen.line(
+                f"Starts {counted(settings.num_servers, 'server')} and {counted(settings.num_workers, 'worker')}."
+            )
             try:
                 self._job.start()
             except JobError as error:
@@ -160,10 +172,15 @@ class Demo:
             f"Look inside meanwhile: pyps status --servers {addresses}"
         )
         self._screen.line("The workers load torch and the images.")
+        started, told = time.monotonic(), 0
         with self._screen:
             while not self._job.done:
                 self._job.wait(self._pause_seconds())
                 progress = self._look(reader)
+                waited = time.monotonic() - started
+                if self._began_at is None and waited // WAITING_SECONDS > told:
+                    told = int(waited // WAITING_SECONDS)
+                    self._screen.line(f"{waited:.0f} s so far: waits for the first worker, which still loads them.")
                 if progress is not None and progress.workers_finished == settings.num_workers:
                     break
         if not self._job.done:
