@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psutil
 
-from client_support import Clock
-from concurrent.futures import ThreadPoolExecutor
-
-import psutil
-
-from client_support import gradients_like, make_client, small_model
+from client_support import Clock, gradients_like, make_client, small_model
 from support import events_of, status_of, wait_for_event, wait_until
 from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
 
