@@ -121,7 +121,7 @@ def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_p
     process = start_python("-c", DIES_OF_ANOTHERS_ERROR)
     assert process.wait() == 1
     assert process.output() == (
-        "pyps: lost (Connection closed by peer)\n  at <string>:13\n"
+        "pyps: lost (Connection closed by peer)\n  at <string>:14\n"
         "left as failed with ReplicaLost: lost (Connection closed by peer)\n"
     )
 
