@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pyps.core import aggregation, schedule, spec, staleness
 from pyps.core.aggregation import Aggregation, Sandblaster
@@ -72,6 +72,9 @@ def setting(
 @dataclass(frozen=True)
 class ServerConfig:
     """Everything that a server is told at its start; it never changes afterwards."""
+
+    # The settings that somebody chose, be it their defaults. No setting itself.
+    given: ClassVar[frozenset[str]] = frozenset()
 
     host: str = setting("127.0.0.1", "Address to listen on; beyond loopback a token is needed.")
     port: int = setting(7610, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
@@ -220,6 +223,7 @@ def resolve(
         values[field.name] = _parse(raw, types_of[field.name], field, origin)
         origins[field.name] = origin
     config = ServerConfig(**values)
+    object.__setattr__(config, "given", frozenset(values))
     _check_together(config, origins)
     return config
 

@@ -7,12 +7,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pyps.checkpoint import newest
+from pyps.checkpoint import Checkpoint, newest
 from pyps.cli.expectations import Expectations
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError, ServerConfig, flag_name
@@ -142,6 +143,8 @@ def run(
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
     told = check_servers_flags({**flags, **folders, **switches}, config, num_servers=servers)
     kept = Kept.of(told, checkpoint_dir, num_servers=servers)
+    if resume:
+        kept.check_servers()
     check_worker_variables(os.environ, count=workers)
     settings = JobSettings(
         command=tuple(command),
@@ -224,6 +227,8 @@ def _run_until_done(job: Job, output: PrefixedOutput, *, stay: bool, kept: Kept)
     output.announce(f"Copy the model while it trains (pyps eval takes the same): pyps export FILE --servers {data}")
     if not kept.folders:
         output.announce(NOT_KEPT.format("will not be"))
+    elif job.settings.resume and not kept.found:
+        output.announce(f"There was nothing to resume in {kept.folder}: the run begins anew.")
     while not job.done:
         job.wait(WAIT_SECONDS)
     if stay and not job.server_died and job.signal_number is None:
@@ -257,6 +262,24 @@ class Kept:
             return cls(job_folder, tuple(job_folder / f"server-{index}" for index in range(num_servers)))
         return cls(told.checkpoint_dir, (told.checkpoint_dir,) if told.checkpoint_dir else ())
 
+    @cached_property
+    def found(self) -> list[Checkpoint]:
+        """The newest checkpoints that were there at the start."""
+        return self._newest()
+
+    def _newest(self) -> list[Checkpoint]:
+        return [checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))]
+
+    def check_servers(self) -> None:
+        """Refuses to resume a run of other servers than these."""
+        for checkpoint in self.found:
+            num_servers = checkpoint.header.num_servers
+            if num_servers != len(self.folders):
+                raise ConfigError(
+                    f"--servers is {len(self.folders)}, but the run in {self.folder} has {num_servers}, each with its "
+                    f"part of the model: resume it with --servers {num_servers}"
+                )
+
     def after_a_death(self, *, resumed: bool) -> str:
         """What somebody may do once a server has died."""
         if not self.folders:
@@ -269,7 +292,7 @@ class Kept:
         """What became of the model, in one line: the command that exports it, where it was kept."""
         if self.folder is None:
             return NOT_KEPT.format("was not")
-        found = [checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))]
+        found = self._newest()
         missing = f"{', '.join(ended_badly)} ended without the last checkpoint (the lines above say why)"
         if len(found) < len(self.folders):
             return f"No model was kept in {self.folder}: {missing if ended_badly else 'the servers held none yet'}."

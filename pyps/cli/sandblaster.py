@@ -102,6 +102,8 @@ def sandblaster(
     folder = "" if checkpoint_dir is None else str(checkpoint_dir)
     told = check_servers_flags({**server_flags, "checkpoint_dir": folder}, config, num_servers=servers)
     kept = Kept.of(told, checkpoint_dir, num_servers=servers)
+    if resume:
+        kept.check_servers()
     check_worker_variables(os.environ, count=workers)
     settings = JobSettings(
         command=worker_command(command),

@@ -291,9 +291,9 @@ class Conduct:
         self.adopt(in_force)
         if in_force != kept:
             what = "the server was told other settings than the checkpoint holds"
-            self._events.add("configured", what, **told.texts)
+            self._events.add("configured", what, **in_force.texts)
         elif in_force != told:
-            what = "what was changed while the run went on is still in force, not what the server was told"
+            what = "the run goes on as it was, with what was changed meanwhile"
             self._events.add("configured", what, **kept.texts)
 
     # Helpers; those from here on are called under the lock.

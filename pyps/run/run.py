@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from threading import Lock, RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyps import __version__, logs
 from pyps.core.behaviour import Behaviour
@@ -217,12 +217,15 @@ class Run(RunFacts):
     def restore(self, restored: RestoredRun) -> None:
         """Goes on from a checkpoint under a new epoch; refuses one that contradicts what the server was told.
 
-        What was changed while the run went on stays in force, unless the server is told otherwise than before.
+        It goes on as it was: with what was changed meanwhile, and what the server is not told anew, in force.
         """
         header = restored.header
         handshake.check_restoring(header, run_id=self.config.run_id, told=self.told)
         told, kept = self.behaviour, Behaviour.parse(**header.behaviour)
-        in_force = kept if told.texts == header.told else told
+        before: Mapping[str, object] = dict(header.told)
+        anew = {name: said for name, said in told.texts.items() if self._is_told(name) and said != before[name]}
+        texts: dict[str, Any] = {**kept.texts, **anew}
+        in_force = Behaviour.parse(**texts)
         handshake.check_servers(in_force.aggregation, header.num_servers)
         handshake.check_change(kept.aggregation, in_force.aggregation)
         with self._lock:
@@ -377,6 +380,10 @@ class Run(RunFacts):
         self.events.add("reset", "run reset", run=run_id)
 
     # Helpers.
+
+    def _is_told(self, name: str) -> bool:
+        """Whether somebody chose that setting for this server."""
+        return name in self.config.given or getattr(self.config, name) != getattr(type(self.config), name)
 
     def _already_initialized(self, opening: Opening) -> bool:
         """Whether there is nothing to do; refuses whoever may not initialise now."""

@@ -89,9 +89,14 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     exported = load_file(model)["w"]
     assert exported.shape == (4,) and (exported == exported[0]).all() and exported[0] < 0
 
+    other = run(start_python, "--checkpoint-dir", str(folder), "--resume", code=code)
+    assert other.wait() == 2
+    assert "has 2, each with its part of the model: resume it with --servers 2" in other.output()
+
     second = run(start_python, *flags, "--resume", code=code)
 
     assert second.wait() == 0
+    assert "nothing to resume" not in second.output()
     assert f"run mine w {exported[0]!s}\n" in second.output()
 
 
@@ -119,7 +124,7 @@ def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_i
     script = tmp_path / "train.py"
     script.write_text("import os, sys; print(os.environ['PYPS_MY_DATA'], sys.argv[1:])", encoding="utf-8")
 
-    flags = ("--checkpoint-dir", str(tmp_path))
+    flags = ("--checkpoint-dir", str(tmp_path), "--resume")
     # Its variable is no setting, and yet none's misspelling.
     command = ("run", *flags, "python", str(script), "--workers", "7", "--lr", "1")
     launcher = start_python("-m", "pyps", *command, env={"PYPS_MY_DATA": "a folder"})
@@ -127,6 +132,7 @@ def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_i
     assert launcher.wait() == 0
     assert "worker-0 | a folder ['--workers', '7', '--lr', '1']" in launcher.output()
     assert f"No model was kept in {tmp_path}: the servers held none yet." in launcher.output()
+    assert f"There was nothing to resume in {tmp_path}: the run begins anew." in launcher.output()
 
 
 def test_a_dead_worker_is_reported_at_once_and_the_others_go_on(start_python: Start, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
-from pyps_wire.errors import BadRequest, ModelMismatch, SettingsChanged, UnsupportedOptimizer
+from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
 
@@ -254,11 +254,14 @@ def test_a_copy_or_pickle_of_an_optimizer_is_refused_at_once(start_server) -> No
 def test_a_second_optimizer_of_other_parameters_is_told_that_a_run_holds_one(start_server) -> None:
     server = start_server()
     told = r"This program has another RemoteOptimizer on .* one torch optimizer all parameters, in groups"
-    with remote(mlp(), server), pytest.raises(ModelMismatch, match=told):
-        remote(torch.nn.Linear(4, 1), server)
-    # A mistake of another kind keeps its own words.
-    with pytest.raises(ModelMismatch, match=r"^(?!This program)"):
-        remote(torch.nn.Linear(4, 1), server)
+    with remote(mlp(), server) as first:
+        for second in (torch.nn.Linear(4, 1), mlp()):
+            with pytest.raises(BadRequest, match=told):
+                remote(second, server)
+        backward(first._model, next(batches(1)))
+        first.step()
+    with pytest.raises(BadRequest, match=r"The model is a generator; expected a torch.nn.Module"):
+        RemoteOptimizer(mlp().parameters(), torch.optim.SGD(mlp().parameters(), lr=0.1), servers=server.data)
 
 
 def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_server) -> None:

@@ -187,6 +187,10 @@ def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Modul
 
     Refuses what averages gradients among workers that would each push the average, and what cuts parameters unseen.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise BadRequest(
+            f"The model is a {type(model).__name__}; expected a torch.nn.Module: RemoteOptimizer(model, optimizer)."
+        )
     is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     inner: Any = model.module if is_wrapped else model
     for part in model.modules():

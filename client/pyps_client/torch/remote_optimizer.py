@@ -30,7 +30,7 @@ from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.translate import Translation, translate, translation_of
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
-from pyps_wire.errors import BadRequest, ModelMismatch, OptimizerMismatch, SettingsChanged
+from pyps_wire.errors import BadRequest, SettingsChanged
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 T = TypeVar("T")
@@ -158,6 +158,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
                     f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
                     "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
                 )
+            _require_first(launch)
             return translation, translate(optimizer), pace, launch
 
         model = agreed(replica or ALONE, lambda: unwrapped(model, replica))
@@ -186,17 +187,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             with_buffers=buffers != "local",
             common=common_of(settings, launch, pace, shard_size=shard_size, local_rate=local_learning_rate),
         )
-        try:
-            joined = joining.join()
-        except (ModelMismatch, OptimizerMismatch) as mismatch:
-            if any(servers_of == launch.servers and not other._closed for other, servers_of in _made.items()):
-                raise type(mismatch)(
-                    f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, and one run holds one "
-                    "model with one optimizer: give one torch optimizer all parameters, in groups, or start servers "
-                    f"for each and name them (servers=). {mismatch}"
-                ) from None
-            raise
-        _made[self] = launch.servers
+        joined = joining.join()
+        _made[self] = (launch.servers, launch.worker_id)
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
 
         def downpour() -> Downpour:
@@ -437,7 +429,19 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
 
 # So that a second one can be told why it is refused.
-_made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] = weakref.WeakKeyDictionary()
+
+
+def _require_first(launch: Launch) -> None:
+    """Refuses to be the same worker of the same servers twice at once: the first would be taken for dead."""
+    worker = (launch.servers, launch.worker_id)
+    if any(of_other == worker and not other._closed for other, of_other in _made.items()):
+        raise BadRequest(
+            f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, as worker {launch.worker_id!r}, "
+            "and one run holds one model with one optimizer: give one torch optimizer all parameters, in groups, or "
+            "start servers for each and name them (servers=). To train on with a new one, close() the first."
+        )
+
 
 # A step as torch makes it of an optimizer's own: with hooks, and a range for its profiler.
 _watched_step = torch.optim.Optimizer.profile_hook_step(RemoteOptimizer._step)
