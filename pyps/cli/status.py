@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ SHARDS_SHOWN = 20
 NAMES_SHOWN = 8
 EVENTS_SHOWN = 8
 EVENTS_MAX = 1000
+WATCH_SECONDS = 2.0
+# What a pipe gets with --wide, and where COLUMNS does not say how wide it is.
+PIPE_COLUMNS = 200
 # As servers name them, and in words.
 TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC"}
 
@@ -59,6 +64,8 @@ def status(
     servers: Servers = "127.0.0.1:7611",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of tables.")] = False,
     all_shards: Annotated[bool, typer.Option("--all", help=f"Show all shards, not {SHARDS_SHOWN}.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="Show every column of workers and shards.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C.")] = False,
     events: Annotated[
         int, typer.Option(help="How many of the newest events to show.", min=0, max=EVENTS_MAX)
     ] = EVENTS_SHOWN,
@@ -69,24 +76,44 @@ def status(
     Exits with 1 when a server does not answer; the others are shown all the same.
     """
     token = read_token(token_file)
+    addresses = control_addresses(servers)
+    try:
+        while True:
+            answers, errors = _ask_all(addresses, token, num_events=events)
+            if watch:
+                Console().clear()
+            _tell(answers, errors, as_json=as_json, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
+            if not watch:
+                raise typer.Exit(1 if errors else 0)
+            time.sleep(WATCH_SECONDS)
+    except KeyboardInterrupt:
+        raise typer.Exit(0 if watch else 130) from None
+
+
+def _ask_all(addresses: Iterable[str], token: str, *, num_events: int) -> tuple[list[Answer], dict[str, str]]:
+    """What the servers say, and what is wrong with those that say nothing."""
     answers: list[Answer] = []
     errors: dict[str, str] = {}
-    addresses = control_addresses(servers)
     for address in addresses:
         try:
-            answers.append(_ask(address, token, num_events=events))
+            answers.append(_ask(address, token, num_events=num_events))
         except PypsError as error:
             errors[address] = str(error)
+    return answers, errors
+
+
+def _tell(
+    answers: Sequence[Answer], errors: dict[str, str], *, as_json: bool, wide: bool, shards_shown: int | None
+) -> None:
     if as_json:
         failed = [{"address": address, "error": message} for address, message in errors.items()]
         typer.echo(json.dumps({"servers": [*(answer.to_json() for answer in answers), *failed]}, indent=2))
     elif answers:
-        _show(answers, shards_shown=None if all_shards else SHARDS_SHOWN)
+        _show(answers, wide=wide, shards_shown=shards_shown)
         if not errors and (hint := not_asked([answer.status for answer in answers])):
             typer.echo(hint)
     for message in errors.values():
         typer.echo(f"pyps: {message}", err=True)
-    raise typer.Exit(1 if errors else 0)
 
 
 def _ask(address: str, token: str, *, num_events: int) -> Answer:
@@ -102,20 +129,20 @@ def _ask(address: str, token: str, *, num_events: int) -> Answer:
         )
 
 
-def _show(answers: Sequence[Answer], *, shards_shown: int | None) -> None:
+def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) -> None:
     console = Console()
-    if not console.is_terminal:
-        # In a pipe nothing needs to be squeezed into 80 columns.
-        console = Console(width=200)
+    if not console.is_terminal and (wide or "COLUMNS" not in os.environ):
+        # Nothing needs to be squeezed into 80 columns there.
+        console = Console(width=PIPE_COLUMNS)
     console.print(_servers_table(answers))
     begun = any(answer.shards for answer in answers)
     if begun or any(answer.workers for answer in answers):
-        console.print(_workers_table(answers))
+        console.print(_workers_table(answers, wide=wide))
     for answer in answers:
         for table in work_tables(answer.work):
             console.print(table)
     if begun:
-        console.print(_shards_table(answers, shards_shown))
+        console.print(_shards_table(answers, shards_shown, wide=wide))
     else:
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
@@ -156,7 +183,7 @@ def _servers_table(answers: Sequence[Answer]) -> Table:
     table = Table(title="servers")
     table.add_column("control")
     for answer in answers:
-        table.add_column(Text(answer.address))
+        table.add_column(Text(answer.address), overflow="fold")
     columns = [_facts(answer.status) for answer in answers]
     for name in columns[0]:
         if any(facts[name] != "" for facts in columns):
@@ -208,69 +235,74 @@ def _facts(status: pb.Status) -> dict[str, object]:
     }
 
 
-def _workers_table(answers: Sequence[Answer]) -> Table:
-    table = Table(title="workers")
-    in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
-    for name in ("worker", "state", *(["replica", "parts"] if in_parts else []), "where", "transport", "steps"):
-        table.add_column(name)
-    for name in (
-        # A push counts once for each shard that it holds.
-        "shards taken",
-        "rejected",
-        "repeated",
-        "staleness",
-        "step lost",
-        "waited",
-        "silent for",
-        "reports",
-    ):
-        table.add_column(name, justify="right")
+def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
     names = {worker.worker_id: None for answer in answers for worker in answer.workers}
+    in_parts = any(worker.replica or worker.parts for answer in answers for worker in answer.workers)
+    rows = []
     for name in names:
         known = [worker for answer in answers for worker in answer.workers if worker.worker_id == name]
         # The server that heard of it last knows best.
         latest = min(known, key=lambda worker: worker.silent_seconds)
         taken = sum(worker.pushes_applied + worker.pushes_pending for worker in known)
-        reports = ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items()))
-        _add(
-            table,
-            *(
-                name,
-                _state(latest),
-                *((latest.replica, _parts(latest)) if in_parts else ()),
-                f"{latest.host} {latest.process_id} {latest.device}",
-                _transport(known),
-                latest.clock,
-            ),
-            *(taken, sum(w.pushes_rejected for w in known)),
-            sum(w.pushes_duplicate for w in known),
-            f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",
-            f"{_mean(known, 'step_lost', taken):.1%}",
-            _waited(known),
-            *(_seconds(latest.silent_seconds), reports),
-        )
-    return table
+        row: dict[str, object] = {
+            "worker": name,
+            "state": _state(latest),
+            "steps": latest.clock,
+            "loss": f"{latest.scalars['loss']:.4g}" if "loss" in latest.scalars else "",
+            "staleness": f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",
+        }
+        if wide:
+            row |= {"replica": latest.replica, "parts": _parts(latest)} if in_parts else {}
+            row |= {
+                "where": f"{latest.host} {latest.process_id} {latest.device}",
+                "transport": _transport(known),
+                # A push counts once for each shard that it holds.
+                "shards taken": taken,
+                "rejected": sum(w.pushes_rejected for w in known),
+                "repeated": sum(w.pushes_duplicate for w in known),
+                "step lost": f"{_mean(known, 'step_lost', taken):.1%}",
+                "waited": _waited(known),
+                "silent for": _seconds(latest.silent_seconds),
+                "reports": ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items())),
+            }
+        rows.append(row)
+    return _table("workers", rows, left=("worker", "state", "replica", "parts", "where", "transport"))
 
 
-def _shards_table(answers: Sequence[Answer], shown: int | None) -> Table:
-    rows = [(answer.address, shard) for answer in answers for shard in answer.shards]
-    in_parts = any(shard.part for _, shard in rows)
-    hidden = len(rows) - shown if shown is not None else 0
-    table = Table(title="shards", caption=f"{hidden} more: --all shows them" if hidden > 0 else None)
-    for name in (
-        *("server", "shard", *(["part", "workers"] if in_parts else []), "group", "from", "parameters", "version"),
-        *("CRC-32", "taken", "waiting", "staleness", "step lost"),
-    ):
-        table.add_column(name, justify="left" if name == "server" else "right")
-    for address, shard in rows[:shown]:
-        _add(
-            table,
-            *(address, shard.shard_id, *((shard.part, shard.num_workers) if in_parts else ()), shard.group),
-            *(f"{shard.offset:,}", f"{shard.num_parameters:,}"),
-            *(shard.version, shard.checksum, shard.pushes_applied + shard.pushes_pending, shard.pending_gradients),
-            f"{shard.staleness_mean:.2f}, max {shard.staleness_max}",
-            f"{shard.step_lost:.1%}",
-        )
+def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -> Table:
+    found = [(answer.address, shard) for answer in answers for shard in answer.shards]
+    in_parts = any(shard.part for _, shard in found)
+    rows = []
+    for address, shard in found[:shown]:
+        row: dict[str, object] = {
+            "server": address,
+            "shard": shard.shard_id,
+            "parameters": f"{shard.num_parameters:,}",
+            "version": shard.version,
+            "waiting": shard.pending_gradients,
+            "staleness": f"{shard.staleness_mean:.2f}, max {shard.staleness_max}",
+        }
+        if wide:
+            row |= {"part": shard.part, "workers": shard.num_workers} if in_parts else {}
+            row |= {
+                "group": shard.group,
+                "from": f"{shard.offset:,}",
+                "CRC-32": shard.checksum,
+                "taken": shard.pushes_applied + shard.pushes_pending,
+                "step lost": f"{shard.step_lost:.1%}",
+            }
+        rows.append(row)
+    hidden = len(found) - len(rows)
+    return _table("shards", rows, left=("server",), caption=f"{hidden} more: --all shows them" if hidden else None)
+
+
+def _table(title: str, rows: Sequence[dict[str, object]], *, left: Sequence[str], caption: str | None = None) -> Table:
+    """A table of rows that have the same columns; what does not fit is folded, never cut."""
+    table = Table(title=title, caption=caption)
+    for name in rows[0] if rows else ():
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
+    for row in rows:
+        _add(table, *row.values())
     return table
 
 

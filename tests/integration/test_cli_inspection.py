@@ -9,16 +9,18 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
+from pyps.cli import status as status_command
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, ServerThread, inspect, shell, wait_until
+from support import AnyServer, ServerThread, inspect, shell, wait_until, workers_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -48,7 +50,7 @@ def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_
     assert "server 1 of 2 was not asked: name all with --servers" in half
     assert "not counted" in half and "no run yet" not in half
 
-    output = shell("status", "--servers", controls(servers))
+    output = shell("status", "--wide", "--servers", controls(servers))
     # A worker's own words are shown as they are, not as markup.
     for words in (*controls(servers).split(","), "[red]worker[/red]", "finished", "async, divide, adagrad", "KiB"):
         assert words in output
@@ -65,6 +67,34 @@ def test_status_shows_servers_workers_and_shards_and_says_what_is_missing(start_
     assert first["status"]["versionMax"] == "3"
     assert first["workers"][0]["state"] == "finished"
     assert len(first["shards"]) == first["status"]["numShards"]
+
+
+def test_status_can_be_read_in_80_columns_and_by_those_who_watch(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [start_server("--heartbeat-seconds", "0.05") for _ in range(2)]
+    names = [f"worker-{index}" for index in range(2)]
+    for name in names:
+        with make_client(addresses(servers), worker_id=name, run_id="run") as client:
+            client.report(loss=0.125)
+            client.push(gradients_like(small_model(), seed=1))
+            wait_until(lambda name=name: workers_of(servers[0].control)[name].scalars, what="its report")
+    for columns in (80, 120):
+        shown = shell("status", "--servers", controls(servers), COLUMNS=str(columns))
+        assert max(map(len, shown.splitlines())) <= columns and "…" not in shown
+        for name in names:
+            [row] = [line for line in shown.splitlines() if f" {name} " in line and "│" in line]
+            assert [cell.strip() for cell in row.split("│")[1:-1]] == [name, "finished", "1", "0.125", "0.00, max 0"]
+    assert "CRC-32" not in shown and "CRC-32" in shell("status", "--wide", "--servers", controls(servers))
+
+    pauses = iter([None])
+
+    def pause(seconds: float) -> None:
+        if next(pauses, KeyboardInterrupt) is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_command.time, "sleep", pause)
+    assert shell("status", "--watch", "--servers", controls(servers)).count("┃ control ") == 2
 
 
 def test_a_server_that_is_not_there_or_none_is_one_sentence(start_server: Start, tmp_path: Path) -> None:
@@ -176,7 +206,7 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) 
     with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
         assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
         answers = json.loads(shell("status", "--json", "--servers", addresses(servers)))["servers"]
-        table = shell("status", "--servers", addresses(servers))
+        table = shell("status", "--wide", "--servers", addresses(servers))
         shared = [inspect(server.control, "GetMemory").shared_bytes for server in servers]
     # Gradients and parameters of the whole model: the segment is one for all servers.
     assert shared[0] >= 2 * 4 * 2048 and shared[1] == 0
