@@ -162,12 +162,17 @@ def judge_training(points: Sequence[Point], times: Sequence[TimeToTarget]) -> li
 def judge_traffic(workers: Sequence[WorkerTraffic], coordinator: Sequence[CoordinatorTraffic]) -> list[Claim]:
     """Holds bytes against the thresholds."""
     share = next(row.share for row in workers if row.workers == TRAFFIC_WORKERS)
+    by_default = traffic.worker_traffic(TRAFFIC_WORKERS, portions_per_stage=1).share
     by_size = {size: [row.bytes for row in coordinator if row.parameters == size] for size in traffic.PARAMETERS}
     small, large = by_size.values()
     return [
         Claim(
-            f"{TRAFFIC_WORKERS} workers exchange at most {percent(TRAFFIC_SHARE_MAX)} of Downpour's bytes an example",
-            f"{percent(share)} (" + ", ".join(f"{row.workers} workers {percent(row.share)}" for row in workers) + ")",
+            f"with --fold group:k={traffic.PORTIONS_PER_STAGE}, {TRAFFIC_WORKERS} workers exchange at most "
+            f"{percent(TRAFFIC_SHARE_MAX)} of Downpour's bytes an example",
+            f"{percent(share)} ("
+            + ", ".join(f"{row.workers} workers {percent(row.share)}" for row in workers)
+            # For the same bits with any number of workers.
+            + f"); with the default, --fold portion, {percent(by_default)}",
             share <= TRAFFIC_SHARE_MAX,
         ),
         Claim(
@@ -227,7 +232,8 @@ def training_table(points: Sequence[Point], times: Sequence[TimeToTarget]) -> st
 
 def traffic_table(workers: Sequence[WorkerTraffic], coordinator: Sequence[CoordinatorTraffic]) -> str:
     lines = [
-        f"Bytes an example, {traffic.EXAMPLES:,} examples, {traffic.MODEL_PARAMETERS:,} parameters",
+        f"Bytes an example, {traffic.EXAMPLES:,} examples, {traffic.MODEL_PARAMETERS:,} parameters, "
+        f"--fold group:k={traffic.PORTIONS_PER_STAGE}",
         f"{'workers':>8} {'parameters':>11} {'gradients':>10} {'else':>7} {'sum':>8} {'Downpour':>9} {'share':>8}",
         *(
             f"{row.workers:8} {row.parameters:11.1f} {row.gradients:10.1f} {row.other:7.1f} {row.total:8.1f}"

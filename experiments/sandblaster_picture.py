@@ -107,5 +107,5 @@ def _draw_bytes(axis: Axes, workers: Sequence[WorkerTraffic]) -> None:
     # Room for the last bar's label.
     axis.margins(y=0.1)
     axis.set_xticks(places, [str(row.workers) for row in workers])
-    axis.set(xlabel="workers, ten portions each", ylabel="bytes an example", title="Traffic of all workers")
+    axis.set(xlabel="workers, ten portions each", ylabel="bytes an example", title="Traffic, --fold group:k=4")
     axis.legend(fontsize="small")

@@ -31,7 +31,8 @@ EXAMPLES = 1437
 MODEL_PARAMETERS = digits_network.NUM_PARAMETERS
 WORKERS = (2, 4, 8, 20, 100)
 PORTIONS_PER_WORKER = 10
-# Claimed portions whose gradients are summed before they are sent.
+# Claimed portions whose gradients are summed before they are sent: `--fold group:k=4`. By default (`--fold portion`)
+# each is sent by itself, so that the result has the same bits for any number of workers.
 PORTIONS_PER_STAGE = 4
 # Downpour pushes and pulls with every minibatch.
 BATCH_SIZE = 8
@@ -86,10 +87,10 @@ class CoordinatorTraffic:
 # Workers.
 
 
-def worker_traffic(workers: int) -> WorkerTraffic:
+def worker_traffic(workers: int, *, portions_per_stage: int = PORTIONS_PER_STAGE) -> WorkerTraffic:
     """Makes one pass in virtual time and adds up the messages of its workers."""
     crew = VirtualCrew([normal(1 / BATCH_SIZE, variation=TIME_VARIATION)] * workers, num_examples=EXAMPLES)
-    crew.begin_pass(1, num_portions=PORTIONS_PER_WORKER * workers, portions_per_stage=PORTIONS_PER_STAGE)
+    crew.begin_pass(1, num_portions=PORTIONS_PER_WORKER * workers, portions_per_stage=portions_per_stage)
     crew.await_pass(1)
     sent = crew.messages
     other = sum(sent[kind] * sum(map(size, MESSAGES[kind])) for kind in MESSAGES)
