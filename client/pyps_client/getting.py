@@ -1,4 +1,4 @@
-"""GET of ASGD (Zhang et al. 2013): a portion of the data and the parameters in one call, of one moment."""
+"""GET of ASGD (Zhang et al. 2013): a portion and the parameters in one call, of one moment under `mutex=whole`."""
 
 from __future__ import annotations
 

@@ -254,7 +254,9 @@ class ClockBound(Pacer):
 
 
 class Release(Pacer):
-    """Lets the workers in one after the other, in order of joining (Dean et al. 2012, section 4.1, warm start).
+    """Lets the workers in one after the other, in order of joining, after a warm start (Dean et al. 2012, section 4.1).
+
+    The paper says nothing of how the others are let in: the intervals are ours.
 
     At version t as many as 1 + floor((t - start) / every) may compute, and always the first: somebody moves the
     version on, whoever departs.
