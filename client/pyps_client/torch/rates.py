@@ -39,7 +39,6 @@ class GroupRates:
 
     @property
     def are_the_servers(self) -> bool:
-        """Whether the servers go by them, or will from the next push on: this worker owns the schedule and moves it."""
         """Whether the servers go by them, or will from the next push on: this worker moves the schedule it owns."""
         return self._owns_schedule and (self._moved or self.now() != self._told)
 
