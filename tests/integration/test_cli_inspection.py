@@ -246,7 +246,7 @@ def test_set_changes_all_servers_named_and_says_what_is_in_force(start_server: S
         client.push(gradients_like(small_model(), seed=2))
     in_force = "softsync:n=1, staleness none, learning rate 0.01, schedule step:every=10,factor=0.5."
     assert output.splitlines() == [f"{server.control}: {in_force}" for server in servers]
-    shown = shell("status", "--servers", controls(servers))
+    shown = shell("status", "--wide", "--servers", controls(servers))
     assert shown.count("softsync:n=1, none, adagrad") == 2
     assert "step:every=10,factor=0.5" in shown and "0.01" in shown
     assert shown.count("settings changed") == 2
