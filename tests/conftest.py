@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the long tests first: what is shared out last is then short, and all processes end together."""
-    items.sort(key=lambda item: "unit" in item.path.parts)
+    items.sort(key=lambda item: item.nodeid.startswith(("unit/", "tests/unit/")))
 
 
 @pytest.fixture

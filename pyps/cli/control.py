@@ -13,7 +13,7 @@ import typer
 from pyps import __version__
 from pyps_client import Observer, launch
 from pyps_client.launch import parse_servers
-from pyps_wire.common_pb2 import ROLE_OBSERVER
+from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
 from pyps_wire.contract import CONTROL_PORT, PROTOCOL_VERSION
 from pyps_wire.errors import (
     METADATA_KEY,
@@ -24,9 +24,9 @@ from pyps_wire.errors import (
     WaitTimedOut,
     from_status,
 )
-from pyps_wire.inspector_pb2 import GetStatusRequest
+from pyps_wire.inspector_pb2 import GetStatusRequest, WorkerInfo
 from pyps_wire.inspector_pb2_grpc import InspectorStub
-from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest
+from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveRequest
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 
 TIMEOUT_SECONDS = 10.0
@@ -72,6 +72,18 @@ class Control:
         except ProtocolMismatch:
             return _same_host(self.address, self.call("GetStatus", GetStatusRequest()).data_address)
         return self.address
+
+    def take_off(self, worker: WorkerInfo, run_id: str, *, timeout_seconds: float) -> None:
+        """Takes leave for a worker whose process has ended without doing so."""
+        sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation)
+        request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
+        channel = _open(self.data_address())
+        try:
+            ParameterServerStub(channel).Leave(request, timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._readable(error) from None
+        finally:
+            channel.close()
 
     def _call(self, stub: Any, method: str, request: Any, timeout_seconds: float) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""How many workers the servers of a job expect, lowered when one of the job's own ends without having joined."""
+"""What the servers of a job are told of a worker of its own that has ended for good."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Expectations:
     def lower(self, worker_id: str, addresses: Sequence[str]) -> bool:
         """Tells the servers that never saw the worker to expect one fewer; True where it never came to any of them.
 
-        A server that did see it knows by itself that it is gone. A worker under another name than the job gave it
-        looks as if it never came; then a first round may begin without one that is slow to come. A replica was seen
-        with any of its processes, and counts as one worker.
+        A server that did see it, and takes it for alive, is told that it is gone: it would wait for its lease. A worker
+        under another name than the job gave it looks as if it never came; then a first round may begin without one that
+        is slow to come. A replica was seen with any of its processes, and counts as one worker.
         """
         told = {self._lower(worker_id, address) for address in addresses}
         # One that came to some servers did join; what the others expect is not for people to know.
@@ -42,7 +42,11 @@ class Expectations:
         try:
             with Control(address, token=self._token) as control:
                 known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=SECONDS)
-                if worker_id in {worker.replica or worker.worker_id for worker in known.workers}:
+                if own := [worker for worker in known.workers if worker_id == (worker.replica or worker.worker_id)]:
+                    run_id = control.call("GetStatus", pb.GetStatusRequest(), timeout_seconds=SECONDS).run_id
+                    for worker in own:
+                        if worker.state == "alive":
+                            control.take_off(worker, run_id, timeout_seconds=SECONDS)
                     return False
                 self._never_came[address] += 1
                 expected = max(0, self._expected_workers - self._never_came[address])

@@ -100,6 +100,23 @@ def test_a_job_tells_how_to_export_its_model_and_is_resumed_under_its_own_run(
     assert f"run mine w {exported[0]!s}\n" in second.output()
 
 
+def test_the_servers_hear_at_once_of_a_worker_that_was_killed(start_python: Start) -> None:
+    code = (
+        "import os, signal, numpy, pyps_client\n"
+        "with pyps_client.Client({'w': numpy.zeros(4, numpy.float32)}) as client:\n"
+        "    for step in range(4):\n"
+        "        if step == 2 and os.environ['PYPS_WORKER_INDEX'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        client.exchange({'w': numpy.ones(4, numpy.float32)})\n"
+        "print('trained')\n"
+    )
+    # Nobody may have to wait for the end of its lease.
+    env = {"PYPS_LEASE_SECONDS": "500", "PYPS_STALL_SECONDS": "500"}
+    launcher = run(start_python, "--workers", "3", "--protocol", "hardsync", code=code, env=env)
+    assert launcher.wait() == 1
+    assert launcher.output().count("| trained") == 2
+    assert "worker-1 was killed by SIGKILL" in launcher.output()
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
     start_python: Start, tmp_path: Path
 ) -> None:

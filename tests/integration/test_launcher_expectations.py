@@ -34,8 +34,9 @@ def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
 
         assert not expectations.lower("replica-0", [server.control for server in servers])
 
-    # The other one could not know.
-    assert [missing(server) for server in servers] == [2, 1]
+    # The one that saw it was told that it is gone, the other one to expect one fewer.
+    assert [missing(server) for server in servers] == [1, 1]
+    assert {info.state for info in inspect(servers[0].control, "ListWorkers").workers} == {"failed"}
 
 
 def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:

@@ -144,6 +144,8 @@ def test_any_number_of_unread_pulls_of_one_worker_or_of_observers_leaves_the_oth
         observer = wire.PullRequest(sender=common.Sender(run_id="run-1"), role=common.ROLE_OBSERVER)
         for request in (wire.PullRequest(sender=greedy.sender), observer):
             deaf = stack.enter_context(deaf_channel(server))
+            # Only then it knows how many calls at once the server takes on a connection, and lets the others wait.
+            grpc.channel_ready_future(deaf).result(60)
             pulls = [ParameterServerStub(deaf).Pull(request, timeout=100) for _ in range(300)]
             for pull in pulls:
                 stack.callback(pull.cancel)
