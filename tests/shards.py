@@ -103,6 +103,7 @@ def restored(shard: Shard, state: ShardState, **others: Any) -> Shard:
         pending=state.pending,
         examples=state.examples,
         learning_rate=state.learning_rate,
+        momentum=state.momentum,
         **others,
     )
 

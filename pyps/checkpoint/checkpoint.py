@@ -130,6 +130,7 @@ class Checkpoint:
             pending=self._pending(shard, plain["pending"]),
             examples=shard["examples"],
             learning_rate=shard["learning_rate"],
+            momentum=shard.get("momentum"),
         )
 
     def _pending(self, shard: Mapping[str, Any], plains: Sequence[Mapping[str, Any]]) -> tuple[Contribution, ...]:
@@ -303,6 +304,7 @@ class _Writer:
             "num_parameters": parameters.size,
             "examples": state.examples,
             "learning_rate": state.learning_rate,
+            "momentum": state.momentum,
             "pending": {"offset": offset, "bytes": self._pending_bytes - offset},
             "checksums": checksums,
         }

@@ -58,10 +58,17 @@ class Gradient(NamedTuple):
     clock: int = 0
     # The shard's base rate from this push on, by the worker that owns the schedule; None leaves it.
     learning_rate: float | None = None
+    # Likewise the momentum of its rule.
+    momentum: float | None = None
     # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
     norm: float = 0.0
     # Whether the payload lies in memory that the worker can still write.
     volatile: bool = False
+
+    @property
+    def schedules(self) -> bool:
+        """Whether the worker sets what the owner of the schedule may set."""
+        return self.learning_rate is not None or self.momentum is not None
 
     def private(self) -> Gradient:
         """Returns the gradient with a payload that nobody else can write; numbers may have changed since a scan."""
@@ -141,6 +148,8 @@ def require_rate(learning_rate: float) -> None:
 def _require_sound(gradient: Gradient) -> None:
     if gradient.learning_rate is not None:
         require_rate(gradient.learning_rate)
+    if gradient.momentum is not None and not 0.0 <= gradient.momentum < 1.0:
+        raise BadRequest(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
     if not 0.0 <= gradient.norm < math.inf:
         raise BadRequest(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
     if gradient.example_count > EXAMPLES_MAX:

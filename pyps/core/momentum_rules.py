@@ -10,7 +10,7 @@ from pyps.core.arrays import Floats
 from pyps.core.reply import Reply
 from pyps.core.update_rule import WEIGHT_DECAY, Hyperparameter, Slots, UpdateRule, WeightedGradient
 
-_MOMENTUM = Hyperparameter(default=0.9)
+_MOMENTUM = Hyperparameter(default=0.9, below=1.0)
 
 
 class Momentum(UpdateRule):
@@ -22,6 +22,7 @@ class Momentum(UpdateRule):
 
     name = "momentum"
     slot_names = ("velocity",)
+    momentum_name = "momentum"
     settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.001),
         "momentum": _MOMENTUM,
@@ -41,6 +42,8 @@ class Momentum(UpdateRule):
         reply: Reply | None = None,
         guarded: bool = False,
     ) -> int:
+        if hyperparameters["momentum"] == 0.0:
+            return _without_momentum(parameters, gradients, hyperparameters, rate=rate, reply=reply, guarded=guarded)
         return _kernels.momentum(
             parameters,
             slots["velocity"],
@@ -63,6 +66,7 @@ class HeavyBall(UpdateRule):
 
     name = "heavy_ball"
     slot_names = ("velocity",)
+    momentum_name = "momentum"
     settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.001),
         "momentum": _MOMENTUM,
@@ -103,6 +107,7 @@ class Nesterov(UpdateRule):
 
     name = "nesterov"
     slot_names = ("velocity",)
+    momentum_name = "momentum"
     settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.001),
         "momentum": _MOMENTUM,
@@ -121,6 +126,8 @@ class Nesterov(UpdateRule):
         reply: Reply | None = None,
         guarded: bool = False,
     ) -> int:
+        if hyperparameters["momentum"] == 0.0:
+            return _without_momentum(parameters, gradients, hyperparameters, rate=rate, reply=reply, guarded=guarded)
         return _kernels.nesterov(
             parameters,
             slots["velocity"],
@@ -131,3 +138,17 @@ class Nesterov(UpdateRule):
             reply=reply,
             guarded=guarded,
         )
+
+
+def _without_momentum(
+    parameters: Floats,
+    gradients: Sequence[WeightedGradient],
+    hyperparameters: Mapping[str, float],
+    *,
+    rate: float,
+    reply: Reply | None,
+    guarded: bool,
+) -> int:
+    """Steps along the gradient and leaves the velocity as it is, as torch does where a schedule is at 0."""
+    weight_decay = hyperparameters["weight_decay"]
+    return _kernels.sgd(parameters, gradients, rate=rate, weight_decay=weight_decay, reply=reply, guarded=guarded)

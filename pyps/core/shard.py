@@ -24,6 +24,7 @@ from pyps.core.staleness import WeighingContext
 from pyps.core.update import Target, Update, apply_update
 from pyps.core.update_rules import UpdateRule, validate
 from pyps.core.waiters import Waiter, Waiters, call_all
+from pyps_wire.errors import BadRequest
 
 __all__ = ["Shard", "ShardState"]
 
@@ -53,26 +54,28 @@ class Shard:
         pending: tuple[Contribution, ...] = (),
         examples: int = 0,
         learning_rate: float | None = None,
+        momentum: float | None = None,
         recorder: Recorder | None = None,
         take_over: bool = False,
     ) -> None:
         """Copies the parameters, and the slots where a restored shard brings them.
 
         With `take_over` they are the shard's own from now on, and copied only where they do not lie as it needs them.
-        `learning_rate` is the base rate where it is no longer that of the hyperparameters.
+        `learning_rate` and `momentum` are in force where they are no longer those of the hyperparameters.
         """
         take = aligned if take_over else aligned_copy
         self.shard_id = shard_id
         self.epoch = epoch
         self.length = parameters.size
         self.rule = rule
-        self.hyperparameters: Mapping[str, float] = MappingProxyType(validate(rule, hyperparameters))
         # The newest version that a checkpoint holds: what a killed server comes back with.
         self.durable_version = version
         self._recorder = recorder
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._behaviour = behaviour
+        moved = {} if momentum is None else {rule.momentum_name: momentum}
+        self.hyperparameters: Mapping[str, float] = MappingProxyType(validate(rule, {**hyperparameters, **moved}))
         self._learning_rate = self.hyperparameters["learning_rate"] if learning_rate is None else learning_rate
         self._version = version
         self._examples = examples
@@ -98,6 +101,11 @@ class Shard:
         # The scans take as long as an update. The payload cannot change, or is looked at again when it is applied.
         if finding is None:
             finding = scan(gradient, shard_id=self.shard_id, shard_length=self.length)
+        if gradient.momentum is not None and not self.rule.momentum_name:
+            raise BadRequest(
+                f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
+                " send the learning rate alone"
+            )
         norm = self._behaviour.clipping.norm_of(gradient)
         with self._lock:
             receipt = self._answered(gradient, roster) or self._refused(gradient, roster, finding)
@@ -285,6 +293,7 @@ class Shard:
                 pending=self._pending,
                 examples=self._examples,
                 learning_rate=self._learning_rate,
+                momentum=self.hyperparameters.get(self.rule.momentum_name),
             )
 
     # What follows is called under the lock.
@@ -325,8 +334,12 @@ class Shard:
         reply = None if answer is None else answer.place(receipt, receipt.version_after)
         if self._recorder is not None:
             self._recorder.pushed(self.shard_id, gradient, receipt, roster)
-        # The rate is the run's, not the gradient's: it holds even where the gradient is not needed.
+        # Rate and momentum are the run's, not the gradient's: they hold even where the gradient is not needed.
         self._learning_rate = learning_rate
+        if gradient.momentum is not None:
+            self.hyperparameters = MappingProxyType(
+                {**self.hyperparameters, self.rule.momentum_name: gradient.momentum}
+            )
         if isinstance(decision, Apply):
             left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=reply)
             receipt = verdict.telling(receipt, gradient, left_out=left_out)

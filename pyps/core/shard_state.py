@@ -26,6 +26,8 @@ class ShardState:
     examples: int = 0
     # The base rate; None in a state from before it was kept: the rule's own.
     learning_rate: float | None = None
+    # The momentum; None where the rule has none, or from before it was kept.
+    momentum: float | None = None
 
 
 def first_slots(

@@ -46,6 +46,8 @@ class UpdateRule(ABC):
     # True where the step does not grow with the gradient, so that only the rate can scale it.
     adaptive: ClassVar[bool] = False
     slot_names: ClassVar[tuple[str, ...]] = ()
+    # The setting that a schedule may move beside the learning rate; empty where the rule has no momentum.
+    momentum_name: ClassVar[str] = ""
     settings: ClassVar[Mapping[str, Hyperparameter]]
 
     def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:

@@ -146,6 +146,7 @@ class Adam(UpdateRule):
         "first_moment",
         "second_moment",
     )
+    momentum_name = "beta1"
     settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.001),
         "beta1": Hyperparameter(default=0.9, below=1.0),
@@ -195,6 +196,7 @@ class Adamw(UpdateRule):
         "first_moment",
         "second_moment",
     )
+    momentum_name = "beta1"
     settings: ClassVar[Mapping[str, Hyperparameter]] = {
         "learning_rate": Hyperparameter(default=0.001),
         "beta1": Hyperparameter(default=0.9, below=1.0),

@@ -187,6 +187,7 @@ class ContentFactory:
             pending=state.pending,
             examples=state.examples,
             learning_rate=state.learning_rate,
+            momentum=state.momentum,
             recorder=self.recorder,
             # A model is never held twice.
             take_over=True,

@@ -86,7 +86,7 @@ class Pushes:
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, part)
         counted = None if answer is None else CountedAnswer(answer, shard)
-        if gradient.learning_rate is None:
+        if not gradient.schedules:
             roster = self._hear(gradient, now=began)
             receipt = shard.push(gradient, roster=roster.of_part(part), answer=counted, finding=finding)
         else:
@@ -125,8 +125,8 @@ class Pushes:
         return receipts
 
     def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
-        """Lets whoever sends a learning rate own the schedule; see `ScheduleOwner.claiming`."""
-        rated = [gradient.worker_id for gradient in gradients if gradient.learning_rate is not None]
+        """Lets whoever sends a learning rate or a momentum own the schedule; see `ScheduleOwner.claiming`."""
+        rated = [gradient.worker_id for gradient in gradients if gradient.schedules]
         names = [self._membership.name_of(worker_id) for worker_id in rated]
         return self._owner.claiming(names, schedule=self._own_schedule, events=self._events)
 

@@ -159,6 +159,7 @@ def gradient_of(
         newest_base_version=request.newest_base_version or None,
         clock=request.clock,
         learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
+        momentum=request.momentum if request.HasField("momentum") else None,
         norm=request.gradient_norm,
         volatile=volatile,
     )

@@ -190,6 +190,7 @@ def test_nobody_speaks_for_another_worker_or_of_what_was_not_attached(start_serv
         refused(worker.exchange_request(each={"reply_codec": common.CODEC_FLOAT16}), "codec 2")
         refused(worker.exchange_request(each={"base_version": 5}), "version 5")
         refused(worker.exchange_request(each={"learning_rate": -1.0}), "learning_rate")
+        refused(worker.exchange_request(each={"momentum": 1.5}), "momentum is 1.5")
         refused(worker.attach_request(), "attached once a connection")
         # Nothing of that was applied, and the connection is as good as before.
         assert worker.exchange()[0].version == 1

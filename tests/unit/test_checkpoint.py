@@ -67,6 +67,14 @@ def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder)
     assert twin.state().parameters.tobytes() == shards[1].state().parameters.tobytes()
 
 
+def test_a_run_goes_on_with_the_momentum_that_it_had(folder: CheckpointFolder) -> None:
+    settings = RuleSettings.make("adam", ({},))
+    shards = {i: make_shard(np.zeros(16), shard_id=i, rule="adam", epoch=3) for i in (0, 1)}
+    push(shards[1], np.ones(16), epoch=3, momentum=0.5)
+    folder.write(dataclasses.replace(HEADER, optimizer=settings), shards)
+    assert [shard.hyperparameters["beta1"] for shard in restored_run(folder).shards.values()] == [0.9, 0.5]
+
+
 def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:
     shards = {
         shard_id: make_shard(np.zeros(16), shard_id=shard_id, rule="adagrad", settings={}, pending=pending)

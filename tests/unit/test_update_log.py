@@ -241,6 +241,17 @@ def test_a_restored_shard_is_logged_from_where_it_stands(tmp_path: Path) -> None
     assert (replayed.version, replayed.updates) == (3, 1)
 
 
+def test_a_momentum_that_was_moved_before_the_log_and_in_it_is_replayed(log: UpdateLog, tmp_path: Path) -> None:
+    shard = make_shard(np.linspace(-1, 1, 16), rule="adam", epoch=2, momentum=0.5, recorder=log)
+    log.begin(dataclasses.replace(HEADER, optimizer=RuleSettings.make("adam", ({},))), {0: shard})
+    for sequence, momentum in enumerate((None, 0.8, None), 1):
+        push(shard, np.full(16, sequence), sequence=sequence, epoch=2, base_version=sequence - 1, momentum=momentum)
+    log.end()
+    replayed = replay(only(tmp_path))
+    assert (replayed.difference, replayed.updates) == ("", 3)
+    assert replayed.checksum == checksum_of(pull(shard)[1])
+
+
 def test_the_log_of_a_model_in_parts_keeps_its_cut(log: UpdateLog, tmp_path: Path) -> None:
     shard = make_shard(np.linspace(-1, 1, 16), epoch=2, recorder=log)
     optimizer = RuleSettings.make("sgd", ({"learning_rate": 0.1},) * 2)

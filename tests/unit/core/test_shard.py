@@ -32,7 +32,7 @@ def everything(shard: Shard) -> tuple[object, ...]:
     """All that a refused push must leave alone, in comparable form."""
     state = shard.state()
     slots = {name: slot.tobytes() for name, slot in state.slots.items()}
-    configured = shard.learning_rate, shard.behaviour, state.examples
+    configured = shard.learning_rate, state.momentum, shard.behaviour, state.examples
     return state.version, state.parameters.tobytes(), slots, state.ledger, state.pending, configured
 
 
@@ -109,6 +109,8 @@ def test_a_push_that_cannot_be_is_an_error_that_names_the_numbers_and_changes_no
         ({"payload": bytes(20)}, "20 bytes long; 4 of the shard's 4 parameters as float32 are 16"),
         ({"kind": PayloadKind.NOTHING}, "a push of NOTHING came with a payload"),
         *(({"learning_rate": bad}, "push 0 of worker 'a': learning_rate is") for bad in (-0.1, np.nan, np.inf)),
+        *(({"momentum": bad}, "push 0 of worker 'a': momentum is") for bad in (-0.1, 1.0, 1.5, np.nan)),
+        ({"momentum": 0.5}, "worker 'a' sent a momentum, but sgd has none"),
         *(({"norm": bad}, "gradient_norm is") for bad in (-1.0, np.nan, np.inf)),
     ):
         assert words in refusal(push, shard, [1.0] * 4, **fields, error=PypsError)
@@ -241,15 +243,15 @@ def test_what_cannot_be_recorded_is_not_done() -> None:
 
 def test_a_restored_shard_goes_on_bit_for_bit_with_its_base_rate_and_examples() -> None:
     values = np.random.default_rng(0).standard_normal((20, 33)).astype(np.float32)
-    whole, half = (make_shard(np.ones(33), rule="adagrad", settings={"learning_rate": 0.1}) for _ in range(2))
+    whole, half = (make_shard(np.ones(33), rule="adam", settings={"learning_rate": 0.1}) for _ in range(2))
     for sequence in range(20):
-        rate = {"learning_rate": 0.3} if sequence == 5 else {}
+        rate = {"learning_rate": 0.3, "momentum": 0.5} if sequence == 5 else {}
         for shard in (whole, half):
             push(shard, values[sequence], sequence=sequence, example_count=32, **rate)
         if sequence == 9:
             half = restored(half, half.state())
     assert everything(whole) == everything(half)
-    assert (half.learning_rate, half.examples) == (0.3, 640)
+    assert (half.learning_rate, half.state().momentum, half.examples) == (0.3, 0.5, 640)
 
 
 def test_slots_of_another_rule_or_length_are_refused() -> None:

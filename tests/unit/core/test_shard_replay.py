@@ -75,6 +75,8 @@ class Scenario:
             "norm": float(self.random.uniform(0, 9)),
             "learning_rate": float(self.random.uniform(0.05, 0.2)) if self.random.random() < 0.1 else None,
         }
+        if self.shard.rule.momentum_name and fields["learning_rate"] is not None:
+            fields["momentum"] = float(self.random.choice([0.0, 0.5, 0.95]))
         self.shard.push(self._payload()(**fields), roster=self.roster)
 
     def _payload(self) -> Callable[..., Gradient]:
@@ -127,7 +129,7 @@ def test_a_mixed_log_of_all_that_can_happen_gives_the_same_bits() -> None:
         assert digest(pull(again)[1]) == digest(pull(shard)[1]), rule
         assert slots(again) == slots(shard), rule
         one, other = again.state(), shard.state()
-        for name in ("version", "examples", "learning_rate", "ledger"):
+        for name in ("version", "examples", "learning_rate", "momentum", "ledger"):
             assert getattr(one, name) == getattr(other, name), (rule, name)
         assert [waiting.gradient for waiting in one.pending] == [waiting.gradient for waiting in other.pending], rule
         kinds |= {type(event) for event in log.events[0]}

@@ -45,7 +45,7 @@ def test_a_worker_left_out_counts_again_from_a_push_that_is_taken():
 
 def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_until_it_goes():
     driver = RunDriver("a", "b")
-    for fields in ({"learning_rate": np.nan}, {"learning_rate": 0.5, "base_version": 7}):
+    for fields in ({"learning_rate": np.nan}, {"momentum": 0.5}, {"learning_rate": 0.5, "base_version": 7}):
         with pytest.raises(PypsError):
             driver.push("a", **fields)
     assert driver.push("a", np.inf, learning_rate=0.5).outcome is Outcome.REJECTED
