@@ -15,6 +15,7 @@ import numpy as np
 from pyps.core.arrays import Floats
 from pyps_client import Client
 from pyps_client.conversion import Converter
+from pyps_client.learning_rates import GroupRate
 from pyps_client.lent import Lent
 from pyps_wire.codecs import codec_of, decode, dtype_of, encode
 from pyps_wire.common_pb2 import (
@@ -232,7 +233,7 @@ class Pushed:
     minibatch_count: int
     base_version: int
     newest_base_version: int
-    learning_rates: dict[int, float]
+    learning_rates: dict[int, GroupRate]
     kinds: list[int] | None
 
 
@@ -296,7 +297,7 @@ class RecordingSession:
         minibatch_count: int = 1,
         base_versions: Mapping[int, int] | None = None,
         newest_base_versions: Mapping[int, int] | None = None,
-        learning_rates: Mapping[int, float] | None = None,
+        learning_rates: Mapping[int, GroupRate] | None = None,
         kinds: Sequence[int] | None = None,
     ) -> list[Receipt]:
         assert self.gate.wait(DEADLINE_SECONDS), "the test never opened the gate"

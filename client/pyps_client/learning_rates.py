@@ -1,11 +1,19 @@
-"""Learning rates that the owner of the schedule sets, until the servers have them."""
+"""Learning rates, and momenta beside them, that the owner of the schedule sets, until the servers have them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, Receipt
 from pyps_wire.errors import BadRequest
+
+
+class GroupRate(NamedTuple):
+    """What is set of a parameter group; without a momentum the servers' stays."""
+
+    learning_rate: float
+    momentum: float | None = None
 
 
 class LearningRates:
@@ -17,20 +25,20 @@ class LearningRates:
 
     def __init__(self, num_servers: int, *, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._rates: dict[int, float] = {}
+        self._rates: dict[int, GroupRate] = {}
         # For each server the epoch and the rates that it took last.
-        self._taken: list[tuple[int, dict[int, float]]] = [(-1, {})] * num_servers
+        self._taken: list[tuple[int, dict[int, GroupRate]]] = [(-1, {})] * num_servers
 
-    def change(self, rates: Mapping[int, float] | None) -> None:
+    def change(self, rates: Mapping[int, GroupRate] | None) -> None:
         """Sets the learning rates of some groups."""
-        for group, rate in (rates or {}).items():
+        for group, (rate, momentum) in (rates or {}).items():
             if not 0 <= group < self._num_groups:
                 raise BadRequest(f"learning_rates names parameter group {group}; expected 0 to {self._num_groups - 1}.")
             if not 0 <= rate < float("inf"):
                 raise BadRequest(f"The learning rate of group {group} is {rate!r}; expected a number, 0 or more.")
-            self._rates[group] = float(rate)
+            self._rates[group] = GroupRate(float(rate), momentum)
 
-    def owed(self, server_index: int, *, epoch: int) -> dict[int, float]:
+    def owed(self, server_index: int, *, epoch: int) -> dict[int, GroupRate]:
         """What the server's next push has to carry; nothing when it has it all."""
         if self._taken[server_index] == (epoch, self._rates) or not self._rates:
             return {}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pyps_client.conversion import Converter
 from pyps_client.holdings import Holdings
 from pyps_client.intake import Intake
-from pyps_client.learning_rates import LearningRates
+from pyps_client.learning_rates import GroupRate, LearningRates
 from pyps_client.peers import ALONE, Peers
 from pyps_client.pushing import OutgoingPush, Part, check_bases, check_push, norm_of, pushed_parts
 from pyps_client.servers import Servers
@@ -34,7 +34,7 @@ class Description(TypedDict, total=False):
     base_versions: Mapping[int, int] | None
     newest_base_versions: Mapping[int, int] | None
     kinds: Sequence[int] | None
-    learning_rates: Mapping[int, float] | None
+    learning_rates: Mapping[int, GroupRate] | None
 
 
 class Contribution(NamedTuple):
@@ -50,7 +50,7 @@ class Contribution(NamedTuple):
     base_versions: Mapping[int, int] | None = None
     newest_base_versions: Mapping[int, int] | None = None
     kinds: Sequence[int] | None = None
-    learning_rates: Mapping[int, float] | None = None
+    learning_rates: Mapping[int, GroupRate] | None = None
 
 
 class Pushes:

@@ -15,6 +15,7 @@ from pyps_client.connection import Connection, call_seconds
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.finite import first_non_finite, nan_of
 from pyps_client.intake import Intake
+from pyps_client.learning_rates import GroupRate
 from pyps_client.local_link import LocalLink
 from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.pulling import LARGE_BYTES
@@ -99,7 +100,7 @@ class OutgoingPush:
         base_versions: Mapping[int, int],
         newest_base_versions: Mapping[int, int],
         kinds: Sequence[int],
-        learning_rates: Mapping[int, float],
+        learning_rates: Mapping[int, GroupRate],
         connection: Connection | None = None,
         intake: Intake | None = None,
         lent_index: int | None = None,
@@ -207,7 +208,9 @@ class OutgoingPush:
         if extents:
             request.extents.extend(Extent(offset=start, length=length) for start, length in extents)
         if shard.group in self._learning_rates:
-            request.learning_rate = self._learning_rates[shard.group]
+            request.learning_rate, momentum = self._learning_rates[shard.group]
+            if momentum is not None:
+                request.momentum = momentum
         if self._intake is not None:
             request.reply_codec = self._intake.codec  # type: ignore[assignment]
             held = self._intake.held

@@ -20,6 +20,7 @@ from client_support import (
     start_servers,
 )
 from pyps_client import RunFinished, ServerUnavailable, StateLost
+from pyps_client.learning_rates import GroupRate
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
 from support import AnyServer, inspect, wait_until
 
@@ -180,7 +181,7 @@ def test_the_owner_tells_a_restored_server_its_rate_again(start_server_process: 
     with make_client(server.data) as client:
         client.session.push([vector])
         inspect(server.control, "SaveCheckpoint")
-        client.session.push([vector], learning_rates={0: 0.01})
+        client.session.push([vector], learning_rates={0: GroupRate(0.01)})
         # What came after the checkpoint is lost, the rate too.
         server.kill()
         start_server_process(*flags, "--resume", "--port", server.data.rsplit(":", 1)[1])

@@ -2,6 +2,7 @@
 the steps of the rule by itself, bit for bit, and those of torch to 1e-6."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -83,6 +84,54 @@ def test_a_scheduler_moves_the_servers_rate_as_it_moves_torchs(start_server) -> 
                 local_scheduler.step()
             np.testing.assert_array_equal(parameters_of(model), serial.parameters, err_msg=f"{name} {made}")
         assert_close(model, twin, name)
+
+
+def own_momentum(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """A user's own schedule, which is 0 for a while."""
+
+    def of_step(step: int) -> float:
+        optimizer.param_groups[0]["momentum"] = max(0.0, 0.9 * math.cos(step / 4))
+        return 1.0
+
+    return lr_scheduler.LambdaLR(optimizer, of_step)
+
+
+def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server) -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=31)
+
+    def cyclic(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.CyclicLR(optimizer, 0.001, 0.01, step_size_up=7)
+
+    for name, schedule, protocol, transport, before in (
+        ("momentum", one_cycle, "async", "shm", False),
+        ("momentum", one_cycle, "hardsync", "grpc", True),
+        ("adamw", one_cycle, "async", "grpc", True),
+        ("adamw", one_cycle, "hardsync", "shm", False),
+        ("nesterov", cyclic, "async", "shm", True),
+        ("adam", cyclic, "async", "shm", False),
+        ("dampening", own_momentum, "async", "shm", False),
+        ("nesterov", own_momentum, "async", "shm", False),
+        # Torch's schedulers give it a momentum.
+        ("sgd", one_cycle, "async", "shm", True),
+    ):
+        model, twin = mlp(), mlp()
+        remote, local = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
+        local_scheduler = schedule(local)
+        early = schedule(remote) if before else None
+        server = start_server("--protocol", protocol)
+        with RemoteOptimizer(model, remote, server.data, transport=transport) as optimizer:
+            scheduler = early or schedule(optimizer)
+            for batch in batches(30):
+                backward(model, batch)
+                # The same gradients, as above.
+                for parameter, its in zip(model.parameters(), twin.parameters(), strict=True):
+                    its.grad = parameter.grad.clone()
+                optimizer.step()
+                scheduler.step()
+                local.step()
+                local_scheduler.step()
+        assert_close(model, twin, f"{name} {schedule.__name__} {protocol} {transport}")
 
 
 def test_each_group_has_its_own_schedule(start_server) -> None:

@@ -13,7 +13,7 @@ _FREE = frozenset({"lr", "params"})
 
 
 class Agreement:
-    """The settings of an optimizer's groups that all workers of a run share: all but the learning rates."""
+    """The settings of an optimizer's groups that all workers of a run share: all but rates and momenta."""
 
     def __init__(self, translation: Translation, settings: OptimizerSettings) -> None:
         self._translation = translation

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pyps_client.arrangement import Arrangement
+from pyps_client.learning_rates import GroupRate
 from pyps_client.torch.layout import Layout, blocks_of
 from pyps_client.torch.rates import RateChanges
 from pyps_wire.common_pb2 import OptimizerSettings
@@ -64,7 +65,7 @@ class CutRates:
     def changes(self, of_groups: RateChanges) -> RateChanges:
         """The same changes, by own vector."""
 
-        def changes() -> Mapping[int, float]:
+        def changes() -> Mapping[int, GroupRate]:
             rates = of_groups()
             return {vector: rates[group] for vector, group in enumerate(self._groups) if group in rates}
 

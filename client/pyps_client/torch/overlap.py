@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pyps_client.conversion import Converter
 from pyps_client.fork import ForkGuard
+from pyps_client.learning_rates import GroupRate
 from pyps_client.lent import Lent
 from pyps_client.pushes import Description
 from pyps_client.retry import SIGNAL_SECONDS
@@ -92,7 +93,7 @@ class Link(Protocol):
     def can_push(self) -> bool:
         """True when a push may begin now."""
 
-    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> GradientBuffer:
+    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> GradientBuffer:
         """Begins to push sealed gradients, with new rates by group; returns an empty buffer to go on with."""
 
     def can_pull(self) -> bool:
@@ -133,7 +134,7 @@ class BlockingLink:
     def in_flight(self) -> GradientBuffer | None:
         return None
 
-    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> GradientBuffer:
+    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> GradientBuffer:
         try:
             self.receipts = _push(self._session, gradients, learning_rates)
         finally:
@@ -141,7 +142,7 @@ class BlockingLink:
             gradients.clear()
         return gradients
 
-    def exchange(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> None:
+    def exchange(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> None:
         """Pushes sealed gradients and pulls what is newer, in one; the buffer is empty then."""
         try:
             gradients.ready()
@@ -205,7 +206,7 @@ class ThreadedLink:
     def in_flight(self) -> GradientBuffer | None:
         return self._in_flight
 
-    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> GradientBuffer:
+    def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> GradientBuffer:
         assert self._spare is not None, "a push began while another was under way"
         spare, self._spare, self._in_flight = self._spare, None, gradients
         self._pushing.start(lambda: _push(self._session, gradients, learning_rates))
@@ -322,12 +323,14 @@ class Lane(Generic[T]):
                 self._changed.notify_all()
 
 
-def _push(session: SessionLike, gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> Sequence[Receipt]:
+def _push(
+    session: SessionLike, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]
+) -> Sequence[Receipt]:
     gradients.ready()
     return session.push(gradients.vectors, **_described(gradients, learning_rates))
 
 
-def _described(gradients: GradientBuffer, learning_rates: Mapping[int, float]) -> Description:
+def _described(gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> Description:
     return {
         "present": gradients.present,
         "example_count": gradients.example_count,

@@ -1,4 +1,4 @@
-"""The learning rates in an optimizer's parameter groups, which torch's schedulers move, and who hears of it."""
+"""The learning rates and momenta in an optimizer's parameter groups, which schedulers move, and who hears of it."""
 
 from __future__ import annotations
 
@@ -6,52 +6,60 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pyps_client.learning_rates import GroupRate
 from pyps_client.log import logger
-from pyps_client.torch.translate import Translation
+from pyps_client.torch.translate import Translation, text_of, value_of
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest
 
-# Group -> the learning rate that the push which begins now must carry.
-RateChanges = Callable[[], Mapping[int, float]]
+# Group -> the learning rate and momentum that the push which begins now must carry.
+RateChanges = Callable[[], Mapping[int, GroupRate]]
 
 
 class GroupRates:
-    """Reads the groups' learning rates and tells which of them the next push must carry.
+    """Reads the groups' learning rates, and momenta where the rule has one; tells which the next push must carry.
 
     One worker owns the schedule; what it sends is in force for the push that carries it. Another worker's
     changes reach nobody, which is said once.
     """
 
     def __init__(
-        self, param_groups: Sequence[Mapping[str, Any]], joined_with: OptimizerSettings, *, owns_schedule: bool
+        self,
+        translation: Translation,
+        param_groups: Sequence[Mapping[str, Any]],
+        joined_with: OptimizerSettings,
+        *,
+        owns_schedule: bool,
     ) -> None:
+        self._torch_momentum = translation.hyperparameters.get(translation.momentum)
         # The optimizer's own list, so that its groups always hold the present rates.
         self._param_groups = param_groups
         self._owns_schedule = owns_schedule
         # What the servers were last told of each group.
-        self._told = [group.hyperparameters["learning_rate"] for group in joined_with.groups]
+        settings = [group.hyperparameters for group in joined_with.groups]
+        self._told = [GroupRate(group["learning_rate"], group.get(translation.momentum)) for group in settings]
         # True once the first change was sent, or was found to reach nobody.
         self._moved = False
 
     def now(self) -> list[float]:
         """The rate of each group."""
-        return [_checked(index, float(group["lr"])) for index, group in enumerate(self._param_groups)]
+        return [rate.learning_rate for rate in self._now()]
 
     @property
     def are_the_servers(self) -> bool:
         """Whether the servers go by them, or will from the next push on: this worker moves the schedule it owns."""
-        return self._owns_schedule and (self._moved or self.now() != self._told)
+        return self._owns_schedule and (self._moved or self._now() != self._told)
 
-    def take_changes(self) -> dict[int, float]:
+    def take_changes(self) -> dict[int, GroupRate]:
         """Group -> rate, for the push that begins now; empty where the servers have been told all."""
-        now = self.now()
-        changes = _changes(now, self._told) if now != self._told else {}
+        now = self._now()
+        changes = {index: rate for index, rate in enumerate(now) if rate != self._told[index]}
         if not self._owns_schedule:
             if changes and not self._moved:
                 self._moved = True
                 logger.info(
-                    "the learning rate moves here too, which has no effect on the servers: another worker owns the "
-                    "schedule (owns_schedule=True would make it this one)"
+                    "the learning rate or momentum moves here too, which has no effect on the servers: another worker "
+                    "owns the schedule (owns_schedule=True would make it this one)"
                 )
             return {}
         if not self._moved and any("initial_lr" in group for group in self._param_groups):
@@ -61,6 +69,23 @@ class GroupRates:
         self._moved = self._moved or bool(changes)
         self._told = now
         return changes
+
+    def _now(self) -> list[GroupRate]:
+        return [self._of(index, group) for index, group in enumerate(self._param_groups)]
+
+    def _of(self, index: int, group: Mapping[str, Any]) -> GroupRate:
+        rate = float(group["lr"])
+        if not 0 <= rate < math.inf:
+            raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
+        if self._torch_momentum is None:
+            return GroupRate(rate)
+        momentum = value_of(group, self._torch_momentum)
+        if not 0 <= momentum < 1:
+            raise BadRequest(
+                f"{text_of(self._torch_momentum)} of parameter group {index} is {momentum!r}; expected a number of at "
+                "least 0 and less than 1."
+            )
+        return GroupRate(rate, momentum)
 
 
 class LocalRates:
@@ -101,13 +126,3 @@ def check_read_my_writes(translation: Translation, *, asked: float | None) -> No
             "read_my_writes takes the worker's own steps on what was pulled, but there are no local steps: pass "
             "local_learning_rate, the size of a plain SGD step."
         )
-
-
-def _changes(now: Sequence[float], told: Sequence[float]) -> dict[int, float]:
-    return {index: rate for index, rate in enumerate(now) if rate != told[index]}
-
-
-def _checked(index: int, rate: float) -> float:
-    if not 0 <= rate < math.inf:
-        raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
-    return rate

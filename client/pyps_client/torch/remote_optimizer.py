@@ -60,7 +60,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     The constructor joins the run and brings its parameters into the model; from then on parameters change
     inside `step` only. Change none yourself: what is written before the first step is refused, what is written later
     is overwritten, and what is written through `.data`, which torch does not notice, stays where a shard gets no newer
-    version. The learning rate may be moved, by torch's schedulers or by hand, on the
+    version. The learning rate and the momentum (Adam's betas[0]) may be moved, by torch's schedulers or by hand, on the
     worker that owns the schedule; nothing else of the settings may. Not trained, and each worker's own:
     parameters that are not the optimizer's.
     """
@@ -116,7 +116,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         that was lost, and for other workers (PYPS_START_WAIT_SECONDS and so on, or 300, 600 and 1800).
         `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over
         the workers ("average"), or follow those of the first ("first"); the same for all workers.
-        `owns_schedule`: True where this worker's changes of the learning rate count, for all workers; by
+        `owns_schedule`: True where this worker's changes of learning rate and momentum count, for all workers; by
         default that is the worker with index 0, or one without an index.
         `shard_size`: the largest number of parameters in a shard; the same for all workers.
         `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
@@ -180,7 +180,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._guard = ForkGuard()
         is_first = launch.worker_index in (None, 0)
         rates = GroupRates(
-            self.param_groups, settings, owns_schedule=is_first if owns_schedule is None else owns_schedule
+            *(translation, self.param_groups, settings),
+            owns_schedule=is_first if owns_schedule is None else owns_schedule,
         )
         joining = Joining(
             *(model, self.param_groups, settings, launch, replica, shard_size),

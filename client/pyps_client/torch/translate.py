@@ -33,6 +33,11 @@ class Translation:
     # Torch settings that do not change what is computed.
     ignored: frozenset[str]
 
+    @property
+    def momentum(self) -> str:
+        """The hyperparameter that schedulers cycle against the learning rate; empty where the rule has none."""
+        return next((name for name in ("momentum", "beta1") if name in self.hyperparameters), "")
+
 
 # How the arithmetic is carried out, not what it is.
 _EXECUTION = frozenset({"foreach", "fused", "capturable"})
@@ -158,7 +163,7 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
     """The servers' settings for a torch optimizer, one entry a parameter group."""
     translation = translation_of(optimizer)
     _refuse_used(optimizer)
-    _refuse_cycled_momentum(optimizer.param_groups, UnsupportedOptimizer)
+    _refuse_cycled_momentum(translation, optimizer.param_groups, UnsupportedOptimizer)
     _refuse_unknown(translation, optimizer)
     return settings_of(translation, optimizer.param_groups)
 
@@ -172,19 +177,20 @@ def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, An
 def refuse_changes(
     translation: Translation, asked: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises SettingsChanged where a group no longer says what the run was joined with, its learning rate aside."""
-    _refuse_cycled_momentum(param_groups, SettingsChanged)
+    """Raises SettingsChanged where a group no longer says what the run was joined with, but for lr and momentum."""
+    _refuse_cycled_momentum(translation, param_groups, SettingsChanged)
     for index, group in enumerate(param_groups):
         settings = asked.groups[index].hyperparameters
         for ours, torchs in translation.hyperparameters.items():
-            if ours == "learning_rate":
+            if ours in ("learning_rate", translation.momentum):
                 continue
-            value = _value(group, torchs)
+            value = value_of(group, torchs)
             if value != settings[ours]:
                 raise SettingsChanged(
-                    f"{_text(torchs)} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
-                    f"but this run's {ours} is held by the servers, for all workers: only lr may change while a run "
-                    f"goes on. Remove what changes it, or start a run with {_text(torchs)}={value:g}."
+                    f"{text_of(torchs)} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
+                    f"but this run's {ours} is held by the servers, for all workers: only lr and momentum (betas[0]) "
+                    f"may change while a run goes on. Remove what changes it, or start a run with "
+                    f"{text_of(torchs)}={value:g}."
                 )
         for torchs, required in {**translation.when, **translation.fixed}.items():
             if torchs in group and group[torchs] != required:
@@ -203,21 +209,20 @@ def _group_settings(translation: Translation, index: int, group: Mapping[str, An
                 f"torch.optim.{name} has {setting}={value!r} in parameter group {index}; the servers' {name} "
                 f"has no {setting}: use {setting}={required!r}."
             )
-    settings = {ours: _value(group, torchs) for ours, torchs in translation.hyperparameters.items()}
-    # A scheduler that was made before has begun to move lr, at a pace of its own on every worker: the run is
-    # agreed upon where it began.
+    settings = {ours: value_of(group, torchs) for ours, torchs in translation.hyperparameters.items()}
+    # A scheduler that was made before has begun to move lr and momentum, at a pace of its own on every worker: the run
+    # is agreed upon where it began.
     settings["learning_rate"] = float(group.get("initial_lr", group["lr"]))
+    if translation.momentum and "max_momentum" in group:
+        settings[translation.momentum] = float(group["max_momentum"])
     return GroupSettings(hyperparameters=settings)
 
 
-def _value(group: Mapping[str, Any], name: TorchName) -> float:
-    if name == "dampening" and group["momentum"] == 0:
-        # Without momentum torch takes the gradient itself, whatever the dampening.
-        return 0.0
+def value_of(group: Mapping[str, Any], name: TorchName) -> float:
     return float(group[name] if isinstance(name, str) else group[name[0]][name[1]])
 
 
-def _text(name: TorchName) -> str:
+def text_of(name: TorchName) -> str:
     return name if isinstance(name, str) else f"{name[0]}[{name[1]}]"
 
 
@@ -238,13 +243,16 @@ def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) 
                 )
 
 
-def _refuse_cycled_momentum(param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]) -> None:
-    """Refuses groups whose momentum a scheduler moves: it leaves the momentum's bounds in them."""
+def _refuse_cycled_momentum(
+    translation: Translation, param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]
+) -> None:
+    """Refuses groups whose momentum a scheduler moves, leaving its bounds in them, where the rule has none."""
     for index, group in enumerate(param_groups):
-        if "max_momentum" in group:
+        if "max_momentum" in group and not translation.momentum:
             raise error_class(
-                f"A learning-rate scheduler moves the momentum (betas) of parameter group {index} too, and momentum "
-                f"is held by the servers, for all workers: make the scheduler with cycle_momentum=False."
+                f"A learning-rate scheduler moves the momentum of parameter group {index} too, which the servers' rule "
+                f"{translation.rule!r} does not have: make the scheduler with cycle_momentum=False, or take SGD with "
+                f"momentum, Adam or AdamW."
             )
 
 

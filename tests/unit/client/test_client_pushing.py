@@ -13,6 +13,7 @@ import pytest
 
 from pyps_client.conversion import NUMPY
 from pyps_client.intake import Held, Intake
+from pyps_client.learning_rates import GroupRate
 from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.conversion import TorchConverter
@@ -110,12 +111,12 @@ def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
     plan = partition(Model((Tensor("a", (10,)), Tensor("b", (4,), group=1))), num_servers=1)
     parts = pushed_parts(plan, 0, present=[False, True])
-    push = push_of(parts, [np.zeros(10, np.float32), np.ones(4, np.float32)], learning_rates={0: 0.5})
+    push = push_of(parts, [np.zeros(10, np.float32), np.ones(4, np.float32)], learning_rates={0: GroupRate(0.5, 0.9)})
 
     (absent, nothing), (whole, numbers) = frames_of(push, parts)
 
     assert (absent.kind, nothing.nbytes, absent.num_shards) == (PAYLOAD_KIND_NOTHING, 0, 2)
-    assert absent.learning_rate == 0.5
+    assert (absent.learning_rate, absent.momentum) == (0.5, 0.9)
     assert (whole.kind, numbers.nbytes, whole.HasField("learning_rate")) == (PAYLOAD_KIND_GRADIENT, 16, False)
 
 

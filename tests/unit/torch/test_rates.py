@@ -16,7 +16,9 @@ def sgd(**settings) -> torch.optim.Optimizer:
 
 
 def rates_of(optimizer: torch.optim.Optimizer, *, owns_schedule: bool = True) -> GroupRates:
-    return GroupRates(optimizer.param_groups, translate(optimizer), owns_schedule=owns_schedule)
+    return GroupRates(
+        *(translation_of(optimizer), optimizer.param_groups, translate(optimizer)), owns_schedule=owns_schedule
+    )
 
 
 def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
@@ -24,10 +26,10 @@ def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
     rates = rates_of(optimizer)
     assert [rates.take_changes() for _ in range(3)] == [{}, {}, {}]
     optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
-    assert rates.take_changes() == {1: 0.25}
+    assert rates.take_changes() == {1: (0.25, None)}
     assert rates.take_changes() == {}
     optimizer.param_groups[1]["lr"] = 0.5
-    assert rates.take_changes() == {1: 0.5}
+    assert rates.take_changes() == {1: (0.5, None)}
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -41,15 +43,29 @@ def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(bef
     for _ in range(4):
         sent.append(rates.take_changes())
         scheduler.step()
-    assert sent == [{0: 0.5, 1: 0.5}, {}, {0: 0.25, 1: 0.25}, {}]
+    assert sent == [{0: (0.5, None), 1: (0.5, None)}, {}, {0: (0.25, None), 1: (0.25, None)}, {}]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before) -> None:
+    optimizer = sgd(momentum=0.5)
+    early = torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=2) if before else None
+    settings = translate(optimizer)
+    assert [group.hyperparameters["momentum"] for group in settings.groups] == [0.9 if before else 0.5] * 2
+    rates = rates_of(optimizer)
+    scheduler = early or torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=2)
+    optimizer.step()
+    for rate, momentum in ((0.1, 0.9), (0.3, 0.85), (0.5, 0.8)):
+        assert rates.take_changes() == {group: pytest.approx((rate, momentum)) for group in (0, 1)}
+        scheduler.step()
 
 
 def test_another_workers_change_is_not_sent_and_said_once(caplog) -> None:
-    optimizer = sgd()
+    optimizer = sgd(momentum=0.5)
     rates = rates_of(optimizer, owns_schedule=False)
     with caplog.at_level(logging.INFO, logger="pyps_client"):
         for rate in (0.5, 0.25, 0.125):
-            optimizer.param_groups[0]["lr"] = rate
+            optimizer.param_groups[0].update(lr=rate, momentum=rate)
             assert rates.take_changes() == {}
     said = [record.getMessage() for record in caplog.records if "no effect on the servers" in record.getMessage()]
     assert len(said) == 1
@@ -61,6 +77,14 @@ def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
         rates = rates_of(optimizer)
         optimizer.param_groups[1]["lr"] = rate
         with pytest.raises(BadRequest, match=r"lr of parameter group 1 is .*; expected a finite number, 0 or more"):
+            rates.take_changes()
+    for momentum in (-0.1, 1.5, float("nan")):
+        adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
+        rates = rates_of(adam)
+        adam.param_groups[0]["betas"] = (momentum, 0.999)
+        with pytest.raises(
+            BadRequest, match=r"betas\[0\] of parameter group 0 is .*; expected a number of at least 0 and"
+        ):
             rates.take_changes()
 
 

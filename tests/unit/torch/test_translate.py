@@ -57,9 +57,8 @@ def test_each_group_says_its_own_settings() -> None:
     groups = [{"params": parameters(), "lr": 0.5}, {"params": parameters(), "momentum": 0.5}]
     settings = translate(torch.optim.SGD(groups, lr=0.05, dampening=0.2))
     assert settings.rule == "momentum"
-    # Without momentum torch takes the gradient whole, whatever the dampening.
     assert [dict(group.hyperparameters) for group in settings.groups] == [
-        {"learning_rate": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0},
+        {"learning_rate": 0.5, "momentum": 0, "dampening": 0.2, "weight_decay": 0},
         {"learning_rate": 0.05, "momentum": 0.5, "dampening": 0.2, "weight_decay": 0},
     ]
 
@@ -125,17 +124,19 @@ def assert_refused(optimizer: torch.optim.Optimizer, change, words: str) -> None
     translation = translation_of(optimizer)
     settings = settings_of(translation, optimizer.param_groups)
     optimizer.param_groups[0]["lr"] = 0.05
+    if isinstance(optimizer, torch.optim.Adam):
+        optimizer.param_groups[0]["betas"] = (0.5, 0.999)
     refuse_changes(translation, settings, optimizer.param_groups)
     change(optimizer)
     with pytest.raises(SettingsChanged, match=words):
         refuse_changes(translation, settings, optimizer.param_groups)
 
 
-def test_only_the_learning_rate_may_change() -> None:
+def test_only_the_learning_rate_and_a_momentum_that_the_rule_has_may_change() -> None:
     schedulers = torch.optim.lr_scheduler
     assert_refused(
-        *(torch.optim.Adam(parameters(), lr=0.1), lambda its: its.param_groups[0].update(betas=(0.5, 0.999))),
-        r"betas\[0\] of parameter group 0 was changed from 0\.9 to 0\.5",
+        *(torch.optim.Adam(parameters(), lr=0.1), lambda its: its.param_groups[0].update(betas=(0.5, 0.9))),
+        r"betas\[1\] of parameter group 0 was changed from 0\.999 to 0\.9,.* only lr and momentum",
     )
     assert_refused(
         *(torch.optim.SGD(parameters(), lr=0.1), lambda its: its.param_groups[0].update(momentum=0.9)),
@@ -145,8 +146,9 @@ def test_only_the_learning_rate_may_change() -> None:
         lambda its: schedulers.CyclicLR(its, 0.1, 0.2),
         lambda its: schedulers.OneCycleLR(its, 0.1, total_steps=10),
     ):
-        optimizer = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-        assert_refused(optimizer, cycle, "make the scheduler with cycle_momentum=False")
+        optimizer = torch.optim.RMSprop(parameters(), lr=0.1)
+        assert_refused(optimizer, cycle, "'rmsprop' does not have: make the scheduler with cycle_momentum=False")
+        optimizer.param_groups[0]["momentum"] = 0
         with pytest.raises(UnsupportedOptimizer, match="make the scheduler with cycle_momentum=False"):
             translate(optimizer)
 
