@@ -1,14 +1,16 @@
 """A worker script for tests: a digits network with a LayerNorm, cut over several processes.
 
     python tests/replica_script.py [--steps N] [--seed N] [--save FILE] [--cut HOW] [--hold FILE] [--nan-at STEP]
-        [--pause-at STEP --pause FILE] [--rule NAME] [--schedule] [--mistake CASE]
+        [--pause-at STEP --pause FILE] [--rule NAME] [--schedule] [--mistake CASE] [--portions EPOCHS]
 
 parallelize_module cuts it, or --cut pipeline, into two stages. With --hold it goes on with one batch until that file
 exists; with --pause the last process of replica 0 waits for that file before it calls step() for the STEPth time; with
---mistake the last process does something else than the others, or all what no replica may.
+--mistake the last process does something else than the others, or all what no replica may. With --portions it trains so
+many epochs of data that the servers hand out, and says of which examples.
 """
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable
@@ -19,10 +21,14 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
 
+from pyps_client.data import Portions
 from pyps_client.torch import RemoteOptimizer, Replica
 
 BATCH = 32
+# Of the data that is handed out: 13 minibatches, in portions of 2.
+EXAMPLES, PORTION_BATCHES = 400, 2
 # Pieces of a minibatch that a pipeline works at.
 PIECES = 2
 RULES = {
@@ -70,6 +76,21 @@ def batches(steps: int, *, index: int, count: int, seed: int = 0):
         yield x[chosen], y[chosen]
 
 
+def portions(epochs: int, optimizer: RemoteOptimizer):
+    """Minibatches of what the servers hand out; says in the end of which examples each epoch's were."""
+    x, y = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(x[:EXAMPLES]).float() / 16, torch.tensor(y[:EXAMPLES]), torch.arange(EXAMPLES))
+    handed_out = Portions(dataset, optimizer, batch_size=BATCH, portion_batches=PORTION_BATCHES)
+    loader = DataLoader(dataset, batch_sampler=handed_out)
+    seen = []
+    for _ in range(epochs):
+        seen.append([])
+        for x, y, numbers in handed_out.epoch(loader):
+            yield x, y
+            seen[-1] += numbers.tolist()
+    print(f"trained on {json.dumps(seen)}", flush=True)
+
+
 # From a minibatch to gradients in the parameters.
 Backpropagation = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -112,6 +133,17 @@ def pipeline(model: nn.Module) -> Backpropagation:
     return lambda x, y: schedule.step(*([] if last else [x]), target=y if last else None, losses=[])
 
 
+def fixed(args: argparse.Namespace, *, index: int, count: int):
+    """The minibatches, again and again until they are released."""
+    feed = list(batches(args.steps, index=index, count=count))
+    step = 0
+    while step < args.steps or (args.hold and not released(args.hold)):
+        yield feed[step % args.steps]
+        step += 1
+        if args.hold and step >= args.steps:
+            time.sleep(0.01)
+
+
 def released(hold: Path) -> bool:
     """Whether the file was there when process 0 looked: a file that each looked for itself would part them."""
     there = torch.tensor(int(hold.exists()))
@@ -132,6 +164,7 @@ def main() -> None:
     parser.add_argument("--pause-at", type=int, default=-1)
     parser.add_argument("--nan-at", type=int, default=-1)
     parser.add_argument("--schedule", action="store_true")
+    parser.add_argument("--portions", type=int, default=0)
     parser.add_argument("--mistake", default="")
     args = parser.parse_args()
     num_parts, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -146,10 +179,12 @@ def main() -> None:
     optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=-3 if mistake == "pace" else None)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) if args.schedule else None
     print(f"joined {index}/{rank}", flush=True)
-    feed = list(batches(args.steps, index=index, count=count))
+    if args.portions:
+        feed = portions(args.portions, optimizer)
+    else:
+        feed = fixed(args, index=index, count=count)
     step = 0
-    while step < args.steps or (args.hold and not released(args.hold)):
-        x, y = feed[step % args.steps]
+    for x, y in feed:
         optimizer.zero_grad()
         backpropagate(x, y)
         if step == args.nan_at and rank == num_parts - 1:
@@ -163,8 +198,6 @@ def main() -> None:
         if scheduler is not None:
             scheduler.step()
         step += 1
-        if args.hold and step >= args.steps:
-            time.sleep(0.01)
     print(f"done {index}/{rank} after {step} steps, {optimizer.skipped} left out", flush=True)
     if args.save and rank == 0:
         # By one process alone, as one evaluates.

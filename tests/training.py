@@ -184,7 +184,7 @@ class QueueSession(RecordingSession):
         self.run_id = "run"
         self.channel: Any = QueueChannel(queue)
 
-    def ask_first(self, operation: Callable[[Any, threading.Event], Any]) -> Any:
+    def ask_first(self, operation: Callable[[Any, threading.Event], Any], *, each: bool = False) -> Any:
         return operation(self.channel, threading.Event())
 
 

@@ -39,6 +39,7 @@ class Portions:
 
     A loader with processes of its own fetches ahead, and cannot wait for the end of an epoch with batches on their
     way: `for x, y in loader` then may end early, and the next iteration goes on with the same epoch. `epoch` does not.
+    All processes of a replica make the same portions and loader, and get the same batches: it is one worker.
     An iteration that was broken off is continued by the next one; what it left goes back. Epochs that the run has
     behind it, as for a worker that comes late or again, are over at once, and all of them once the run is over.
     """

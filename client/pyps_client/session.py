@@ -23,7 +23,7 @@ from pyps_client.launch import Launch
 from pyps_client.lent import Layout, Lent
 from pyps_client.log import logger
 from pyps_client.parking import Parking
-from pyps_client.peers import ALONE, Peers, led, own_partition
+from pyps_client.peers import ALONE, Peers, agreed, led, own_partition
 from pyps_client.presence import Presence
 from pyps_client.proceeding import Proceeding
 from pyps_client.pushes import Contribution, Description, Pushes
@@ -212,7 +212,7 @@ class Session(InForce):
 
         GET of Zhang et al. 2013, for a run on one server; `vectors` as for `pull`. Without a portion nothing comes.
         """
-        self._check_portions()
+        self._check_open()
         lent = self._sharing.are_parameters(vectors)
         return GetCall(self.sender, self._intakes(vectors)[0], connection=self._servers.connections[0], lent=lent)
 
@@ -250,10 +250,14 @@ class Session(InForce):
         self._check_open()
         self._standing.meet(pull_needed=self._needs_pull())
 
-    def ask_first(self, operation: Operation[T]) -> T:
-        """Runs an operation of another service on server 0, again after each loss of its connection."""
-        self._check_portions()
-        return self._servers.on_first(operation)
+    def ask_first(self, operation: Operation[T], *, each: bool = False) -> T:
+        """Runs an operation of another service on server 0, again after each loss of its connection.
+
+        Of a replica the leader asks, and all get its answer; with `each` all of them ask, and raise one error or none.
+        """
+        self._check_open()
+        one_view = agreed if each else led
+        return one_view(self._peers, lambda: self._servers.on_first(operation))
 
     def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
         """Runs one operation a server, in the servers' order, all at once; raises the first failure."""
@@ -377,15 +381,6 @@ class Session(InForce):
             raise RunFinished("The client was closed: make a new one to go on.")
         if self._hello is None:
             raise BadRequest("The session is not connected: call connect() before pushing or pulling.")
-
-    def _check_portions(self) -> None:
-        """Refuses what would hand each process of a replica other data than the others."""
-        self._check_open()
-        if self._peers.count > 1:
-            raise BadRequest(
-                f"Replica {self._peers.name!r} is {self._peers.count} processes, which need the same examples: "
-                "portions are for workers of one process. Divide the data by PYPS_WORKER_INDEX, which is the replica's."
-            )
 
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
         self._standing.greeted(connection.index, reply)

@@ -49,7 +49,7 @@ class AsksServers(Protocol):
     @property
     def finished(self) -> bool: ...
 
-    def ask_first(self, operation: Operation[T]) -> T: ...
+    def ask_first(self, operation: Operation[T], *, each: bool = False) -> T: ...
 
 
 class RemoteQueue:
@@ -77,7 +77,8 @@ class RemoteQueue:
         that hands out no portions."""
         request = OpenWorkRequest(sender=self._session.sender, data=data)
         try:
-            return self._session.ask_first(_Question("Open", request, OpenWorkReply))
+            # Every process of a replica says what it has, lest they compute different examples as one portion.
+            return self._session.ask_first(_Question("Open", request, OpenWorkReply), each=True)
         except ProtocolMismatch:
             raise ProtocolMismatch(
                 f"Server 0 ({self._session.launch.servers[0]}) hands out no portions of a data set: it is of an "

@@ -19,8 +19,10 @@ from pyps.core.arrays import Floats
 from pyps.launcher.ports import free_port
 from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lost_replica
 from pyps_client.looking import model_of_run
+from pyps_client.work import RemoteQueue
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
+from pyps_wire.work_pb2 import DataSpec, LeaseReply
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
 from support import AnyServer, ServerThread, wait_until, workers_of
 
@@ -277,10 +279,22 @@ def test_of_two_replicas_under_serial_the_leaders_ask_and_all_take_turns(start_s
     assert_equal(snapshot(told), moved(-6.0))
 
 
-def test_portions_of_data_are_refused_to_a_replica(start_server: Start) -> None:
+def test_a_portion_is_a_replicas_and_its_processes_must_mean_the_same_data(start_server: Start) -> None:
     told = addresses(start_servers(start_server, 2))
-    for error in in_replica(told, lambda session, _: error_of(lambda: session.ask_first(lambda channel, stop: None))):
-        assert str(error).startswith("Replica 'r' is 2 processes, which need the same examples")
+
+    def work(session: Session, peers: ThreadPeers) -> tuple[str, LeaseReply]:
+        queue = RemoteQueue(session)
+        queue.open(DataSpec(num_examples=8, portion_examples=4))
+        other = DataSpec(num_examples=8, portion_examples=4, seed=peers.index)
+        refusal = str(error_of(lambda: queue.open(other)))
+        leased = queue.lease()
+        assert queue.deliver([leased.portion.lease_id], example_count=4).accepted
+        return refusal, leased
+
+    first, second = in_replica(told, work)
+    assert first == second
+    assert first[0].startswith("worker 'r/1' says seed 1 of the data set, but the run's has 0")
+    assert first[1].outcome == LeaseReply.OUTCOME_LEASED
 
 
 def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_server: Start, tmp_path: Path) -> None:

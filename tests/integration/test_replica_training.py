@@ -5,7 +5,9 @@ Dean et al. 2012, sections 3 and 4.1; the processes are real, cut by torch's own
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,8 @@ import torch
 from torch import nn
 
 from pyps.cli.export import from_checkpoints
-from replica_script import RULES, batches, groups_of, network
+from pyps_wire.work_pb2 import GetWorkRequest
+from replica_script import EXAMPLES, RULES, batches, groups_of, network
 from replicas import DEADLINE, SCRIPT, ReplicaJob, Start, serve, shards_of, wait_for_pushes
 from support import AnyServer, ServerThread, inspect, wait_until, workers_of
 
@@ -160,6 +163,39 @@ def test_p5_a_step_reaches_no_server_before_every_process_has_finished_it(
     (tmp_path / "release").touch()
     ended = [int(text) for output in job.ended_well() for text in re.findall(r"done 0/. after (\d+) steps", output)]
     assert ended[0] == ended[1] > steps
+
+
+def test_portions_of_a_replica_that_is_killed_go_to_another_and_each_counts_once_an_epoch(
+    start_server: StartServer, start_python: Start, tmp_path: Path
+) -> None:
+    """Replica 0 ends one epoch, in which one replica waits for the other's last portion, and dies amid a portion."""
+    # On one server: one that had heard of the killed process alone would wait for its lease.
+    servers = serve(start_server, 1, "--protocol", "hardsync", replicas=2)
+    script = ("--portions", "2", "--pause-at", "9", "--pause", str(tmp_path / "never"))
+    job = ReplicaJob(start_python, servers, *script, replicas=2)
+    victim, other, *survivors = job.processes.values()
+    victim.wait_for_output("about to step 0/0 after 9 steps", DEADLINE)
+    other.wait_for_output("about to step 0/1 after 9 steps", DEADLINE)
+    other.signal(signal.SIGKILL)
+
+    for process in survivors:
+        assert process.wait(DEADLINE) == 0, process.output()
+    assert victim.wait(DEADLINE) == 1
+    work = inspect(job.addresses[0], "GetWork", GetWorkRequest(deliveries=True))
+    assert work.lost == 1
+    # By epoch and worker; one process of a replica speaks for it.
+    places: dict[tuple[int, str], list[int]] = {}
+    for delivery in work.deliveries:
+        portion = delivery.portion
+        of_worker = places.setdefault((getattr(delivery, "pass"), delivery.worker_id), [])
+        of_worker += range(portion.start, portion.stop)
+    assert set(places) == {(epoch, f"replica-{index}/0") for epoch in range(2) for index in range(2)}
+    # Both processes of a replica saw the same minibatches.
+    (first,), (second,) = (re.findall(r"trained on (.+)", process.output()) for process in survivors)
+    assert first == second
+    for epoch, examples in enumerate(json.loads(first)):
+        assert sorted(places[epoch, "replica-0/0"] + places[epoch, "replica-1/0"]) == list(range(EXAMPLES))
+        assert len(examples) == len(set(examples)) == len(places[epoch, "replica-1/0"])
 
 
 @pytest.mark.parametrize("later", [1, pytest.param(2, marks=pytest.mark.extended)])

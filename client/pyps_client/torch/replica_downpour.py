@@ -75,6 +75,10 @@ class ReplicaDownpour(Downpour):
         super()._step(gradients, example_count)
         self._hand_on()
 
+    def _idle(self) -> None:
+        super()._idle()
+        self._hand_on()
+
     def _settle(self) -> None:
         super()._settle()
         self._hand_on()
