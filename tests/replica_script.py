@@ -2,16 +2,20 @@
 
     python tests/replica_script.py [--steps N] [--seed N] [--save FILE] [--cut HOW] [--hold FILE] [--nan-at STEP]
         [--pause-at STEP --pause FILE] [--rule NAME] [--schedule] [--mistake CASE] [--portions EPOCHS]
+        [--overlap HOW]
 
 parallelize_module cuts it, or --cut pipeline, into two stages. With --hold it goes on with one batch until that file
 exists; with --pause the last process of replica 0 waits for that file before it calls step() for the STEPth time; with
 --mistake the last process does something else than the others, or all what no replica may. With --portions it trains so
-many epochs of data that the servers hand out, and says of which examples.
+many epochs of data that the servers hand out, and says of which examples. With --overlap pushes and pulls go on beside
+the computation; if that is "held", in the order in which they began, after each minibatch, or each third one where the
+process is the last.
 """
 
 import argparse
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client.data import Portions
 from pyps_client.torch import RemoteOptimizer, Replica
+from pyps_client.torch.overlap import Lane
 
 BATCH = 32
 # Of the data that is handed out: 13 minibatches, in portions of 2.
@@ -89,6 +94,32 @@ def portions(epochs: int, optimizer: RemoteOptimizer):
             yield x, y
             seen[-1] += numbers.tolist()
     print(f"trained on {json.dumps(seen)}", flush=True)
+
+
+class HeldLanes:
+    """Threads beside the computation do nothing until they are released: so it is known what comes of it."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Lane, threading.Event]] = []
+        self.holds = False
+        start = Lane.start
+
+        def start_held(lane: Lane, job: Callable[[], object]) -> None:
+            go = threading.Event()
+            if self.holds:
+                self._held.append((lane, go))
+            else:
+                go.set()
+            start(lane, lambda: go.wait() and job())
+
+        Lane.start = start_held
+
+    def release(self) -> None:
+        """Lets each do what it was given and waits for its end, one after the other."""
+        for lane, go in self._held:
+            go.set()
+            lane.wait()
+        self._held.clear()
 
 
 # From a minibatch to gradients in the parameters.
@@ -165,6 +196,7 @@ def main() -> None:
     parser.add_argument("--nan-at", type=int, default=-1)
     parser.add_argument("--schedule", action="store_true")
     parser.add_argument("--portions", type=int, default=0)
+    parser.add_argument("--overlap", default="off", choices=["off", "step", "held"])
     parser.add_argument("--mistake", default="")
     args = parser.parse_args()
     num_parts, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -176,7 +208,10 @@ def main() -> None:
     mistake = args.mistake if rank == num_parts - 1 else ""
     inner = mistaken(mistake, groups_of(model)) or RULES[args.rule](groups_of(model))
     replica = Replica() if num_parts > 1 and args.mistake != "no replica" else None
-    optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=-3 if mistake == "pace" else None)
+    lanes = HeldLanes() if args.overlap == "held" else None
+    overlap = "off" if args.overlap == "off" else "step"
+    push_every = -3 if mistake == "pace" else None
+    optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=push_every, overlap=overlap)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) if args.schedule else None
     print(f"joined {index}/{rank}", flush=True)
     if args.portions:
@@ -184,7 +219,9 @@ def main() -> None:
     else:
         feed = fixed(args, index=index, count=count)
     step = 0
-    for x, y in feed:
+    if lanes is not None:
+        lanes.holds = True
+    for x, y in optimizer.until_finished(feed):
         optimizer.zero_grad()
         backpropagate(x, y)
         if step == args.nan_at and rank == num_parts - 1:
@@ -198,6 +235,11 @@ def main() -> None:
         if scheduler is not None:
             scheduler.step()
         step += 1
+        if lanes is not None and (rank < num_parts - 1 or step % 3 == 0):
+            lanes.release()
+    if lanes is not None:
+        lanes.release()
+        lanes.holds = False
     print(f"done {index}/{rank} after {step} steps, {optimizer.skipped} left out", flush=True)
     if args.save and rank == 0:
         # By one process alone, as one evaluates.

@@ -35,6 +35,7 @@ class Description(TypedDict, total=False):
     newest_base_versions: Mapping[int, int] | None
     kinds: Sequence[int] | None
     learning_rates: Mapping[int, GroupRate] | None
+    gradient_norm: float | None
 
 
 class Contribution(NamedTuple):
@@ -51,6 +52,7 @@ class Contribution(NamedTuple):
     newest_base_versions: Mapping[int, int] | None = None
     kinds: Sequence[int] | None = None
     learning_rates: Mapping[int, GroupRate] | None = None
+    gradient_norm: float | None = None
 
 
 class Pushes:
@@ -85,7 +87,7 @@ class Pushes:
 
         With intakes, one a server, it is an exchange. `lent_index`: which of the lent gradients it is, where the
         intakes' vectors are lent too. Float32 is converted. The push's norm, of all processes of the replica, is told
-        where `clip_norm` is not 0.
+        where `clip_norm` is not 0; it is found here where it is not described.
         """
         vectors, kinds = contribution.vectors, contribution.kinds or self._gradients_only
         model = self._partition.model
@@ -103,9 +105,8 @@ class Pushes:
         connections = self._servers.connections
         parts = [self._parts(connection.index, contribution.present) for connection in connections]
         header = self._header(contribution)
-        if clip_norm > 0:
-            own = norm_of(chain(*parts), vectors, codec=self._codec, kinds=kinds, converter=converter)
-            header["gradient_norm"] = self._norm_of_all(own)
+        if clip_norm > 0 and contribution.gradient_norm is None:
+            header["gradient_norm"] = self.norm(contribution, converter=converter)
         pushes = [
             OutgoingPush(
                 *(PushRequest(**header, epoch=epochs[connection.index]), parts[place], vectors),
@@ -125,10 +126,14 @@ class Pushes:
             self._rates.answered(connection.index, epoch=epochs[connection.index], receipts=receipts)
         return answers
 
-    def _norm_of_all(self, norm: float) -> float:
+    def norm(self, contribution: Contribution, *, converter: Converter) -> float:
+        """The norm of a push of all processes of the replica, all of which call it."""
+        parts = [self._parts(connection.index, contribution.present) for connection in self._servers.connections]
+        kinds = contribution.kinds or self._gradients_only
+        own = norm_of(chain(*parts), contribution.vectors, codec=self._codec, kinds=kinds, converter=converter)
         if self._peers.count == 1:
-            return norm
-        return math.sqrt(self._peers.total([norm * norm])[0])
+            return own
+        return math.sqrt(self._peers.total([own * own])[0])
 
     def _parts(self, server_index: int, present: Sequence[bool] | None) -> tuple[Part, ...]:
         settled = self._holdings.settled(server_index)
@@ -148,4 +153,5 @@ class Pushes:
             "example_count": contribution.example_count,
             "minibatch_count": contribution.minibatch_count,
             "clock": contribution.clock,
+            "gradient_norm": contribution.gradient_norm or 0.0,
         }

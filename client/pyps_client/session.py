@@ -169,10 +169,21 @@ class Session(InForce):
         with nothing present only says so. `base_versions`: a `held_versions` taken when the parameters were
         pulled that the gradient was computed on (the oldest, where several are summed; `newest_base_versions`
         then the newest); None for those held now. `kinds`: a PayloadKind a group, gradients by default.
-        `learning_rates`: new ones, and momenta, by group, from the worker that owns the schedule.
+        `learning_rates`: new ones, and momenta, by group, from the worker that owns the schedule. `gradient_norm`: what
+        `norm` gave, or 0, for a thread beside the one that makes a replica's collective calls: this is none then;
+        `meet` follows.
         A shard may be REJECTED: see the receipt's reason, and `pull_needed`. Raises RunFinished after the run's end.
         """
         return self._send(Contribution(vectors, self.clock, **described))
+
+    @property
+    def clips(self) -> bool:
+        """Whether servers clip pushes by their norm."""
+        return self._standing.terms.clip_norm > 0
+
+    def norm(self, vectors: Vectors, **described: Unpack[Description]) -> float:
+        """The norm of what would be pushed, of all processes of the replica, all of which call it."""
+        return self._pushes.norm(Contribution(vectors, self.clock, **described), converter=self._converter)
 
     def exchange(self, vectors: Vectors, parameters: Vectors, **described: Unpack[Description]) -> list[Receipt]:
         """Pushes as `push` does and brings what is newer into `parameters`, all in one: one a group, as for `pull`.
@@ -246,7 +257,7 @@ class Session(InForce):
         self._standing.granted(ask_to_proceed=asks)
 
     def meet(self) -> None:
-        """Brings a replica's processes to one view of the run, as each push does: for a step without one."""
+        """Brings a replica's processes to one view of the run: for a step without a push that does."""
         self._check_open()
         self._standing.meet(pull_needed=self._needs_pull())
 
@@ -358,7 +369,8 @@ class Session(InForce):
         self._holdings.note(receipts)
         if parameters is not None:
             self._standing.note_version(self._holdings.largest_version)
-        self._standing.meet(pull_needed=self._needs_pull())
+        if contribution.gradient_norm is None:
+            self._standing.meet(pull_needed=self._needs_pull())
         return receipts
 
     def _needs_pull(self) -> bool:

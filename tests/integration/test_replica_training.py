@@ -10,6 +10,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -88,6 +89,48 @@ def test_a_replica_of_two_processes_takes_the_steps_of_the_whole_model(
     assert_close(kept(servers, tmp_path), reference(10, rule=rule, schedule="--schedule" in extra))
 
 
+@pytest.mark.parametrize(("rule", "flags"), [("sgd", ("--clip-norm", "0.5")), ("adagrad", ())])
+def test_an_overlapped_replica_takes_the_steps_of_an_overlapped_worker_of_one_process(
+    start_server: StartServer, start_python: Start, tmp_path: Path, rule: str, flags: tuple[str, ...]
+) -> None:
+    """Pushes and pulls of process 0 are over sooner than those of process 1, which are over when the one worker's are.
+
+    Plain SGD steps between pulls, too. Gradients gather while a push is under way: 0, 1 to 3, 4 to 6, 7 to 9.
+    """
+    found = []
+    for parts in (1, 2):
+        folder = tmp_path / str(parts)
+        servers = serve(start_server, 2, *flags, checkpoints=folder)
+        script = ("--steps", "10", "--rule", rule, "--overlap", "held")
+        job = ReplicaJob(start_python, servers, *script, parts=parts)
+        job.ended_well()
+        assert {shard.version for shard in shards_of(job.addresses)} == {4}
+        found.append(kept(servers, folder))
+    whole = network()
+    whole.load_state_dict(found[0])
+    assert_close(found[1], whole)
+
+
+def test_overlapped_replicas_push_each_example_once_and_know_of_the_runs_end_by_the_same_step(
+    start_server: StartServer, start_python: Start
+) -> None:
+    """Here pushes and pulls take the time they take, another on each process."""
+    servers = serve(start_server, 2, replicas=2)
+    job = ReplicaJob(start_python, servers, "--portions", "2", "--overlap", "step", replicas=2)
+    outputs = job.ended_well()
+    epochs = [json.loads(text) for output in outputs for text in re.findall("trained on (.+)", output)]
+    assert (epochs[0], epochs[2]) == (epochs[1], epochs[3])
+    for of_replicas in zip(epochs[0], epochs[2], strict=True):
+        assert sorted(chain(*of_replicas)) == list(range(EXAMPLES))
+    assert {shard.examples for shard in shards_of(job.addresses)} == {2 * EXAMPLES}
+
+    servers = serve(start_server, 2, "--stop-after", "updates=9")
+    job = ReplicaJob(start_python, servers, "--steps", "1000", "--overlap", "step")
+    first, second = (re.findall(r"after (\d+) steps", output) for output in job.ended_well())
+    assert first == second != ["1000"]
+    assert {shard.version for shard in shards_of(job.addresses)} == {9}
+
+
 def test_a_minibatch_with_nan_in_one_process_is_left_out_by_all(
     start_server: StartServer, start_python: Start, tmp_path: Path
 ) -> None:
@@ -124,10 +167,11 @@ def test_each_part_contacts_its_own_shards_and_nothing_else(
     job.ended_well()
 
 
-def test_a_barrier_takes_replicas_for_workers(start_server: StartServer, start_python: Start) -> None:
-    """A round is an update of both replicas."""
+@pytest.mark.parametrize("overlap", ["off", "step"])
+def test_a_barrier_takes_replicas_for_workers(start_server: StartServer, start_python: Start, overlap: str) -> None:
+    """A round is an update of both replicas; nothing goes on beside the computation then."""
     servers = serve(start_server, 2, "--protocol", "hardsync", replicas=2)
-    job = ReplicaJob(start_python, servers, "--steps", "12", replicas=2)
+    job = ReplicaJob(start_python, servers, "--steps", "12", "--overlap", overlap, replicas=2)
     job.ended_well()
     assert {shard.version for shard in shards_of(job.addresses)} == {12}
 

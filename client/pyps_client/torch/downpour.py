@@ -85,8 +85,8 @@ class Downpour:
         self._local = LocalSteps(layout, self._parameters)
         self._written = Written(layout)
         self._blocking = None if overlaps else BlockingLink(session, self._parameters)
-        self._link: Link = self._blocking or ThreadedLink(
-            session, self._parameters, GradientBuffer(layout, lent.gradients[1], codec=lent.converted_to)
+        self._link: Link = self._blocking or self._threaded(
+            GradientBuffer(layout, lent.gradients[1], codec=lent.converted_to)
         )
         # Versions of the parameters in the model.
         self._versions: Mapping[int, int] = {}
@@ -222,6 +222,9 @@ class Downpour:
         if self._pinned is not None:
             self._pinned.release()
 
+    def _threaded(self, spare: GradientBuffer) -> ThreadedLink:
+        return ThreadedLink(self._session, self._parameters, spare)
+
     def _settle(self) -> None:
         """Brings the finished run's parameters into the model."""
         self._settled = True
@@ -297,9 +300,13 @@ class Downpour:
             return
         if self._buffers is not None:
             self._buffers.accepted(moves)
-        if self._tempo.overlaps or not self._tempo.pull_before(self.steps):
-            # Else the pull that follows overwrites it. Buffers, the last group if they are one, have moved already.
+        if self._steps_locally():
+            # Buffers, the last group if they are one, have moved already.
             self._local.step(everything, [*self._local_rates(), 0.0])
+
+    def _steps_locally(self) -> bool:
+        """Whether a minibatch is one for a step of the worker's own: else the pull that follows overwrites it."""
+        return self._tempo.overlaps or not self._tempo.pull_before(self.steps)
 
     def _exchange_if_due(self) -> bool:
         """Pushes and pulls in one where both are due; False where they are not, or something comes in between."""

@@ -159,7 +159,13 @@ def worker_of(
     }
     if replica is None or replica.count == 1:
         return Downpour(joined.session, joined.layout, **own, read_my_writes=read_my_writes)
-    return ReplicaDownpour(joined.session, joined.layout, **own, replica=replica, cut=joined.cut)
+    return ReplicaDownpour(
+        *(joined.session, joined.layout),
+        **own,
+        replica=replica,
+        cut=joined.cut,
+        takes_local_steps=local_rates.may_be_other_than_zero,
+    )
 
 
 def common_of(
@@ -172,6 +178,8 @@ def common_of(
         **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
         "push_every": pace.push_every,
         "pull_every": pace.pull_every,
+        "overlap": pace.overlap,
+        "compat": pace.compat,
         "local_learning_rate": local_rate,
         "gradient_dtype": launch.codec,
         "parameter_dtype": launch.pull_codec,
@@ -216,12 +224,11 @@ def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Modul
     return whole
 
 
-def check_replica(replica: Replica | None, *, overlap: str, buffers: str, read_my_writes: bool) -> None:
+def check_replica(replica: Replica | None, *, buffers: str, read_my_writes: bool) -> None:
     """Refuses what the processes of a replica cannot do together."""
     if replica is None:
         return
-    wanted = {"overlap": (overlap, "off"), "buffers": (buffers, "local"), "read_my_writes": (read_my_writes, False)}
-    for name, (value, possible) in wanted.items():
+    for name, value, possible in (("buffers", buffers, "local"), ("read_my_writes", read_my_writes, False)):
         if value != possible:
             raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
 

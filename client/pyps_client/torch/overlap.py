@@ -136,7 +136,7 @@ class BlockingLink:
 
     def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> GradientBuffer:
         try:
-            self.receipts = _push(self._session, gradients, learning_rates)
+            self.receipts = _push(self._session, gradients, _described(gradients, learning_rates))
         finally:
             # After an error too: the session has tried for as long as it was told to.
             gradients.clear()
@@ -209,13 +209,14 @@ class ThreadedLink:
     def push(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> GradientBuffer:
         assert self._spare is not None, "a push began while another was under way"
         spare, self._spare, self._in_flight = self._spare, None, gradients
-        self._pushing.start(lambda: _push(self._session, gradients, learning_rates))
+        described = self._describe(gradients, learning_rates)
+        self._pushing.start(lambda: _push(self._session, gradients, described))
         return spare
 
     def can_pull(self) -> bool:
         self._collect()
         # What landed is taken first: a pull rewrites the buffer.
-        return self._pulled is None and not self._pulling.busy
+        return self._pulled is None and self._is_over(self._pulling)
 
     def pull(self) -> None:
         self._pulling.start(lambda: _pull(self._session, self._parameters))
@@ -237,14 +238,20 @@ class ThreadedLink:
         self._pushing.stop()
         self._pulling.stop()
 
+    def _describe(self, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> Description:
+        return _described(gradients, learning_rates)
+
+    def _is_over(self, lane: Lane[Any]) -> bool:
+        return not lane.busy
+
     def _collect(self) -> None:
         """Takes over what the threads have finished; raises what they raised."""
-        if self._in_flight is not None and not self._pushing.busy:
+        if self._in_flight is not None and self._is_over(self._pushing):
             # After an error too: the session has tried for as long as it was told to.
             self._in_flight.clear()
             self._spare, self._in_flight = self._in_flight, None
             self.receipts = self._pushing.take() or ()
-        pulled = self._pulling.take()
+        pulled = self._pulling.take() if self._is_over(self._pulling) else None
         if pulled is not None:
             self._pulled = pulled
 
@@ -323,11 +330,9 @@ class Lane(Generic[T]):
                 self._changed.notify_all()
 
 
-def _push(
-    session: SessionLike, gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]
-) -> Sequence[Receipt]:
+def _push(session: SessionLike, gradients: GradientBuffer, described: Description) -> Sequence[Receipt]:
     gradients.ready()
-    return session.push(gradients.vectors, **_described(gradients, learning_rates))
+    return session.push(gradients.vectors, **described)
 
 
 def _described(gradients: GradientBuffer, learning_rates: Mapping[int, GroupRate]) -> Description:

@@ -99,6 +99,11 @@ class LocalRates:
         self._rates = rates
         self._asked = asked
 
+    @property
+    def may_be_other_than_zero(self) -> bool:
+        """Whether there are steps at all."""
+        return not self._translation.stateful if self._asked is None else self._asked > 0
+
     def __call__(
         self, told: Mapping[int, float], spread: Callable[[Sequence[float]], Sequence[float]] = list
     ) -> list[float]:

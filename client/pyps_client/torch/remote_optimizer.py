@@ -140,7 +140,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             )
             if read_my_writes:
                 check_read_my_writes(translation, asked=local_learning_rate)
-            check_replica(replica, overlap=overlap, buffers=buffers, read_my_writes=read_my_writes)
+            check_replica(replica, buffers=buffers, read_my_writes=read_my_writes)
             launch = Launch.from_environment(
                 servers,
                 token_file=token_file,
