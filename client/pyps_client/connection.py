@@ -11,7 +11,8 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.lent import Lending
 from pyps_client.local_link import LocalLink, LocalLost
-from pyps_client.retry import Busy, LinkLost, RetryPolicy, Silence, Wait
+from pyps_client.outage import Outage
+from pyps_client.retry import Busy, LinkLost, RetryPolicy, Wait
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotInitialized, RunFinished, UnknownWorker
 from pyps_wire.parameter_server_pb2 import LocalTransport
@@ -32,14 +33,15 @@ ADVICE = "Check that `pyps serve` runs there, that this is its data port, and th
 class Connection:
     """The way to one server. `persist` carries an operation through lost connections and restarts."""
 
-    def __init__(self, index: int, *, launch: Launch) -> None:
+    def __init__(self, index: int, *, launch: Launch, outage: Outage | None = None) -> None:
+        """`outage`: what is told of all of the caller's servers together."""
         self.index = index
         self.address = launch.servers[index]
         self.name = f"server {index} ({self.address})"
         # The server's epoch, as last heard.
         self.epoch = 0
         # Since when it has not answered, heartbeats included.
-        self.silence = Silence()
+        self.outage = outage or Outage()
         # Whether it was ever left to the server to look through lent gradients, all before it applies any.
         self.left_to_look = False
         self._launch = launch
@@ -149,38 +151,42 @@ class Connection:
         wait: Wait | None = None
         known = True
         num_links_lost = 0
-        while True:
-            channel = self.channel
-            try:
-                if wait is not None and not known:
-                    rejoin(self, channel, wait.call_seconds)
-                    known = True
-                    if stop.is_set():
-                        raise RunFinished(f"The client was closed while it came back to {self.name}.")
-                result = operation(channel, stop)
-            except Busy as busy:
-                problem, progress = str(busy), busy.answered > 0
-            except LocalLost as lost:
-                # The gRPC connection may be sound: Hello tells, and how to attach anew.
-                problem, progress, known = str(lost), lost.answered > 0, False
-                num_links_lost += 1
-                self._link_is_given_up = num_links_lost >= LINKS_LOST_MAX
-            except LinkLost as lost:
-                self.renew(channel)
-                problem, progress, known = str(lost), lost.answered > 0, False
-            except (UnknownWorker, NotInitialized) as refused:
-                problem, progress, known = str(refused), False, False
-            else:
-                if wait is None:
-                    self.silence.end()
+        try:
+            while True:
+                channel = self.channel
+                try:
+                    if wait is not None and not known:
+                        rejoin(self, channel, wait.call_seconds)
+                        known = True
+                        if stop.is_set():
+                            raise RunFinished(f"The client was closed while it came back to {self.name}.")
+                    result = operation(channel, stop)
+                except Busy as busy:
+                    problem, progress = str(busy), busy.answered > 0
+                except LocalLost as lost:
+                    # The gRPC connection may be sound: Hello tells, and how to attach anew.
+                    problem, progress, known = str(lost), lost.answered > 0, False
+                    num_links_lost += 1
+                    self._link_is_given_up = num_links_lost >= LINKS_LOST_MAX
+                except LinkLost as lost:
+                    self.renew(channel)
+                    problem, progress, known = str(lost), lost.answered > 0, False
+                except (UnknownWorker, NotInitialized) as refused:
+                    problem, progress, known = str(refused), False, False
                 else:
-                    wait.end()
-                return result
-            if wait is None:
-                wait = policy.begin(self.name, stop=stop, advice=ADVICE, silence=self.silence)
-            if progress:
-                wait.restart()
-            wait.pause(problem)
+                    if wait is None:
+                        self.outage.heard(self.name)
+                    else:
+                        wait.end()
+                    return result
+                if wait is None:
+                    wait = policy.begin(self.name, stop=stop, advice=ADVICE, outage=self.outage)
+                if progress:
+                    wait.restart()
+                wait.pause(problem)
+        finally:
+            if wait is not None:
+                wait.give_up()
 
 
 def call_seconds(num_bytes: int) -> float:

@@ -16,7 +16,7 @@ from pyps_client.retry import LinkLost
 from pyps_wire.errors import PypsError
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest
 
-# A server that is silent for this long is named in the log, and again at this interval.
+# A server that is silent for this long is named in the log.
 SILENCE_SECONDS = 10.0
 
 
@@ -27,7 +27,6 @@ class _Beat:
         self.connection = connection
         self.way = way
         self.interval_seconds = interval_seconds
-        self.reported_at = time.monotonic()
 
 
 class Heartbeat:
@@ -104,15 +103,14 @@ class Heartbeat:
                 beat.way.renew(channel)
             self._report_silence(beat, verdict, began=began)
             return
-        beat.connection.silence.end()
+        beat.connection.outage.heard(beat.connection.name)
         try:
             self._heard(beat.connection, reply, began)
         except LinkLost as lost:
             self._report_silence(beat, lost, began=began)
 
     def _report_silence(self, beat: _Beat, lost: LinkLost, *, began: float) -> None:
-        now = time.monotonic()
-        silent = now - beat.connection.silence.begin(began)
-        if not self._ended.is_set() and silent >= SILENCE_SECONDS <= now - beat.reported_at:
-            beat.reported_at = now
-            logger.warning("%s has not answered for %.0f s (%s)", beat.connection.name, silent, lost)
+        outage, name = beat.connection.outage, beat.connection.name
+        outage.note(name, str(lost), at=began)
+        if not self._ended.is_set():
+            outage.tell(name, first_seconds=SILENCE_SECONDS)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyps_client.log import logger
+from pyps_client.outage import Outage
 from pyps_wire.errors import PypsError, RunFinished, ServerUnavailable
 
 # Jitter draws from a generator of its own: the program's seeds stay untouched.
@@ -42,106 +42,82 @@ class RetryPolicy:
     setting: str
     pause_first_seconds: float = 0.1
     pause_max_seconds: float = 2.0
-    # The first line comes soon, the others at this interval.
+    # What is lost for longer is told.
     report_first_seconds: float = 1.0
-    report_seconds: float = 10.0
-    _hurries: bool = False
+    call_seconds_max: float = 10.0
+    hurries: bool = False
 
     def hurry(self, seconds: float) -> None:
-        """Brings the deadline forward, of waits under way too; on any thread."""
-        self.wait_seconds, self._hurries = min(self.wait_seconds, seconds), True
+        """Brings the deadline forward, of waits under way too, and counts it from the first failure; on any thread."""
+        self.wait_seconds, self.hurries = min(self.wait_seconds, seconds), True
 
     @property
     def way_out(self) -> str:
         """What may be done to wait longer."""
-        if self._hurries:
+        if self.hurries:
             return "A worker that ends waits no longer: keep the optimizer open until its server is back."
         return f"Raise {self.setting} (PYPS_{self.setting.upper()}) to wait longer."
 
-    def begin(self, what: str, *, stop: threading.Event, advice: str = "", silence: Silence | None = None) -> Wait:
-        """Starts one wait for `what` ("server 0 (127.0.0.1:7610)"); `silence` is what others know of it."""
-        return Wait(self, what, stop=stop, advice=advice, silence=silence or Silence())
-
-
-class Silence:
-    """Since when a server has not answered: the clock of every line that says so, whichever thread writes it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # Guarded by _lock. When the first attempt failed since the server last answered; None where none did.
-        self._since: float | None = None
-
-    def begin(self, at: float) -> float:
-        """Notes an attempt that failed at `at` (time.monotonic); returns when the first one did."""
-        with self._lock:
-            self._since = at if self._since is None else min(self._since, at)
-            return self._since
-
-    def end(self) -> None:
-        """Notes an answer."""
-        if self._since is not None:
-            with self._lock:
-                self._since = None
+    def begin(self, what: str, *, stop: threading.Event, advice: str = "", outage: Outage | None = None) -> Wait:
+        """Starts one wait for `what` ("server 0 (127.0.0.1:7610)"); `outage` is what others know of it."""
+        return Wait(self, what, stop=stop, advice=advice, outage=outage or Outage())
 
 
 class Wait:
     """One wait under a policy, from its first failure to its success or deadline."""
 
-    def __init__(self, policy: RetryPolicy, what: str, *, stop: threading.Event, advice: str, silence: Silence) -> None:
+    def __init__(self, policy: RetryPolicy, what: str, *, stop: threading.Event, advice: str, outage: Outage) -> None:
         self._policy = policy
         self._what = what
         self._stop = stop
         self._advice = advice
         # The deadline counts from here: others may have failed while nobody waited.
         self._started = time.monotonic()
-        self._silence = silence
-        self._silent_since = silence.begin(self._started)
-        self._report_at = self._started + policy.report_first_seconds
-        self._reported = False
+        self._outage = outage
+        outage.enter(what, at=self._started)
+        self._ended = False
         self._pause_seconds = policy.pause_first_seconds
 
     @property
     def remaining_seconds(self) -> float:
-        return self._started + self._policy.wait_seconds - time.monotonic()
+        return self._policy.wait_seconds - self._waited_seconds
 
     @property
     def call_seconds(self) -> float:
         """A deadline for the next short call: long enough for a slow link, short enough to keep reporting."""
-        return min(max(self.remaining_seconds, 1.0), self._policy.report_seconds)
+        return min(max(self.remaining_seconds, 1.0), self._policy.call_seconds_max)
 
     def restart(self) -> None:
         """Counts from now again, after progress was made."""
-        self._started = self._silent_since = time.monotonic()
-        self._silence.end()
+        self._started = time.monotonic()
+        self._outage.progressed(self._what)
         self._pause_seconds = self._policy.pause_first_seconds
 
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
         """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
-        waited = time.monotonic() - self._started
+        self._outage.note(self._what, problem, at=time.monotonic())
+        waited = self._waited_seconds
         if waited >= self._policy.wait_seconds:
             raise error(f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{self._policy.way_out}")
-        self._report(problem)
-        # The next try comes no later than the next line is due, so that lines come at their interval.
-        quiet_seconds = min(self.remaining_seconds, self._report_at - time.monotonic())
-        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), max(quiet_seconds, 0.0))
+        first_seconds, left_seconds = self._policy.report_first_seconds, self.remaining_seconds
+        self._outage.tell(self._what, first_seconds=first_seconds, left_seconds=left_seconds)
+        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), max(left_seconds, 0.0))
         self._pause_seconds = min(self._pause_seconds * 2, self._policy.pause_max_seconds)
         if self._stop.wait(pause):
             raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")
 
     def end(self) -> None:
-        """Notes success, aloud where the wait was."""
-        self._silence.end()
-        if self._reported:
-            logger.info("%s is there after %.0f s", self._what, time.monotonic() - self._silent_since)
+        """Notes success, aloud where the outage was."""
+        self.give_up()
+        self._outage.heard(self._what)
 
-    def _report(self, problem: str) -> None:
-        now = time.monotonic()
-        if now >= self._report_at:
-            self._report_at = now + self._policy.report_seconds
-            self._reported = True
-            # A heartbeat on its way may have failed earlier and be told of only now.
-            self._silent_since = min(self._silent_since, self._silence.begin(now))
-            logger.warning(
-                "waiting for %s: %s; for %.0f s so far, at most %.0f s more",
-                *(self._what, problem, now - self._silent_since, self.remaining_seconds),
-            )
+    def give_up(self) -> None:
+        """Ends the wait, if it has not ended."""
+        if not self._ended:
+            self._ended = True
+            self._outage.leave(self._what)
+
+    @property
+    def _waited_seconds(self) -> float:
+        since = self._outage.since(self._what) if self._policy.hurries else self._started
+        return time.monotonic() - since

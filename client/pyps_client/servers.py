@@ -17,6 +17,7 @@ from pyps_client.crew import Crew
 from pyps_client.holdings import Holdings
 from pyps_client.intake import Intake
 from pyps_client.launch import Launch
+from pyps_client.outage import Outage
 from pyps_client.parking import Parking
 from pyps_client.pulling import IncomingPull
 from pyps_client.retry import LinkLost, RetryPolicy
@@ -56,7 +57,8 @@ class Servers:
         ever called.
         """
         indices = range(len(launch.servers)) if contacts is None else contacts
-        self.connections = [Connection(index, launch=launch) for index in indices]
+        outage = Outage()
+        self.connections = [Connection(index, launch=launch, outage=outage) for index in indices]
         self._rejoin = rejoin
         self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
         self._crew = Crew()

@@ -1,10 +1,12 @@
-"""How a missing server is waited for; all lines about its silence count by one clock."""
+"""How a missing server is waited for; all lines about its silence count by one clock, and tell of all that are lost."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,12 +15,14 @@ from pyps_client import heartbeat
 from pyps_client.connection import Connection
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.launch import Launch
-from pyps_client.retry import RetryPolicy, Silence, Wait
+from pyps_client.outage import Outage
+from pyps_client.retry import LinkLost, RetryPolicy, Wait
+from pyps_client.servers import Servers
 from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.parameter_server_pb2 import HeartbeatRequest
-from support import wait_until
+from support import DEADLINE_SECONDS, wait_until
 
-QUICK = RetryPolicy(0.05, "start_wait_seconds", pause_first_seconds=0.001, report_first_seconds=0, report_seconds=0.01)
+QUICK = RetryPolicy(0.05, "start_wait_seconds", pause_first_seconds=0.001, report_first_seconds=0)
 
 
 def begin(policy: RetryPolicy = QUICK, stop: threading.Event | None = None) -> Wait:
@@ -50,18 +54,6 @@ def test_lines_tell_what_is_waited_for_and_how_long_still(caplog: pytest.LogCapt
     assert re.fullmatch(r"server 1 \(host:7610\) is there after \d s", there)
 
 
-def test_a_long_pause_does_not_put_off_the_next_line(caplog: pytest.LogCaptureFixture) -> None:
-    policy = RetryPolicy(
-        *(600, "x"), pause_first_seconds=600, pause_max_seconds=600, report_first_seconds=0.01, report_seconds=0.01
-    )
-    wait = begin(policy)
-
-    for _ in range(3):
-        wait.pause("connection refused")
-
-    assert len(caplog.records) >= 2
-
-
 def test_closing_ends_a_pause_at_once() -> None:
     stop = threading.Event()
     stop.set()
@@ -82,36 +74,123 @@ def test_progress_starts_the_deadline_anew() -> None:
 PATIENT = RetryPolicy(60, "loss_wait_seconds", pause_first_seconds=0, report_first_seconds=0)
 
 
-def test_a_silence_begins_with_the_first_failed_attempt_and_ends_with_an_answer() -> None:
-    silence = Silence()
-    assert silence.begin(5.0) == 5.0
-    assert silence.begin(7.0) == 5.0
-    assert silence.begin(4.0) == 4.0, "an attempt made before, told of later"
-    silence.end()
-    assert silence.begin(9.0) == 9.0
+def test_an_outage_begins_with_the_first_failed_attempt_and_ends_with_an_answer() -> None:
+    outage = Outage()
+    assert outage.note("server 0", "reset", at=5.0) == 5.0
+    assert outage.note("server 0", "refused", at=7.0) == 5.0
+    assert outage.note("server 0", "no answer", at=4.0) == 4.0, "an attempt made before, told of later"
+    outage.heard("server 0")
+    assert outage.note("server 0", "reset", at=9.0) == 9.0
+
+
+def test_an_outage_of_several_servers_is_told_in_one_line_that_comes_ever_more_rarely_until_all_are_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    outage = Outage(lambda: now)
+    told: dict[float, str] = {}
+
+    def attempts(seconds: int, names: str, *, waits: bool = True) -> None:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            for name in names:
+                outage.note(name, "reset", at=now)
+                outage.tell(name, first_seconds=1.0, left_seconds=600 - now if waits else None)
+            told.update((now, record.getMessage()) for record in caplog.records)
+            caplog.clear()
+
+    attempts(100, "abc")
+    assert list(told) == [2, 12, 32, 72]
+    assert told[2] == "waiting for a, b, c: reset; for 1 s so far, at most 598 s more"
+
+    # One more is lost, which is news; one that is back and lost again is none, nor are those that are back while others
+    # are not.
+    told.clear()
+    attempts(3, "abcd")
+    outage.heard("a")
+    attempts(20, "abcd")
+    for name in "abc":
+        outage.heard(name)
+    assert told == {102: "waiting for a, b, c, d: reset; for 101 s so far, at most 498 s more"}
+    attempts(100, "d", waits=False)
+    assert list(told) == [102, 182]
+    assert told[182] == "no word from d: reset; for 81 s so far"
+    now += 7
+    outage.heard("d")
+    assert caplog.messages == ["a, b, c, d are there after 229 s"]
+
+    # As if nothing had been.
+    caplog.clear()
+    attempts(30, "d")
+    assert [at - 230 for at in told if at > 230] == [2, 12]
+
+
+def test_threads_that_wait_for_lost_servers_tell_of_them_together(caplog: pytest.LogCaptureFixture) -> None:
+    servers = Servers(Launch(servers=("one:1", "two:1", "three:1")), rejoin=lambda *_: None)
+    back = threading.Event()
+    lost = threading.Barrier(3)
+
+    def operation(*_: object) -> None:
+        if not back.is_set():
+            if not caplog.records:
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    lost.wait(DEADLINE_SECONDS)
+                    lost.abort()
+            raise LinkLost("the connection was reset")
+
+    with ThreadPoolExecutor(1) as pool:
+        all_of_them = pool.submit(servers.on_all, [operation] * 3)
+        wait_until(lambda: "waiting for" in caplog.text, what="a line")
+        back.set()
+        all_of_them.result(DEADLINE_SECONDS)
+    servers.close()
+
+    lines = [re.sub(r"\d+ s", "N s", message) for message in caplog.messages]
+    which = [f"server {index} ({address})" for index, address in enumerate(("one:1", "two:1", "three:1"))]
+    assert [len(lines), *(name in line for line in lines for name in which)] == [2, *[True] * 6]
+    assert "are there after N s" in lines[1]
+
+
+def test_who_answers_heartbeats_is_waited_for_until_the_wait_itself_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+    outage = Outage()
+    wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
+    for _ in range(3):
+        wait.pause("it has no memory to spare")
+        outage.heard("server 0")
+    assert len(caplog.messages) == 1
+    wait.end()
+    assert len(caplog.messages) == 2
+
+    # Whoever gives up leaves it to others to hear of it.
+    given_up = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
+    given_up.pause("the connection was reset")
+    given_up.give_up()
+    outage.heard("server 0")
+    assert caplog.messages[-1] == "server 0 is there after 0 s"
 
 
 def test_a_wait_counts_from_the_attempt_that_failed_before_it_but_has_its_whole_deadline(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    silence = Silence()
-    silence.begin(time.monotonic() - 100)
-    wait = PATIENT.begin("server 0", stop=threading.Event(), silence=silence)
+    outage = Outage()
+    outage.note("server 0", "no answer", at=time.monotonic() - 100)
+    wait = PATIENT.begin("server 0", stop=threading.Event(), outage=outage)
 
     wait.pause("connection refused")
+    assert wait.remaining_seconds > 30
     wait.end()
 
     seconds = [
         int(number) for record in caplog.records for number in re.findall(r"(?:for|after) (\d+) s", record.getMessage())
     ]
     assert len(seconds) == 2 and all(100 <= one < 130 for one in seconds)
-    assert wait.remaining_seconds > 30
     now = time.monotonic()
-    assert silence.begin(now) == now, "the server is there"
+    assert outage.note("server 0", "reset", at=now) == now, "the server is there"
     # And so does progress begin a new silence.
-    silence.begin(now - 100)
-    wait.restart()
-    assert silence.begin(now) == now
+    outage.note("server 0", "reset", at=now - 100)
+    PATIENT.begin("server 0", stop=threading.Event(), outage=outage).restart()
+    assert outage.note("server 0", "reset", at=time.monotonic()) >= now
 
 
 def test_heartbeats_and_waits_agree_on_how_long_a_server_is_gone(
@@ -123,13 +202,13 @@ def test_heartbeats_and_waits_agree_on_how_long_a_server_is_gone(
     beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
     beats.keep(connection, 0.05)
     try:
-        wait_until(lambda: "has not answered for" in caplog.text, what="the heartbeat's line")
-        wait = PATIENT.begin(connection.name, stop=threading.Event(), silence=connection.silence)
+        wait_until(lambda: "no word from" in caplog.text, what="the heartbeat's line")
+        wait = PATIENT.begin(connection.name, stop=threading.Event(), outage=connection.outage)
         wait.pause("connection refused")
         wait.end()
     finally:
         beats.end()
         connection.close()
     [there] = re.findall(r"is there after (\d+) s", caplog.text)
-    [silent, *_] = re.findall(r"has not answered for (\d+) s", caplog.text)
+    [silent, *_] = re.findall(r"; for (\d+) s so far", caplog.text)
     assert int(there) >= int(silent) >= 1
