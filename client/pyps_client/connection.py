@@ -46,6 +46,7 @@ class Connection:
         self.left_to_look = False
         self._launch = launch
         self._guard = ForkGuard()
+        self._cut_because = ""
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._channel: Channel | None = None
@@ -74,8 +75,9 @@ class Connection:
             self._channel = None
         failed.close()
 
-    def cut(self) -> None:
-        """Makes fail what is under way, on whichever thread; what comes next connects anew."""
+    def cut(self, problem: str = "") -> None:
+        """Makes fail what is under way, on whichever thread, because of that; what comes next connects anew."""
+        self._cut_because = problem
         with self._lock:
             channel, self._channel = self._channel, None
         if self._link is not None:
@@ -160,6 +162,7 @@ class Connection:
                         known = True
                         if stop.is_set():
                             raise RunFinished(f"The client was closed while it came back to {self.name}.")
+                    self._cut_because = ""
                     result = operation(channel, stop)
                 except Busy as busy:
                     problem, progress = str(busy), busy.answered > 0
@@ -183,7 +186,7 @@ class Connection:
                     wait = policy.begin(self.name, stop=stop, advice=ADVICE, outage=self.outage)
                 if progress:
                     wait.restart()
-                wait.pause(problem)
+                wait.pause(self._cut_because or problem)
         finally:
             if wait is not None:
                 wait.give_up()

@@ -105,9 +105,7 @@ def _abandoned(session: Closable, guard: ForkGuard) -> None:
 
 def _leave_alone(session: Closable, done: _thread.LockType) -> None:
     try:
-        session.close(*cause_of(uncaught.last()))
-    except PypsError as error:
-        logger.warning("an optimizer that nobody holds any more left the run: %s", error)
+        _close(session)
     finally:
         done.release()
 
@@ -118,7 +116,15 @@ def _close_all() -> None:
         while not done.acquire(timeout=SIGNAL_SECONDS):
             continue
     for session in list(_open):
+        _close(session)
+
+
+def _close(session: Closable) -> None:
+    try:
         session.close(*cause_of(uncaught.last()))
+    except PypsError as error:
+        # There is nobody left to raise it to.
+        logger.warning("an optimizer that was not closed left the run: %s", error)
 
 
 os.register_at_fork(after_in_child=_leaving.clear)

@@ -19,6 +19,9 @@ from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest
 # A server that is silent for this long is named in the log.
 SILENCE_SECONDS = 10.0
 
+# How often servers are asked once the worker is about to end.
+HURRIED_SECONDS = 1.0
+
 
 class _Beat:
     """The signs of life to one server, over a connection of their own."""
@@ -52,7 +55,10 @@ class Heartbeat:
         self._request = request
         self._heard = heard
         self._refused = refused
+        self._hurried = threading.Event()
         self._ended = threading.Event()
+        # How long a server may be silent to a worker that ends; None before.
+        self._end_seconds: float | None = None
         self._lock = threading.Lock()
         # Guarded by _lock. The ways to those that are kept, by the servers' indices.
         self._ways: dict[int, Connection] = {}
@@ -66,16 +72,30 @@ class Heartbeat:
         beat = _Beat(connection, way, interval_seconds)
         threading.Thread(target=self._keep, args=(beat,), name="pyps-heartbeat", daemon=True).start()
 
+    def hurry(self, seconds: float) -> None:
+        """Looks from now on whether servers are there at all, and cuts the calls to those that are silent for so long.
+
+        A call's own deadline leaves room for a slow link, where signs of life pass beside it.
+        """
+        with self._lock:
+            self._end_seconds = seconds
+            ways = list(self._ways.values())
+        self._hurried.set()
+        for way in ways:
+            # What is under way may wait longer.
+            way.cut()
+
     def end(self) -> None:
         """Stops the threads; calls under way are given up."""
         with self._lock:
             self._ended.set()
             ways = list(self._ways.values())
+        self._hurried.set()
         for way in ways:
             way.close()
 
     def _keep(self, beat: _Beat) -> None:
-        while not self._ended.wait(beat.interval_seconds):
+        while not self._ended.wait(HURRIED_SECONDS if self._hurried.wait(beat.interval_seconds) else 0):
             try:
                 self._send(beat)
             except PypsError as error:
@@ -89,13 +109,15 @@ class Heartbeat:
     def _send(self, beat: _Beat) -> None:
         """One heartbeat; a slow answer delays the next by a call's deadline at most."""
         began, channel = time.monotonic(), beat.way.channel
-        deadline = max(2 * beat.interval_seconds, 5.0)
+        deadline = self._end_seconds or max(2 * beat.interval_seconds, 5.0)
         try:
             reply = channel.start("Heartbeat", self._request(), HeartbeatReply, timeout_seconds=deadline).result()
         except (ValueError, grpc.FutureCancelledError):
-            # Closed by the thread that ends the session.
+            # Closed by the thread that ends the session, or by `hurry`.
             return
         except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.CANCELLED:
+                return
             verdict = translate(error, beat.connection.address)
             if isinstance(verdict, PypsError):
                 raise verdict from None
@@ -111,6 +133,9 @@ class Heartbeat:
 
     def _report_silence(self, beat: _Beat, lost: LinkLost, *, began: float) -> None:
         outage, name = beat.connection.outage, beat.connection.name
-        outage.note(name, str(lost), at=began)
-        if not self._ended.is_set():
-            outage.tell(name, first_seconds=SILENCE_SECONDS)
+        silent = time.monotonic() - outage.note(name, str(lost), at=began)
+        if self._ended.is_set():
+            return
+        outage.tell(name, first_seconds=SILENCE_SECONDS)
+        if self._end_seconds is not None and silent >= self._end_seconds:
+            beat.connection.cut(str(lost))

@@ -51,6 +51,10 @@ class Presence:
         self._met.setdefault(connection.index, connection)
         self._heartbeat.keep(connection, reply.heartbeat_seconds or INTERVAL_SECONDS)
 
+    def hurry(self, seconds: float) -> None:
+        """Cuts from now on the connections to servers that give no sign of life for so long."""
+        self._heartbeat.hurry(seconds)
+
     def watch(self) -> None:
         """Sees to it that a process among others takes leave at SIGTERM even amid a collective call."""
         if self._peers.count > 1:

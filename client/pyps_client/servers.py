@@ -34,9 +34,6 @@ Operation = Callable[[Channel, threading.Event], T]
 # How long an interrupted caller waits for a server to be done with its memory.
 SETTLE_SECONDS = 3.0
 
-# For so long a worker that ends waits for a server that is lost.
-END_SECONDS = 10.0
-
 
 class Servers:
     """A connection a server. Operations on several run at once, each through losses of its connection.
@@ -117,9 +114,9 @@ class Servers:
         ]
         return set().union(*self.on_all(pulls))
 
-    def hurry(self) -> None:
-        """Ends waits for lost servers, those under way too, END_SECONDS after they began: the worker ends."""
-        self._loss.hurry(END_SECONDS)
+    def hurry(self, seconds: float) -> None:
+        """Ends waits for lost servers, those under way too, so long after they were lost: the worker ends."""
+        self._loss.hurry(seconds)
 
     def give_up(self) -> None:
         """Ends waits under way and lets nothing new begin; the connections stay."""

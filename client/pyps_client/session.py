@@ -44,6 +44,9 @@ T = TypeVar("T")
 # How long a Hello from the heartbeat's thread may take.
 HELLO_SECONDS = 10.0
 
+# For so long a worker that ends waits for a server that is lost, or silent.
+END_SECONDS = 10.0
+
 
 class Session(InForce):
     """One worker's membership in a run, over all of its servers.
@@ -324,8 +327,9 @@ class Session(InForce):
             self._scalars |= {name: float(value) for name, value in scalars.items()}
 
     def hurry(self) -> None:
-        """Waits for lost servers for seconds only from now on, whatever the launch says: for a worker's last push."""
-        self._servers.hurry()
+        """Waits for lost and silent servers for seconds only from now on, whatever the launch says: the worker ends."""
+        self._servers.hurry(END_SECONDS)
+        self._presence.hurry(END_SECONDS)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Leaves the run ("finished", or "failed" and why). A second call does nothing."""

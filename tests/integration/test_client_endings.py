@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, servers
+from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, departure, heartbeat, session
 from support import AnyServer, PythonProcess, checksums, child_environment, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
@@ -184,7 +184,7 @@ def test_a_worker_whose_server_is_gone_still_ends_soon(
 def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_long_as_amid_training(
     start_server: Start, monkeypatch: pytest.MonkeyPatch, overlap: str, every: int
 ) -> None:
-    monkeypatch.setattr(servers, "END_SECONDS", 0.3)
+    monkeypatch.setattr(session, "END_SECONDS", 0.3)
     server = start_server()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -202,6 +202,53 @@ def test_an_optimizer_that_ends_without_its_server_waits_for_seconds_not_for_as_
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize(("overlap", "transport"), [("off", "grpc"), ("step", "shm")])
+def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and_says_what_was_not_delivered(
+    start_server_process: Start, monkeypatch: pytest.MonkeyPatch, overlap: str, transport: str
+) -> None:
+    """A stopped process keeps its connections open: a call's own deadline leaves a minute for a slow link."""
+    monkeypatch.setattr(session, "END_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(departure, "LEAVE_SECONDS", 0.3)
+    server = start_server_process()
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = RemoteOptimizer(
+        *(model, sgd, server.data), overlap=overlap, push_every=2, pull_every=2, transport=transport
+    )
+    server.signal(signal.SIGSTOP)
+    for _ in range(3 if overlap == "step" else 1):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    began = time.monotonic()
+    with pytest.raises(ServerUnavailable, match=r"no answer.*The gradients of the last (1 of 1|3 of 3) minibatches"):
+        optimizer.close()
+
+    assert time.monotonic() - began < 30
+    server.signal(signal.SIGCONT)
+
+
+def test_a_program_that_ends_without_its_server_says_so_in_a_sentence(
+    start_server_process: Start, start_python: StartPython, tmp_path: Path
+) -> None:
+    server, flag = start_server_process(), tmp_path / "gone"
+    script = OVERLAPPED.partition("while True:")[0].replace('"step"', '"off", push_every=2')
+    ending = (
+        "model(torch.ones(1, 4)).sum().backward(); optimizer.step(); print('stepped', flush=True)\n"
+        f"import pathlib, time, pyps_client.session\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)\n"
+        "pyps_client.session.END_SECONDS = 0.2\n"
+    )
+    worker = start_python("-c", script + ending, server.data)
+    worker.wait_for_output("stepped")
+    server.kill()
+    flag.touch()
+
+    assert worker.wait() == 0
+    assert "Traceback" not in worker.output()
+    assert "The gradients of the last 1 of 1 minibatches were not delivered." in worker.output()
+
+
 def threads_of_client() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("pyps-")]
 
@@ -216,7 +263,7 @@ def test_an_optimizer_that_nobody_holds_pushes_what_has_gathered_leaves_the_run_
     optimizer = RemoteOptimizer(
         *(model, sgd, server.data), worker_id="left", overlap=overlap, push_every=2, pull_every=2
     )
-    session = weakref.ref(optimizer._session)
+    its_session = weakref.ref(optimizer._session)
     # A scheduler and its optimizer hold each other.
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     model(torch.ones(1, 4)).sum().backward()
@@ -228,7 +275,7 @@ def test_an_optimizer_that_nobody_holds_pushes_what_has_gathered_leaves_the_run_
 
     wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
     wait_until(lambda: not threads_of_client(), what="the end of its threads")
-    wait_until(lambda: gc.collect() >= 0 and session() is None, what="the end of its session")
+    wait_until(lambda: gc.collect() >= 0 and its_session() is None, what="the end of its session")
     assert checksums(server.control)[0][0] == 1, "what had gathered was pushed"
     # The model goes on alone.
     torch.optim.SGD(model.parameters(), lr=0.1).step()

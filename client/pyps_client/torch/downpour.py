@@ -38,7 +38,7 @@ from pyps_client.torch.shared_buffers import SharedBuffers
 from pyps_client.torch.written import Written
 from pyps_client.work import LeaseCall
 from pyps_wire.common_pb2 import REASON_FINISHED, Receipt
-from pyps_wire.errors import RunFinished
+from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.work_pb2 import LeaseReply
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
@@ -171,9 +171,11 @@ class Downpour:
                 self._settle()
 
     def flush(self) -> None:
-        """Pushes what has gathered and waits for the answer."""
+        """Pushes what has gathered and waits for the answer. ServerUnavailable says how much was not delivered."""
+        delivered = self._sent if self._link.in_flight is None else self._sent_before
         try:
             self._link.wait_for_push()
+            delivered = self._sent
             if self._gradients.minibatch_count and not self.finished:
                 self._push()
                 self._link.wait_for_push()
@@ -181,6 +183,11 @@ class Downpour:
                 self._sent = self.steps
         except RunFinished:
             self._finished = True
+        except ServerUnavailable as lost:
+            if delivered == self.steps:
+                raise
+            undelivered = f"The gradients of the last {self.steps - delivered} of {self.steps} minibatches"
+            raise ServerUnavailable(f"{lost} {undelivered} were not delivered.") from None
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
         """Asks for a portion; the parameters come with it where one mutex is held for both, and no gradient gathers."""
