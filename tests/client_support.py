@@ -342,6 +342,9 @@ class RecordingSession:
                 theirs.view(np.uint8)[:] = encode(mine, codec_of(self.pull_codec))
         self.held = self._brought[id(vectors)] = self.version
 
+    def hurry(self) -> None:
+        self.events.append("hurry")
+
     def snapshot(self, vectors: Sequence[np.ndarray]) -> dict[int, int]:
         self.events.append("snapshot")
         for theirs, mine in zip(vectors, self.parameters, strict=True):

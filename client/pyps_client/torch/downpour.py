@@ -235,6 +235,8 @@ class Downpour:
     def _settle(self) -> None:
         """Brings the finished run's parameters into the model."""
         self._settled = True
+        # There is nothing to come but the end.
+        self._session.hurry()
         self.flush()
         self._link.wait_for_pull()
         self._link.take_pulled()

@@ -125,6 +125,7 @@ def sandblaster(
                 on_pass=on_pass or (lambda pass_number: None),
             )
             message = work.run()
+            session.hurry()
             computation.pull()
         finally:
             loader.close()

@@ -142,6 +142,8 @@ def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None
         wait_until(lambda: worker.step(gradient(1.0)) or worker.finished, what="the end to be known")
     assert worker.finished
     assert parameter.detach().tolist() == [[3.0] * SIZE]
+    # For a server that is lost now it waits as one does that ends.
+    assert "hurry" in session.events
 
 
 def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> None:
