@@ -127,7 +127,8 @@ class IncomingPull:
         """Notes one shard that was written into its place."""
         if reply.epoch != self._held.epoch:
             self._held.enter(reply.epoch)
-            self._connection.epoch = reply.epoch
+            # A heartbeat may have told of a later restore meanwhile.
+            self._connection.epoch = max(self._connection.epoch, reply.epoch)
             self._waiting = set(self._held.shards)
             # Versions of the epoch before: nobody may wait for them any more.
             self._min_versions = {}

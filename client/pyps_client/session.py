@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -358,6 +359,7 @@ class Session(InForce):
         if parameters is not None and not self._sharing.are_parameters(parameters):
             # What goes one way goes that way whole.
             lent_index = None
+        sent_at = time.monotonic()
         answers = self._pushes.send(
             contribution,
             clip_norm=self._standing.terms.clip_norm,
@@ -368,7 +370,7 @@ class Session(InForce):
         for connection, receipts in zip(self._servers, answers, strict=True):
             for receipt in receipts:
                 connection.epoch = max(connection.epoch, receipt.epoch)
-            self._standing.answered(connection.index, receipts)
+            self._standing.answered(connection.index, receipts, sent_at=sent_at)
         receipts = sorted(chain(*answers), key=attrgetter("shard_id"))
         self._holdings.note(receipts)
         if parameters is not None:

@@ -32,8 +32,9 @@ class Standing:
     def __init__(self, peers: Peers = ALONE) -> None:
         self.refusals = Refusals()
         self.num_workers = 0
-        # The step size of each shard's next update, before staleness.
+        # The step size of each shard's next update, before staleness; and the epoch and version at which that was told.
         self.next_rates: dict[int, float] = {}
+        self._rates_of: dict[int, tuple[int, int]] = {}
         # Whether some process of the replica needed a pull when they last met.
         self.pull_agreed = False
         self._peers = peers
@@ -61,21 +62,21 @@ class Standing:
     def greeted(self, server_index: int, reply: HelloReply) -> None:
         """Notes what a handshake tells."""
         self.note_version(max((shard.version for shard in reply.shards), default=0))
-        self._note_rates(reply.shards)
+        self._note_rates((reply.epoch, shard.version, shard) for shard in reply.shards)
         if reply.state == RUN_STATE_FINISHED:
             self._heard.finished = True
         if server_index == 0:
             self._heard.terms.greeted(reply)
 
-    def answered(self, server_index: int, receipts: Sequence[Receipt]) -> None:
-        """Notes what one server's receipts of a push tell."""
+    def answered(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float) -> None:
+        """Notes what one server's receipts tell of a push that was sent at `sent_at` (time.monotonic)."""
         for receipt in receipts:
             self.num_workers = receipt.num_workers or self.num_workers
             if receipt.reason == REASON_FINISHED:
                 self._heard.finished = True
             if server_index == 0:
-                self._heard.terms.answered(receipt)
-        self._note_rates(receipts)
+                self._heard.terms.answered(receipt, sent_at=sent_at)
+        self._note_rates((receipt.epoch, receipt.version_after, receipt) for receipt in receipts)
         self.refusals.note(receipts)
         self.note_version(max((receipt.version_after for receipt in receipts), default=0))
 
@@ -97,8 +98,13 @@ class Standing:
         with self._lock:
             self._heard.global_step = max(self._heard.global_step, version)
 
-    def _note_rates(self, told: Iterable[ShardVersion | Receipt]) -> None:
-        self.next_rates.update({of.shard_id: of.next_rate for of in told if of.HasField("next_rate")})
+    def _note_rates(self, told: Iterable[tuple[int, int, ShardVersion | Receipt]]) -> None:
+        """Notes the rates of shards, each as told at an epoch and version; what is older than noted before is late."""
+        for epoch, version, of in told:
+            at = epoch, version
+            if of.HasField("next_rate") and at >= self._rates_of.get(of.shard_id, at):
+                self._rates_of[of.shard_id] = at
+                self.next_rates[of.shard_id] = of.next_rate
 
     def meet(self, *, pull_needed: bool) -> None:
         """Brings all processes of the replica to one view; all call it at the same place. Nothing for one alone."""

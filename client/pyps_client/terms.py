@@ -29,10 +29,12 @@ class Terms:
         self.clip_norm = 0.0
         # When a handshake, and when an answer to a step, last told them (time.monotonic).
         self._greeted_at = self._answered_at = -math.inf
+        # When something else than a receipt last changed what receipts tell.
+        self._changed_at = -math.inf
 
     def greeted(self, reply: HelloReply) -> None:
         """Takes over what the handshake tells."""
-        self._greeted_at = self._answered_at = time.monotonic()
+        self._greeted_at = self._answered_at = self._changed_at = time.monotonic()
         self.protocol, self.staleness = reply.protocol, reply.staleness
         self.ask_to_proceed = reply.ask_to_proceed
         self.batch_size, self.accumulate = reply.batch_size, reply.accumulate
@@ -57,8 +59,13 @@ class Terms:
         self.ask_to_proceed, self.current_version_only = bool(asks), bool(current_only)
         self.batch_size, self.accumulate = int(batch_size), int(accumulate)
 
-    def answered(self, receipt: Receipt) -> None:
-        """Takes over what a push's receipt tells."""
+    def answered(self, receipt: Receipt, *, sent_at: float) -> None:
+        """Takes over what a push's receipt tells, but for what others have changed since the push was sent.
+
+        The receipt may be the older one: it is looked at when all servers have answered.
+        """
+        if sent_at < self._changed_at:
+            return
         self._answered_at = time.monotonic()
         self.ask_to_proceed = receipt.ask_to_proceed
         self.batch_size = receipt.batch_size
@@ -66,7 +73,7 @@ class Terms:
     def granted(self, *, ask_to_proceed: bool) -> None:
         """Takes over what the leave to begin a step tells."""
         self._answered_at = time.monotonic()
-        self.ask_to_proceed = ask_to_proceed
+        self._change(ask_to_proceed, self.batch_size)
 
     def reminded(self, reply: HeartbeatReply, *, asked_at: float) -> None:
         """Takes over what a heartbeat's answer tells, but for what others have told since it was asked for.
@@ -80,8 +87,12 @@ class Terms:
         self.accumulate = reply.accumulate
         self.current_version_only = reply.current_version_only
         if asked_at >= self._answered_at:
-            self.ask_to_proceed = reply.ask_to_proceed
-            self.batch_size = reply.batch_size
+            self._change(reply.ask_to_proceed, reply.batch_size)
+
+    def _change(self, ask_to_proceed: bool, batch_size: int) -> None:
+        if (ask_to_proceed, batch_size) != (self.ask_to_proceed, self.batch_size):
+            self._changed_at = time.monotonic()
+            self.ask_to_proceed, self.batch_size = ask_to_proceed, batch_size
 
 
 def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import ItemsView
+from collections.abc import ItemsView, Iterator
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
+
+from pyps_client.channel import Channel
+from pyps_client.connection import Connection
 from pyps_client.holdings import Holdings
-from pyps_client.intake import Held
-from pyps_wire.common_pb2 import OUTCOME_PENDING, OUTCOME_REJECTED, REASON_REPEATED, REASON_STALE, Receipt
+from pyps_client.intake import Held, Intake
+from pyps_client.launch import Launch
+from pyps_client.parking import Parking
+from pyps_client.pulling import IncomingPull
+from pyps_wire.common_pb2 import (
+    CODEC_FLOAT32,
+    OUTCOME_PENDING,
+    OUTCOME_REJECTED,
+    REASON_REPEATED,
+    REASON_STALE,
+    ROLE_OBSERVER,
+    Receipt,
+    Sender,
+)
+from pyps_wire.framing import join
+from pyps_wire.parameter_server_pb2 import Parameters
 from pyps_wire.partition import Model, Tensor, partition
 
 PLAN = partition(Model((Tensor("a", (4 * 1024,)),), shard_size=1024), num_servers=2)
@@ -135,6 +155,23 @@ def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
 
     held.want(0, 4, epoch=1)
     assert held.wanted == {0: 4}
+
+
+def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() -> None:
+    connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
+    values = np.ones(4 * 1024, np.float32)
+    intake = Intake([values], Holdings(PLAN).of_server[0], codec=CODEC_FLOAT32, name="server 0")
+    pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, parking=Parking(0.0))
+
+    def read(*_: object, **__: object) -> Iterator[bytes]:
+        # A heartbeat's.
+        connection.epoch = 2
+        for shard in PLAN.of_server(0):
+            header = Parameters(shard_id=shard.shard_id, epoch=1, version=3, codec=CODEC_FLOAT32)
+            yield join(header, values[: shard.length].view(np.uint8).data)
+
+    assert pull(cast(Channel, SimpleNamespace(read=read)), threading.Event()) == set(ON_FIRST)
+    assert (intake.held.epoch, connection.epoch) == (1, 2)
 
 
 def test_a_wait_that_a_finished_server_answered_is_over_though_the_version_never_came() -> None:

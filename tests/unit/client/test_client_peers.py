@@ -36,7 +36,7 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
         others = {"protocol": "async", "staleness": "divide", "batch_size": 8, "clip_norm": 0.0}
         standing.greeted(0, HelloReply(accumulate=3, **(leaders if leads else others)))  # type: ignore[arg-type]
         if not leads:
-            standing.answered(1, [over])
+            standing.answered(1, [over], sent_at=0.0)
         before = standing.finished, standing.terms.batch_size, standing.global_step
         standing.meet(pull_needed=not leads)
         terms = standing.terms
@@ -56,5 +56,5 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
 def test_what_a_worker_of_one_process_hears_counts_at_once() -> None:
     standing = Standing()
     standing.greeted(0, HelloReply(batch_size=16))
-    standing.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)])
+    standing.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)], sent_at=0.0)
     assert (standing.finished, standing.terms.batch_size, standing.global_step) == (True, 16, 4)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from pyps_client.standing import Standing
 from pyps_client.terms import Terms, warn_of_differences
-from pyps_wire.common_pb2 import Receipt
+from pyps_wire.common_pb2 import Receipt, ShardVersion
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
@@ -17,7 +18,7 @@ def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_ma
     terms.greeted(HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
     assert (terms.protocol, terms.current_version_only, terms.ask_to_proceed) == ("hardsync", True, False)
 
-    terms.answered(Receipt(ask_to_proceed=True, batch_size=16))
+    terms.answered(Receipt(ask_to_proceed=True, batch_size=16), sent_at=time.monotonic())
     assert (terms.ask_to_proceed, terms.batch_size, terms.protocol) == (True, 16, "hardsync")
 
     terms.reminded(
@@ -44,7 +45,7 @@ def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_
     late = HeartbeatReply(protocol="hardsync", accumulate=2, batch_size=8)
 
     asked_at = time.monotonic()
-    terms.answered(Receipt(ask_to_proceed=True, batch_size=16))
+    terms.answered(Receipt(ask_to_proceed=True, batch_size=16), sent_at=asked_at)
     terms.reminded(late, asked_at=asked_at)
     # What no receipt tells it does.
     assert (terms.protocol, terms.accumulate) == ("hardsync", 2)
@@ -58,6 +59,50 @@ def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_
 
     terms.reminded(late, asked_at=time.monotonic())
     assert (terms.protocol, terms.ask_to_proceed) == ("hardsync", False)
+
+
+@pytest.mark.parametrize("other", ["greeted", "granted", "reminded"])
+def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was_sent(other: str) -> None:
+    terms = Terms()
+    terms.greeted(HelloReply(protocol="async"))
+
+    sent_at = time.monotonic()
+    if other == "greeted":
+        terms.greeted(HelloReply(ask_to_proceed=True))
+    elif other == "granted":
+        terms.granted(ask_to_proceed=True)
+    else:
+        terms.reminded(HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
+    terms.answered(Receipt(ask_to_proceed=False), sent_at=sent_at)
+    assert terms.ask_to_proceed
+
+    # What only said the same leaves it to the receipt.
+    sent_at = time.monotonic()
+    terms.reminded(HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
+    terms.answered(Receipt(ask_to_proceed=False), sent_at=sent_at)
+    assert not terms.ask_to_proceed
+
+
+def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs() -> None:
+    standing = Standing()
+
+    def receipt(epoch: int, version: int, rate: float) -> None:
+        late = Receipt(shard_id=0, epoch=epoch, version_after=version, next_rate=rate)
+        standing.answered(0, [late], sent_at=time.monotonic())
+
+    receipt(0, 5, 0.5)
+    receipt(0, 4, 0.4)
+    assert standing.next_rates == {0: 0.5}
+    receipt(0, 5, 0.25)
+    assert standing.next_rates == {0: 0.25}, "set while the version stayed"
+
+    restored = HelloReply(epoch=1, shards=[ShardVersion(shard_id=0, version=3, next_rate=0.3)])
+    standing.greeted(0, restored)
+    receipt(0, 6, 0.6)
+    assert standing.next_rates == {0: 0.3}
+    receipt(1, 4, 0.1)
+    standing.greeted(0, restored)
+    assert standing.next_rates == {0: 0.1}
 
 
 def test_servers_of_one_run_that_were_told_different_protocols_are_named(caplog: pytest.LogCaptureFixture) -> None:
