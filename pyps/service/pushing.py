@@ -39,6 +39,11 @@ class Part(NamedTuple):
     # The message and the parameters that answer it.
     held_bytes: int
 
+    @property
+    def push_id(self) -> tuple[str, int]:
+        """The push that it is of."""
+        return self.worker_id, self.sequence
+
     def push(self, run: Run) -> list[bytes]:
         """Pushes it by itself; returns the message that answers it."""
         receipt = run.push(self.gradient, self.shard_id, run_id=self.run_id, answer=self.answer.taker)
@@ -85,11 +90,10 @@ class PushStream:
         if self._first:
             # The whole stream counts for it, whoever else may send in it.
             self._account.caller, self._first = part.worker_id, False
-        push = part.worker_id, part.sequence
-        if self._staged or (self._run.whole is not None and push != self._singly):
+        if self._staged or (self._run.whole is not None and part.push_id != self._singly):
             await self._stage(part)
         else:
-            self._singly = push
+            self._singly = part.push_id
             shard = self._run.shards.get(part.shard_id)
             await self._replies.add(
                 part.shard_id,
@@ -119,7 +123,9 @@ class PushStream:
     # Under one mutex for the model.
 
     async def _stage(self, part: Part) -> None:
-        if self._staged and self._staged[0].sequence != part.sequence:
+        # Before anything of it is held: names that nobody has joined by could be any number.
+        self._run.heard(part.run_id, part.worker_id, part.gradient.incarnation)
+        if self._staged and self._staged[0].push_id != part.push_id:
             _require_all(self._staged)
             await self._push_staged()
         _require_possible([*self._staged, part], num_shards=len(self._run.shards))
@@ -127,7 +133,7 @@ class PushStream:
         self._staged.append(part)
         if self._run.whole is None:
             # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
-            self._singly = part.worker_id, part.sequence
+            self._singly = part.push_id
         if self._run.whole is None or len(self._staged) == part.num_shards:
             await self._push_staged()
 

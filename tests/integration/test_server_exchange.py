@@ -266,6 +266,29 @@ def test_a_push_of_parts_that_cannot_become_one_is_refused(start_server):
             assert text in message
 
 
+def test_nothing_is_held_of_a_push_whose_sender_has_not_joined(start_server):
+    """Each invented name would have the first part of a push held for as long as its rest may take."""
+    server = start_server("--protocol", "asgd:mutex=whole")
+    with crew(server, 1, model=TWO_SMALL) as [worker]:
+        for field, value, name in (
+            ("worker_id", "nobody", "UnknownWorker"),
+            ("run_id", "another", "RunMismatch"),
+            ("incarnation", worker.sender.incarnation - 1, "Superseded"),
+        ):
+            exchange, part = Exchange(worker), worker.push_request(1.0, 0, num_shards=2)
+            setattr(part.sender, field, value)
+            exchange.send(part)
+            assert refusal_of(next, exchange.replies)[1] == name
+        exchange, parts = Exchange(worker), [worker.push_request(1.0, i, sequence=7, num_shards=2) for i in (0, 1)]
+        exchange.send(parts[0])
+        wait_until(lambda: memory_in_flight(server) > 0, 20, "the first part's arrival")
+        parts[1].sender.worker_id = "nobody"
+        exchange.send(parts[1])
+        assert refusal_of(next, exchange.replies)[1] == "UnknownWorker"
+        assert {shard.version for shard in worker.pull()} == {0}
+    assert memory_in_flight(server) == 0
+
+
 def test_a_stream_that_stays_open_ends_with_the_server(start_server):
     server = start_server("--drain-seconds", "5")
     with WireWorker(server.data) as worker:
