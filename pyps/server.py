@@ -27,11 +27,12 @@ from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
 from pyps.run.standstill import Standstill
 from pyps.service import hosting
+from pyps.service.calls import LATE_MIN, Awaited
 from pyps.service.health import Health
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
-from pyps.service.metrics import MetricsServer
+from pyps.service.metrics import MetricsServer, RunCollector
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
@@ -94,6 +95,7 @@ class Server:
         self._run.on_ready = self._log_ready
         self._standstill = Standstill(TICK_SECONDS, clock=clock)
         self._budget = ByteBudget(config.max_in_flight_bytes)
+        self._awaited = Awaited(max(config.max_workers, LATE_MIN))
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="kernel")
         self._work = Workbench(self._executor, logged=self._update_log is not None)
@@ -109,17 +111,17 @@ class Server:
         `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` is told where the
         server answers, once it does.
         """
-        data = hosting.make_data_server(self._config, self._token)
-        control = hosting.make_control_server(self._token)
-        metrics = MetricsServer(
+        data = hosting.make_data_server(self._config, self._token, awaited=self._awaited, budget=self._budget)
+        control = hosting.make_control_server(self._token, budget=self._budget)
+        collector = RunCollector(
             self._run,
-            host=self._config.host,
-            port=self._config.metrics_port,
-            token=self._token,
             budget=self._budget,
             local=self._local,
             checkpoints=self._checkpoints,
+            serializations=self._serializations,
+            awaited=self._awaited,
         )
+        metrics = MetricsServer(collector, host=self._config.host, port=self._config.metrics_port, token=self._token)
         addresses = self._bind(data, control, metrics)
         self._resume()
         self._add_services(data, control, addresses)
@@ -177,6 +179,8 @@ class Server:
             budget=self._budget,
             checkpoints=self._checkpoints,
             local=self._local,
+            serializations=self._serializations,
+            awaited=self._awaited,
         )
         add_InspectorServicer_to_server(inspector, control)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, control)

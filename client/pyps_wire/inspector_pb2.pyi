@@ -411,7 +411,7 @@ class GetMemoryRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Memory(_message.Message):
-    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes", "shared_bytes", "first_parameters_bytes", "ledger_bytes")
+    __slots__ = ("parameters_bytes", "slots_bytes", "in_flight_bytes", "in_flight_bytes_max", "ledger_entries", "resident_bytes", "pending_bytes", "shared_bytes", "first_parameters_bytes", "ledger_bytes", "serialized_bytes", "late_messages")
     PARAMETERS_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +422,8 @@ class Memory(_message.Message):
     SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_PARAMETERS_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEDGER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SERIALIZED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LATE_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     parameters_bytes: int
     slots_bytes: int
     in_flight_bytes: int
@@ -432,7 +434,9 @@ class Memory(_message.Message):
     shared_bytes: int
     first_parameters_bytes: int
     ledger_bytes: int
-    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., first_parameters_bytes: _Optional[int] = ..., ledger_bytes: _Optional[int] = ...) -> None: ...
+    serialized_bytes: int
+    late_messages: int
+    def __init__(self, parameters_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., in_flight_bytes_max: _Optional[int] = ..., ledger_entries: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., first_parameters_bytes: _Optional[int] = ..., ledger_bytes: _Optional[int] = ..., serialized_bytes: _Optional[int] = ..., late_messages: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
     __slots__ = ("protocol", "staleness", "learning_rate", "schedule", "expected_workers")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -12,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from pyps import logs
+from pyps.service.limits import ByteBudget
 from pyps.service.security import OPEN_PREFIX, Handler, abort
 from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, WaitTimedOut
 
@@ -19,6 +21,12 @@ from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsErro
 WRITE_SECONDS = 120.0
 # The one message of a call, and the parts of one push, come within so long of each other.
 READ_SECONDS = 60.0
+# A message that has not come for so long may be one of which most is here, and its sender will never send the rest.
+LATE_SECONDS = 5.0
+# Messages that may be late at once, however few the workers: others call too.
+LATE_MIN = 16
+# A longer message counts among the bytes in flight.
+SHORT_BYTES = 64 * 2**10
 # Who needs no token has little to say, and says it at once.
 OPEN_READ_SECONDS = 5.0
 # Between the first that fails of a call whose caller has gone and its end.
@@ -46,11 +54,81 @@ async def receive(context: Context, *, under_way: bool = False) -> bytes | None:
     return None if message is grpc.aio.EOF else message
 
 
-class MessageReader(grpc.aio.ServerInterceptor):
-    """Takes in the message of calls that have one: gRPC would wait for it for ever, and tell of bad bytes as a bug."""
+class Awaited:
+    """The calls that wait for a message. For the event loop, but for `num_late`.
 
-    def __init__(self, *, open_reads_max: float = math.inf):
+    Nobody can see how much of a message gRPC has received. So a call that waits for long counts as if it were nearly
+    all, that of a worker between two pushes too; beyond `late_max` of them the one that has waited longest ends, and
+    its caller makes it again.
+    """
+
+    def __init__(self, late_max: int):
+        self._late_max = late_max
+        # Since when each waits, in that order.
+        self._since: dict[asyncio.Task[Any], float] = {}
+        self._ended: set[asyncio.Task[Any]] = set()
+        # One for all: one a message would cost a small one more than all else here.
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_late(self) -> int:
+        """Messages that have not come for long. May be asked from any thread."""
+        late_since = time.monotonic() - LATE_SECONDS
+        return sum(since <= late_since for since in list(self._since.values()))
+
+    async def read(self, context: Context) -> Any:
+        """The call's next message, or EOF; LimitExceeded where too many others are late as well."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._since[task] = time.monotonic()
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look)
+        try:
+            return await context.read()
+        except asyncio.CancelledError:
+            if task not in self._ended:
+                raise
+            task.uncancel()
+            raise LimitExceeded(
+                f"more than {self._late_max} calls had waited for their messages for over {LATE_SECONDS:g} s, this one "
+                "the longest: call again, or raise --max-workers"
+            ) from None
+        finally:
+            del self._since[task]
+            self._ended.discard(task)
+
+    def _look(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look) if self._since else None
+        for task in list(self._since)[: max(0, self.num_late - self._late_max)]:
+            self._ended.add(task)
+            task.cancel()
+
+
+class _ReadingContext:
+    """A streaming call's context, whose messages are awaited with those of the others."""
+
+    def __init__(self, context: Context, awaited: Awaited):
+        self._context = context
+        self._awaited = awaited
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def read(self) -> Any:
+        return await self._awaited.read(self._context)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
+
+
+class MessageReader(grpc.aio.ServerInterceptor):
+    """Takes in the messages of calls: gRPC would wait for them for ever, and tell of bad bytes as a bug."""
+
+    def __init__(self, awaited: Awaited, budget: ByteBudget, *, open_reads_max: float = math.inf):
         """Waits for the messages of `open_reads_max` calls at once that need no token, and refuses more."""
+        self._awaited = awaited
+        self._budget = budget
         self._open_reads_left = open_reads_max
 
     async def intercept_service(
@@ -59,41 +137,61 @@ class MessageReader(grpc.aio.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(details)
-        if handler is None or handler.request_streaming:
+        if handler is None:
             return handler
-        is_open = details.method.startswith(OPEN_PREFIX)
-        behavior: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        behavior: Any
+        if handler.request_streaming:
+            behavior, deserialize = handler.stream_stream or handler.stream_unary, handler.request_deserializer
 
-        async def call(_: object, context: Context) -> Any:
-            try:
-                request = await self._read(context, handler.request_deserializer, is_open=is_open)
-            except PypsError as error:
-                await abort(context, error)
-            return await behavior(request, context)
+            async def call(_: object, context: Context) -> Any:
+                reading = _ReadingContext(context, self._awaited)
+                return await behavior(reading.messages(), reading)
+
+        else:
+            behavior, deserialize = handler.unary_stream or handler.unary_unary, None
+            is_open = details.method.startswith(OPEN_PREFIX)
+
+            async def call(_: object, context: Context) -> Any:
+                try:
+                    message = await self._read(context, is_open=is_open)
+                    request = _parse(message, handler.request_deserializer)
+                    # A short one takes no more than its call.
+                    with self._budget.account().holding(len(message) if len(message) > SHORT_BYTES else 0):
+                        return await behavior(request, context)
+                except PypsError as error:
+                    await abort(context, error)
 
         # Of a stream a message is read when somebody asks for it.
         many = handler.response_streaming
         make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
-        return make(call, response_serializer=handler.response_serializer)
+        return make(call, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
-    async def _read(self, context: Context, deserialize: Callable[[bytes], Any] | None, *, is_open: bool) -> Any:
+    async def _read(self, context: Context, *, is_open: bool) -> bytes:
         if is_open and not self._open_reads_left:
             raise LimitExceeded("too many calls that need no token have yet to send their message: try again later")
         self._open_reads_left -= is_open
         seconds = OPEN_READ_SECONDS if is_open else READ_SECONDS
         try:
             async with asyncio.timeout(seconds):
-                message = await context.read()
+                message = await self._awaited.read(context)
+                # What a call that waits for others sends on would be held meanwhile, and nobody wants it.
+                more = message is not grpc.aio.EOF and await self._awaited.read(context) is not grpc.aio.EOF
         except TimeoutError:
             raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None
         finally:
             self._open_reads_left += is_open
         if message is grpc.aio.EOF:
             raise BadRequest("the call came without its message: send one")
-        try:
-            return deserialize(message) if deserialize is not None else message
-        except DecodeError:
-            raise MalformedFrame(f"the {len(message)} bytes received are no message of this call") from None
+        if more:
+            raise BadRequest("the call came with more than one message: send one")
+        return message  # type: ignore[no-any-return]
+
+
+def _parse(message: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
+    try:
+        return deserialize(message) if deserialize is not None else message
+    except DecodeError:
+        raise MalformedFrame(f"the {len(message)} bytes received are no message of this call") from None
 
 
 class Writer:

@@ -8,13 +8,18 @@ import grpc
 import grpc.aio
 
 from pyps.config import ConfigError, ServerConfig, flag_name
-from pyps.service.calls import MessageReader
+from pyps.service.calls import Awaited, MessageReader
+from pyps.service.limits import ByteBudget
 from pyps.service.security import TokenInterceptor
 
 # Questions are short.
 CONTROL_BYTES_MAX = 64 * 2**10
 # A worker has a handful of calls under way on its connection, each of which may make the server hold a message.
 _CALLS_PER_CONNECTION_MAX = 32
+# Messages that may be late at once on the control port.
+_CONTROL_LATE_MAX = 64
+# Beyond the longest message: so much is taken in to say what was wrong with it.
+_TOO_LONG_BYTES = 2**20
 # Health checks that have begun, on a port where gRPC takes in messages of any call as large as a tensor's.
 _OPEN_READS_MAX = 16
 # Clients ping an idle connection every 60 s; the server allows twice that pace before it calls it abuse.
@@ -29,24 +34,29 @@ _LOOKAHEAD_BYTES = 2**22
 Options = list[tuple[str, int]]
 
 
-def make_data_server(config: ServerConfig, token: str | None) -> grpc.aio.Server:
+def make_data_server(
+    config: ServerConfig, token: str | None, *, awaited: Awaited, budget: ByteBudget
+) -> grpc.aio.Server:
     """A server for tensor-bearing calls."""
     options = [
         # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
         # setting, and one far too long is never held.
-        ("grpc.max_receive_message_length", 2 * config.max_message_bytes),
+        ("grpc.max_receive_message_length", config.max_message_bytes + _TOO_LONG_BYTES),
         ("grpc.max_send_message_length", -1),
         # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in what it
         # believes to be under way, several messages of each caller.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
     ]
-    return _make_server(token, MessageReader(open_reads_max=_OPEN_READS_MAX), options)
+    return _make_server(token, MessageReader(awaited, budget, open_reads_max=_OPEN_READS_MAX), options)
 
 
-def make_control_server(token: str | None) -> grpc.aio.Server:
+def make_control_server(token: str | None, *, budget: ByteBudget) -> grpc.aio.Server:
     """A server for small calls, on a port of its own: large messages stand in nobody's way there."""
-    return _make_server(token, MessageReader(), [("grpc.max_receive_message_length", CONTROL_BYTES_MAX)])
+    options = [
+        ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
+    ]
+    return _make_server(token, MessageReader(Awaited(_CONTROL_LATE_MAX), budget), options)
 
 
 def _make_server(token: str | None, reader: MessageReader, options: Options) -> grpc.aio.Server:

@@ -13,7 +13,7 @@ from pyps.process import resident_bytes
 from pyps.run import Run
 from pyps.run.conduct import Settled
 from pyps.run.state import RunState
-from pyps.service.calls import Context, guarded
+from pyps.service.calls import Awaited, Context, guarded
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
@@ -27,6 +27,7 @@ from pyps.service.report import (
     worker_info,
 )
 from pyps.service.security import require_loopback
+from pyps.service.serializations import Serializations
 from pyps.service.work_messages import progress_to
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
@@ -69,12 +70,16 @@ class Inspector(InspectorServicer):
         budget: ByteBudget,
         checkpoints: CheckpointFolder | None,
         local: LocalServer,
+        serializations: Serializations,
+        awaited: Awaited,
     ):
         self._run = run
         self._addresses = addresses
         self._budget = budget
         self._checkpoints = checkpoints
         self._local = local
+        self._serializations = serializations
+        self._awaited = awaited
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
 
     @_answering
@@ -190,6 +195,8 @@ class Inspector(InspectorServicer):
             shared_bytes=self._local.shared_bytes,
             first_parameters_bytes=self._run.gate.num_bytes,
             ledger_bytes=sum(shard.ledger_bytes for shard in shards),
+            serialized_bytes=self._serializations.bytes_held,
+            late_messages=self._awaited.num_late,
         )
 
     @_answering

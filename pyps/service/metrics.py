@@ -34,10 +34,12 @@ from pyps.core.receipt import Reason
 from pyps.process import resident_bytes
 from pyps.run import Run, RunState
 from pyps.run.run import SOFTWARE
+from pyps.service.calls import Awaited
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
 from pyps.service.report import learning_rates_of
+from pyps.service.serializations import Serializations
 from pyps.statistics import Statistics, Tally
 from pyps.work import Progress
 
@@ -57,11 +59,22 @@ log = logs.get("pyps.service")
 class RunCollector(Collector):
     """Reads a run's counts at scrape time; nothing is counted twice."""
 
-    def __init__(self, run: Run, budget: ByteBudget, local: LocalServer, checkpoints: CheckpointFolder | None):
+    def __init__(
+        self,
+        run: Run,
+        *,
+        budget: ByteBudget,
+        local: LocalServer,
+        checkpoints: CheckpointFolder | None,
+        serializations: Serializations,
+        awaited: Awaited,
+    ):
         self._run = run
         self._budget = budget
         self._local = local
         self._checkpoints = checkpoints
+        self._serializations = serializations
+        self._awaited = awaited
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family, also those without a value yet: a dashboard never misses one."""
@@ -202,6 +215,7 @@ class RunCollector(Collector):
         memory.add_metric(["pending"], sum(shard.pending_bytes for shard in shards))
         memory.add_metric(["first_parameters"], self._run.gate.num_bytes)
         memory.add_metric(["ledger"], sum(shard.ledger_bytes for shard in shards))
+        memory.add_metric(["serialized"], self._serializations.bytes_held)
         memory.add_metric(["shared"], self._local.shared_bytes)
         memory.add_metric(["resident"], resident_bytes())
         yield memory
@@ -215,6 +229,11 @@ class RunCollector(Collector):
             "Gradients that wait for an update.",
             value=sum(shard.num_pending for shard in shards),
         )
+        yield GaugeMetricFamily(
+            "pyps_late_messages",
+            "Messages that have not come for 5 s; gRPC may hold most of each.",
+            value=self._awaited.num_late,
+        )
         receipts = sum(shard.num_receipts for shard in shards)
         yield GaugeMetricFamily("pyps_ledger_receipts", "Receipts kept for repeated pushes.", value=receipts)
 
@@ -224,18 +243,15 @@ class MetricsServer:
 
     def __init__(
         self,
-        run: Run,
+        collector: RunCollector,
         *,
         host: str,
         port: int,
         token: str | None,
-        budget: ByteBudget,
-        local: LocalServer,
-        checkpoints: CheckpointFolder | None,
     ):
         """Binds the port. Raises ConfigError when it is taken."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(RunCollector(run, budget, local, checkpoints))
+        registry.register(collector)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         application = _guarded(make_wsgi_app(registry), token)

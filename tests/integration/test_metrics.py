@@ -60,6 +60,7 @@ FAMILIES = {
     "pyps_shard_version": "gauge",
     "pyps_memory_bytes": "gauge",
     "pyps_in_flight_bytes_max": "gauge",
+    "pyps_late_messages": "gauge",
     "pyps_ledger_receipts": "gauge",
     "process_resident_memory_bytes": "gauge",
     "python_info": "gauge",

@@ -10,12 +10,16 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from client_support import gradients_like, make_client, small_model
+from pyps.service import calls
+from pyps.service.calls import LATE_MIN
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.contract import METHODS
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
 from pyps_wire.partition import Model, Tensor
-from support import connected, inspect, status_of, wait_until
+from support import connected, inspect, status_of, wait_until, workers_of
 from wire_worker import CHANNEL_OPTIONS, WireWorker, crew, parked_pull, refusal_of
 
 # Four shards of a megabyte each.
@@ -100,6 +104,7 @@ def test_pulls_that_nobody_reads_are_held_a_shard_each_and_disturb_nobody(start_
         for pull in pulls:
             stack.callback(pull.cancel)
         wait_until(lambda: memory_in_flight(server) >= 8 * SHARD_BYTES, 60, "a shard of each pull")
+        assert inspect(server.control, "GetMemory").serialized_bytes >= SHARD_BYTES
         with WireWorker(server.data, "lively", model=LARGE) as lively:
             lively.join()
             for version in range(10):
@@ -158,6 +163,56 @@ def test_any_number_of_unread_pulls_of_one_worker_or_of_observers_leaves_the_oth
                 pushed = [honest.push_request(0.0, shard, base_version=version) for shard in range(4)]
                 assert len(honest.push(*pushed)) == len(honest.pull()) == 4
         assert memory_in_flight(server) > 20 * SHARD_BYTES
+
+
+def test_of_messages_that_do_not_come_few_are_waited_for_whoever_sends_them(start_server, monkeypatch):
+    """Each may be one of which gRPC holds nearly all, on any number of connections."""
+    monkeypatch.setattr(calls, "LATE_SECONDS", 0.05)
+    server, ends = start_server("--max-workers", "2"), threading.Event()
+
+    def never():
+        ends.wait(60)
+        yield from ()
+
+    with make_client(server.data, transport="grpc") as honest, contextlib.ExitStack() as stack:
+        honest.pull()
+        honest.push(gradients_like(small_model(), seed=1))
+        channels = [stack.enter_context(connected(server.data)) for _ in range(2)]
+        stack.callback(ends.set)
+        for name in ("Exchange", "Push", "Stage", "Initialize"):
+            kind = "stream_stream" if name in ("Exchange", "Push") else "stream_unary"
+            silent = [
+                getattr(channel, kind)(METHODS[name])(never(), timeout=60)
+                if kind == "stream_stream"
+                else channel.stream_unary(METHODS[name]).future(never(), timeout=60)
+                for channel in channels
+                for _ in range(12)
+            ]
+            ended = wait_until(lambda s=silent: len(d := [c for c in s if c.done()]) >= 24 - LATE_MIN and d, 60, name)
+            assert all("calls had waited for their messages" in call.details() for call in ended), name
+            assert inspect(server.control, "GetMemory").late_messages <= LATE_MIN
+            for call in silent:
+                call.cancel()
+        # Its stream was the one that had waited longest.
+        honest.push(gradients_like(small_model(), seed=2))
+        assert min(worker.pushes_applied for worker in workers_of(server.control).values()) > 0
+    assert "Traceback" not in server.output()
+
+
+def test_what_a_call_sends_beyond_its_one_message_is_not_held(start_server):
+    with WireWorker(start_server().data) as worker:
+        for method in ("Pull", "Proceed", "Heartbeat"):
+            call = worker.channel.stream_stream(METHODS[method])
+            refused = refusal_of(lambda call=call: list(call(iter([b""] * 2), timeout=60)))
+            assert refused[:2] == ("INVALID_ARGUMENT", "BadRequest") and "more than one message" in refused[2]
+
+
+def test_a_long_message_counts_while_its_call_lasts(start_server):
+    server = start_server("--max-in-flight-bytes", str(2**20))
+    with WireWorker(server.data) as worker:
+        status, name, text = refusal_of(worker.hello, software="x" * 2**20)
+        assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and "--max-in-flight-bytes" in text
+        worker.join()
 
 
 def deaf_channel(server) -> grpc.Channel:
