@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 import grpc
@@ -16,6 +17,11 @@ from pyps.service.security import TokenInterceptor
 CONTROL_BYTES_MAX = 64 * 2**10
 # A worker has a handful of calls under way on its connection, each of which may make the server hold a message.
 _CALLS_PER_CONNECTION_MAX = 32
+# Observers and commands come beside the workers; commands alone to the control port.
+_MORE_CONNECTIONS = 64
+_CONTROL_CONNECTIONS_MAX = 64
+# A connection without a call is worth less than a place for another.
+_IDLE_MS = 300_000
 # Messages that may be late at once on the control port.
 _CONTROL_LATE_MAX = 64
 # Beyond the longest message: so much is taken in to say what was wrong with it.
@@ -43,6 +49,11 @@ def make_data_server(
         # setting, and one far too long is never held.
         ("grpc.max_receive_message_length", config.max_message_bytes + _TOO_LONG_BYTES),
         ("grpc.max_send_message_length", -1),
+        # A worker has one, and may have left another behind that has yet to end.
+        (
+            "grpc.max_allowed_incoming_connections",
+            _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2),
+        ),
         # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in what it
         # believes to be under way, several messages of each caller.
         ("grpc.http2.bdp_probe", 0),
@@ -55,8 +66,15 @@ def make_control_server(token: str | None, *, budget: ByteBudget) -> grpc.aio.Se
     """A server for small calls, on a port of its own: large messages stand in nobody's way there."""
     options = [
         ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
+        ("grpc.max_allowed_incoming_connections", _connections(_CONTROL_CONNECTIONS_MAX, files_share=8)),
     ]
     return _make_server(token, MessageReader(Awaited(_CONTROL_LATE_MAX), budget), options)
+
+
+def _connections(count: int, *, files_share: int) -> int:
+    """So many connections, or fewer where each would leave no file for a checkpoint."""
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return count if files_max == resource.RLIM_INFINITY else max(1, min(count, files_max // files_share))
 
 
 def _make_server(token: str | None, reader: MessageReader, options: Options) -> grpc.aio.Server:
@@ -108,6 +126,7 @@ def _common_options() -> Options:
         # Without this a second server would silently share the port and take half of the traffic.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION_MAX),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MIN_MS),
         # The server pings too: a machine that vanished must not leave calls behind.

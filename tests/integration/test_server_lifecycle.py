@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 import urllib.request
@@ -10,7 +11,7 @@ import urllib.request
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.partition import Model, Tensor
-from support import ServerProcess, wait_until
+from support import ServerProcess, inspect, wait_until
 from wire_worker import WireWorker, parked_pull, refusal_of, values_of
 
 Command = wire.HeartbeatReply.Command
@@ -142,3 +143,26 @@ def test_an_unknown_instruction_set_is_refused_at_the_start():
         assert server.wait() == 2
         assert "PYPS_ISA" in server.output()
         assert "Traceback" not in server.output()
+
+
+def test_connections_beyond_the_open_files_end_no_server_and_leave_files_for_a_checkpoint(start_python, tmp_path):
+    code = "import resource as r, sys; r.setrlimit(r.RLIMIT_NOFILE, (200, 200)); from pyps.cli.main import app; app()"
+    ready_path, folder = tmp_path / "ready.json", tmp_path / "checkpoints"
+    ports = ("--port", "0", "--control-port", "0", "--metrics-port", "0")
+    files = ("--ready-file", str(ready_path), "--checkpoint-dir", str(folder))
+    process = start_python("-c", code, "serve", *ports, *files)
+    wait_until(lambda: ready_path.exists() or not process.running, what="the server")
+    ready = json.loads(ready_path.read_text(encoding="utf-8"))
+    with WireWorker(ready["data"]) as worker, contextlib.ExitStack() as idle:
+        worker.join()
+        for updates, port in enumerate(("data", "control"), start=1):
+            host, number = ready[port].rsplit(":", 1)
+            for _ in range(260):
+                idle.enter_context(socket.create_connection((host, int(number)), timeout=20))
+            assert worker.push(worker.push_request(1.0))[0].version_after == updates
+            if port == "data":
+                inspect(ready["control"], "SaveCheckpoint")
+                assert (folder / "checkpoint-00000001").is_dir()
+        assert process.terminate() == 0
+    assert (folder / "checkpoint-00000002").is_dir()
+    assert "Traceback" not in process.output()
