@@ -35,8 +35,9 @@ from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished
 from pyps_wire.inspector_pb2_grpc import InspectorServicer
 
-# Answers are quick; this many may be made at once, the rest wait in line.
-THREADS = 8
+# How many answers of a kind may be made at once; the rest wait in line. Those that read every parameter, or wait for a
+# checkpoint, take long and hold up only their like.
+THREADS = {"ask": 8, "sum": 2, "save": 1}
 EVENTS_DEFAULT = 100
 EVENTS_MAX = 1000
 RECEIPTS_DEFAULT = 20
@@ -45,18 +46,23 @@ TENSORS_DEFAULT = 100
 TENSORS_MAX = 1000
 
 
-def _answering(method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """Runs the method on a thread, since it may wait for locks; what it raises ends the call."""
+def _answering(method: Callable[..., Any], *, kind: str = "ask") -> Callable[..., Awaitable[Any]]:
+    """Runs the method on a thread of its kind, since it may wait for locks; what it raises ends the call."""
 
     @functools.wraps(method)
     async def answer(self: Inspector, request: Any, context: Context) -> Any:
         @functools.wraps(method)
         async def ask(request: Any, context: Context) -> Any:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, method, self, request, context)
+            threads = self._threads[kind]
+            return await asyncio.get_running_loop().run_in_executor(threads, method, self, request, context)
 
         return await guarded(ask)(request, context)
 
     return answer
+
+
+_summing = functools.partial(_answering, kind="sum")
+_saving = functools.partial(_answering, kind="save")
 
 
 class Inspector(InspectorServicer):
@@ -80,14 +86,16 @@ class Inspector(InspectorServicer):
         self._local = local
         self._serializations = serializations
         self._awaited = awaited
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
+        self._threads = {
+            kind: ThreadPoolExecutor(count, thread_name_prefix=f"control-{kind}") for kind, count in THREADS.items()
+        }
 
     @_answering
     def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.Status:
         """The server at a glance."""
         return status_of(self._run, self._addresses, self._checkpoints)
 
-    @_answering
+    @_summing
     def ListShards(self, request: pb.ListShardsRequest, context: Context) -> pb.ListShardsReply:
         """This server's shards, with checksums of their parameters."""
         partition, shards = self._run.partition, self._run.shards
@@ -111,7 +119,7 @@ class Inspector(InspectorServicer):
             ]
         )
 
-    @_answering
+    @_summing
     def ListTensors(self, request: pb.ListTensorsRequest, context: Context) -> pb.ListTensorsReply:
         """The tensors, or blocks of them, of which this server holds something, a page at a time."""
         partition, shards = self._run.partition, self._run.shards
@@ -235,7 +243,7 @@ class Inspector(InspectorServicer):
             warnings=run.conduct.warnings_of_a_change,
         )
 
-    @_answering
+    @_saving
     def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointReply:
         """Writes a checkpoint now."""
         require_loopback(context, "SaveCheckpoint")
@@ -244,7 +252,7 @@ class Inspector(InspectorServicer):
         saved = self._checkpoints.save(self._run)
         return pb.SaveCheckpointReply(path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)
 
-    @_answering
+    @_saving
     def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
         """Forgets the run and sets its checkpoints aside."""
         require_loopback(context, "Reset")

@@ -15,11 +15,14 @@ import pytest
 
 from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
 from pyps.checkpoint.disk import Disk
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.partition import Model, Tensor
 from support import (
     DEADLINE_SECONDS,
     ServerProcess,
     ServerThread,
+    connected,
     events_of,
     inspect,
     status_of,
@@ -137,6 +140,21 @@ def test_leases_end_while_a_checkpoint_is_written(
         assert slow_disk.asked.wait(DEADLINE_SECONDS)
         wait_for_event(server, "expired")
         slow_disk.goes_on.set()
+
+
+def test_callers_who_wait_for_a_checkpoint_hold_up_no_answer(
+    start_server: Callable[..., ServerThread], tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    server = start_server("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-seconds", "1000")
+    with WireWorker(server.data) as worker, connected(server.control) as channel:
+        worker.join()
+        saves = [InspectorStub(channel).SaveCheckpoint.future(pb.SaveCheckpointRequest()) for _ in range(12)]
+        assert slow_disk.asked.wait(DEADLINE_SECONDS)
+        for method in ("GetStatus", "GetMemory", "ListEvents", "ListShards", "ListWorkers"):
+            inspect(server.control, method)
+        assert not any(save.done() for save in saves)
+        slow_disk.goes_on.set()
+        assert len({save.result(DEADLINE_SECONDS).path for save in saves}) == 12
 
 
 def test_the_end_takes_no_longer_than_it_may_whatever_holds_it_up(
