@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -70,6 +71,9 @@ def serve(config: ServerConfig) -> int:
     token = load_token(config)
     _check_ready_file(config.ready_file)
     keep_large_blocks(shared=True)
+    # Connections may take half of them, and a shell gives 1024 however many the system would.
+    _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
     return asyncio.run(Server(config, token=token, instruction_set=instruction_set).run())
 
 
