@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,9 +125,20 @@ def _ask(address: str, token: str, *, num_events: int) -> Answer:
             control.call("GetStatus", pb.GetStatusRequest()),
             control.call("ListWorkers", pb.ListWorkersRequest()).workers,
             control.call("ListShards", pb.ListShardsRequest()).shards,
-            events[len(events) - min(num_events, len(events)) :],
+            _chosen(events, num_events),
             control.call("GetWork", work_wire.GetWorkRequest()),
         )
+
+
+def _chosen(events: Sequence[pb.Event], count: int) -> list[pb.Event]:
+    """So many of the newest events, of each kind a quarter as long as there are others: comings and goings are many."""
+    newest_first: list[pb.Event] = []
+    others: list[pb.Event] = []
+    seen: Counter[str] = Counter()
+    for event in reversed(events):
+        seen[event.kind] += 1
+        (newest_first if 4 * seen[event.kind] <= max(count, 4) else others).append(event)
+    return sorted([*newest_first, *others][:count], key=lambda event: event.number)
 
 
 def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) -> None:

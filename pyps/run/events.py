@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from threading import Lock
 
 from pyps import logs
 
-# The oldest is forgotten beyond this, so that a long run does not fill the memory.
+# Beyond this the oldest of the most frequent kind is forgotten: a long run does not fill the memory, and workers that
+# come and go all the time push nothing out that happens once.
 EVENTS_MAX = 1000
 
 log = logs.get("pyps.run")
@@ -37,7 +40,7 @@ class Events:
         self._clock = clock
         self._lock = Lock()
         # Guarded by _lock.
-        self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self._events: defaultdict[str, deque[Event]] = defaultdict(deque)
         self._number = 0
 
     def add(self, kind: str, what: str, *, warning: bool = False, **facts: object) -> None:
@@ -47,13 +50,17 @@ class Events:
         message = f"{what}: {', '.join(words)}" if words else what
         with self._lock:
             self._number += 1
-            self._events.append(Event(self._number, self._clock(), kind, message, str(facts.get("worker", ""))))
+            event = Event(self._number, self._clock(), kind, message, str(facts.get("worker", "")))
+            self._events[kind].append(event)
+            if sum(map(len, self._events.values())) > EVENTS_MAX:
+                max(self._events.values(), key=len).popleft()
         (log.warning if warning else log.info)(what, **facts)
 
     def since(self, number: int) -> list[Event]:
         """The events after that number, as far as they are kept."""
         with self._lock:
-            return [event for event in self._events if event.number > number]
+            kept = [event for event in chain(*self._events.values()) if event.number > number]
+        return sorted(kept, key=attrgetter("number"))
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self.since(0))

@@ -180,7 +180,7 @@ class Inspector(InspectorServicer):
                 for event in events
             ],
             newest=events[-1].number if events else request.after,
-            forgotten=kept[0].number - request.after - 1 if kept else 0,
+            forgotten=events[-1].number - request.after - len(events) if events else 0,
         )
 
     @_answering

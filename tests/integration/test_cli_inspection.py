@@ -20,7 +20,7 @@ from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, ServerThread, inspect, shell, wait_until, workers_of
+from support import AnyServer, ServerThread, configure, inspect, shell, wait_until, workers_of
 from wire_worker import WireWorker
 
 Start = Callable[..., ServerThread]
@@ -315,3 +315,16 @@ def test_status_tells_whom_a_round_waits_for_and_set_what_became_of_those_that_w
     assert "2: quick, slow" in shown and "worker joined" in shown
     assert f"{server.control} its round waits for the gradients of slow" in shown
     assert "async, staleness divide, learning rate 1; 1 gradient that waited became 1 update." in output
+
+
+def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go(start_server: Start) -> None:
+    server = start_server()
+    with WireWorker(server.data) as worker:
+        worker.join()
+        configure(server, expected_workers=7)
+        for index in range(20):
+            with WireWorker(server.data, f"invented-{index}") as other:
+                other.hello()
+                other.leave()
+    shown = shell("status", "--servers", server.control)
+    assert "expected workers 7" in shown and "worker left: worker invented-19" in shown

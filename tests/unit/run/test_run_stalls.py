@@ -169,6 +169,17 @@ def test_events_are_numbered_and_the_oldest_are_forgotten():
     assert next(iter(events)).number == 6
 
 
+def test_events_of_which_there_are_many_push_out_their_like_only():
+    events = Events(lambda: 0.0)
+    events.add("configured", "settings changed")
+    for index in range(EVENTS_MAX):
+        for kind in ("joined", "left"):
+            events.add(kind, f"worker {index} {kind}")
+    kept = list(events)
+    assert len(kept) == EVENTS_MAX and [event.number for event in kept] == sorted(event.number for event in kept)
+    assert [kept[0].kind, kept[-1].message] == ["configured", f"worker {EVENTS_MAX - 1} left"]
+
+
 def test_waits_tell_who_waits_for_whom_and_count_equal_ones():
     waits, woken = Waits(), []
     for_b = Wait("a", lambda: "a waits for b", lambda: ("b",), lambda: woken.append("a"))
