@@ -25,10 +25,11 @@ if how == "each":
 else:
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(model)
-    try:
-        RemoteOptimizer(model, sgd, servers)
-    except BadRequest as refusal:
-        print("refused:", refusal, flush=True)
+    for given in (model, model.module):  # A trainer's own module does not know that it was wrapped.
+        try:
+            RemoteOptimizer(given, sgd, servers)
+        except BadRequest as refusal:
+            print("refused:", refusal, flush=True)
     optimizer = RemoteOptimizer(model, sgd, servers, worker_id="ddp", replica=Replica())
     sampler = torch.utils.data.DistributedSampler(dataset, shuffle=False)
 for index in sampler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -201,7 +202,7 @@ def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Modul
         )
     is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
     inner: Any = model.module if is_wrapped else model
-    for part in model.modules():
+    for part in (*model.modules(), *_averagers_of(inner)):
         if type(part).__name__ == "FullyShardedDataParallel":
             raise BadRequest(
                 "The model is a FullyShardedDataParallel, whose parameters are nameless pieces: cut it with "
@@ -222,6 +223,17 @@ def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Modul
             replica.hold_alike(plain_name(name) for name, parameter in named if id(parameter) in alike)
     whole: torch.nn.Module = inner
     return whole
+
+
+def _averagers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The DistributedDataParallel around a module, where there is one: a trainer hands on what it has wrapped."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not distributed or torch.distributed.get_world_size() == 1:
+        return []
+    # The module does not know of it, and torch keeps no list.
+    kind = torch.nn.parallel.DistributedDataParallel
+    around_any = (found for found in gc.get_objects() if issubclass(type(found), kind))
+    return [found for found in around_any if getattr(found, "module", None) is module]
 
 
 def check_replica(replica: Replica | None, *, buffers: str, read_my_writes: bool) -> None:
