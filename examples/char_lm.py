@@ -63,7 +63,7 @@ def main() -> None:
         push_every=arguments.push_every,
         overlap=arguments.overlap,
     )
-    portions = Portions(training, optimizer, batch_size=arguments.batch_size, seed=1)
+    portions = Portions(training, optimizer, batch_size=arguments.batch_size, epochs=arguments.epochs, seed=1)
     loader = DataLoader(training, batch_sampler=portions)
     for epoch in range(arguments.epochs):
         batches, loss_sum = 0, 0.0

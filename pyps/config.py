@@ -102,6 +102,9 @@ class ServerConfig:
     stall_seconds: float = setting(
         300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
     )
+    epochs_ahead: int = setting(
+        1, "Epochs of shared data that free workers may begin before the present one is complete.", minimum=0
+    )
     expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
     start_together: bool = setting(
         False, "No worker begins before all expected ones have joined, or --stall-seconds are over."

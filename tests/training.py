@@ -86,8 +86,8 @@ def train_on_portions(
 ) -> tuple[list[int], float]:
     """Trains a small model of its own on a data set that workers share in portions.
 
-    Returns the examples that this worker computed in each epoch, and the loss in the end. `step_seconds`: how slow it
-    is.
+    Returns the examples that this worker computed in each iteration, and the loss in the end. `step_seconds`: how slow
+    it is.
     """
     inputs = torch.randn(examples, 8, generator=torch.Generator().manual_seed(0))
     dataset = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -96,7 +96,7 @@ def train_on_portions(
     where = {"run_id": "portions", "worker_id": worker_id}
     counts = []
     with RemoteOptimizer(model, sgd, servers, **where, push_every=push_every, overlap=overlap) as optimizer:
-        portions = Portions(dataset, optimizer, batch_size=4, portion_batches=portion_batches)
+        portions = Portions(dataset, optimizer, batch_size=4, epochs=epochs, portion_batches=portion_batches)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=portions)
         for _ in range(epochs):
             counts.append(0)
@@ -206,7 +206,8 @@ class QueueChannel:
         woken = threading.Event()
         pass_ = getattr(request, "pass") if request.HasField("pass") else None
         held: list[int] | None = list(request.held)
-        asked = {"pass_": pass_, "now": 0.0, "wake": woken.set if request.wait_milliseconds else None}
+        wake = woken.set if request.wait_milliseconds else None
+        asked = {"pass_": pass_, "passes": request.passes, "now": 0.0, "wake": wake}
         answer = self._queue.lease(sender.worker_id, sender.incarnation, held=held, **asked)
         while isinstance(answer, NothingNow) and request.wait_milliseconds:
             if not woken.wait(request.wait_milliseconds / 1000):

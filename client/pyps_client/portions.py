@@ -31,11 +31,15 @@ class Portions:
     trained on, by whomever; the batches are this worker's part of it. A portion whose worker dies goes to another, and
     counts as trained on once the gradients of all its batches are with the servers: one `optimizer.step()` a batch.
 
-        portions = Portions(dataset, optimizer, batch_size=32)
+        portions = Portions(dataset, optimizer, batch_size=32, epochs=20)
         loader = DataLoader(dataset, batch_sampler=portions, num_workers=2)
         for epoch in range(20):
             for x, y in portions.epoch(loader):
                 ...
+
+    With `epochs` a worker that finds nothing left of an epoch does not wait for those who still compute some of it: its
+    iteration goes on with batches of the next, in that one's own order, as far as the servers' --epochs-ahead allows,
+    and ends, as ever, when its own epoch is complete. The last of them has none after it.
 
     A loader with processes of its own fetches ahead, and cannot wait for the end of an epoch with batches on their
     way: `for x, y in loader` then may end early, and the next iteration goes on with the same epoch. `epoch` does not.
@@ -53,6 +57,7 @@ class Portions:
         portion_batches: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
+        epochs: int | None = None,
         name: str = "train",
     ) -> None:
         """`optimizer`: a RemoteOptimizer, or a Client.
@@ -60,11 +65,14 @@ class Portions:
         `batch_size`: examples in a batch, where the servers' schedule (batch_growth) leaves it open. `portion_batches`:
         batches in a portion, 8 by default; where the protocol sums minibatches in a push (asgd:accumulate=), or the
         schedule says how large they are, by default one push's worth. `seed`: of each epoch's permutation. All of
-        these must be the same in all workers. `name`: for people.
+        these must be the same in all workers. `epochs`: how many the loop goes through, from the first of the run on;
+        without it the worker begins none ahead, as none may come. `name`: for people.
         """
         length = _length_of(dataset)
         self._stepper = stepper = _stepper_of(optimizer)
         _check_whole("batch_size", batch_size)
+        if epochs is not None:
+            _check_whole("epochs", epochs)
         if portion_batches is not None:
             _check_whole("portion_batches", portion_batches)
         if not isinstance(seed, int) or not 0 <= seed < 2**32:
@@ -89,6 +97,7 @@ class Portions:
         self._order = _Order(self._spec)
         self._batch_size = batch_size
         self._epoch = 0
+        self._epochs = epochs or 0
         # Portions that are this worker's and not delivered, the oldest first.
         self._portions: deque[_Portion] = deque()
         # Leased, and no batch of it handed out yet.
@@ -155,6 +164,7 @@ class Portions:
                         f"The {type(source).__name__} given to epoch() draws no batches from these portions: give it "
                         "DataLoader(dataset, batch_sampler=portions) itself, which can be iterated more than once."
                     )
+            self._hand_in()
         finally:
             self._within_epoch = False
 
@@ -165,14 +175,19 @@ class Portions:
             self._stepper.tell_over()
         self._at_hand = None
         if self._portions:
-            self._stepper.flush()
-            self._deliver()
+            self._hand_in()
             left = [portion.lease_id for portion in self._portions]
             self._queue.give_up(left)
             self._portions.clear()
             if left:
                 logger.info("%d portions go back: their batches were not all followed by a step", len(left))
         self._count.begin(exact=exact)
+
+    def _hand_in(self) -> None:
+        """Delivers what the loop is done with: nobody knows how long it stays away."""
+        if self._portions:
+            self._stepper.flush()
+            self._deliver()
 
     def _batches(self) -> Iterator[list[int]]:
         while True:
@@ -199,7 +214,7 @@ class Portions:
         if not self._portions:
             return self._ask(wait=True)
         portion = self._ask(wait=False)
-        if portion is not None or self._over or self._count.ahead:
+        if portion is not None or self._ended or self._count.ahead:
             return portion
         # Nobody has one to give, and others may wait for those that are this worker's.
         self._stepper.flush()
@@ -233,7 +248,7 @@ class Portions:
         return None
 
     def _lease(self, call: LeaseCall | None, *, wait: bool) -> LeaseReply:
-        return self._queue.lease(pass_number=self._epoch, wait=wait, call=call)
+        return self._queue.lease(pass_number=self._epoch, passes=self._epochs, wait=wait, call=call)
 
     def _insist(self, call: Callable[[], T]) -> T:
         try:

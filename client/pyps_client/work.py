@@ -85,8 +85,12 @@ class RemoteQueue:
                 "earlier version. Install the same version of pyps at both ends."
             ) from None
 
-    def lease(self, *, pass_number: int | None = None, wait: bool = True, call: LeaseCall | None = None) -> LeaseReply:
+    def lease(
+        self, *, pass_number: int | None = None, passes: int = 0, wait: bool = True, call: LeaseCall | None = None
+    ) -> LeaseReply:
         """Asks for a portion: of a pass, or of whichever is on. `call` asks in another way than Lease.
+
+        `passes`: how many the worker goes through; said, the portion may be of a later pass, but of none after these.
 
         With `wait` the answer is never NOTHING_NOW, but WaitTimedOut is raised after the launch's `wait_seconds`,
         naming those who were waited for, and RunFinished soon after the run is known to be over.
@@ -94,7 +98,7 @@ class RemoteQueue:
         parking = Parking(self._session.launch.wait_seconds)
 
         def operation(channel: Channel, stop: threading.Event) -> LeaseReply:
-            return self._lease(channel, stop, parking if wait else None, pass_number, call or _lease)
+            return self._lease(channel, stop, parking if wait else None, pass_number, passes, call or _lease)
 
         reply = self._session.ask_first(operation)
         if reply.outcome == LeaseReply.OUTCOME_LEASED:
@@ -136,12 +140,18 @@ class RemoteQueue:
         stop: threading.Event,
         parking: Parking | None,
         pass_number: int | None,
+        passes: int,
         call: LeaseCall,
     ) -> LeaseReply:
         waits = 0
         while True:
             seconds = 0.0 if parking is None else min(parking.call_seconds, LOOK_SECONDS)
-            request = LeaseRequest(sender=self._session.sender, wait_milliseconds=round(seconds * 1000), held=self.held)
+            request = LeaseRequest(
+                sender=self._session.sender,
+                wait_milliseconds=round(seconds * 1000),
+                held=self.held,
+                passes=passes,
+            )
             if pass_number is not None:
                 # The field's name is a keyword of Python's.
                 setattr(request, "pass", pass_number)

@@ -53,15 +53,17 @@ class Portion(_message.Message):
     def __init__(self, portion_id: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("sender", "wait_milliseconds", "held")
+    __slots__ = ("sender", "wait_milliseconds", "held", "passes")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     PASS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
     sender: _common_pb2.Sender
     wait_milliseconds: int
     held: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., wait_milliseconds: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., **kwargs) -> None: ...
+    passes: int
+    def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., wait_milliseconds: _Optional[int] = ..., held: _Optional[_Iterable[int]] = ..., passes: _Optional[int] = ..., **kwargs) -> None: ...
 
 class LeaseReply(_message.Message):
     __slots__ = ("outcome", "portion", "next", "batch_size", "portions_per_stage", "message")
@@ -200,7 +202,7 @@ class EndWorkReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkProgress(_message.Message):
-    __slots__ = ("data", "passes_done", "num_portions", "done", "running", "pending", "copies", "stolen", "lost", "wasted", "seconds_left", "ended", "workers", "scalars", "deliveries")
+    __slots__ = ("data", "passes_done", "num_portions", "done", "running", "pending", "copies", "stolen", "lost", "wasted", "seconds_left", "ended", "workers", "scalars", "deliveries", "ahead")
     class Worker(_message.Message):
         __slots__ = ("worker_id", "done", "running", "examples_per_second")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +247,7 @@ class WorkProgress(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
     DELIVERIES_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     data: DataSpec
     passes_done: int
     num_portions: int
@@ -260,7 +263,8 @@ class WorkProgress(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkProgress.Worker]
     scalars: _containers.ScalarMap[str, float]
     deliveries: _containers.RepeatedCompositeFieldContainer[WorkProgress.Delivery]
-    def __init__(self, data: _Optional[_Union[DataSpec, _Mapping]] = ..., passes_done: _Optional[int] = ..., num_portions: _Optional[int] = ..., done: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., copies: _Optional[int] = ..., stolen: _Optional[int] = ..., lost: _Optional[int] = ..., wasted: _Optional[int] = ..., seconds_left: _Optional[float] = ..., ended: bool = ..., workers: _Optional[_Iterable[_Union[WorkProgress.Worker, _Mapping]]] = ..., scalars: _Optional[_Mapping[str, float]] = ..., deliveries: _Optional[_Iterable[_Union[WorkProgress.Delivery, _Mapping]]] = ..., **kwargs) -> None: ...
+    ahead: int
+    def __init__(self, data: _Optional[_Union[DataSpec, _Mapping]] = ..., passes_done: _Optional[int] = ..., num_portions: _Optional[int] = ..., done: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., copies: _Optional[int] = ..., stolen: _Optional[int] = ..., lost: _Optional[int] = ..., wasted: _Optional[int] = ..., seconds_left: _Optional[float] = ..., ended: bool = ..., workers: _Optional[_Iterable[_Union[WorkProgress.Worker, _Mapping]]] = ..., scalars: _Optional[_Mapping[str, float]] = ..., deliveries: _Optional[_Iterable[_Union[WorkProgress.Delivery, _Mapping]]] = ..., ahead: _Optional[int] = ..., **kwargs) -> None: ...
 
 class GetWorkRequest(_message.Message):
     __slots__ = ("deliveries",)

@@ -29,6 +29,7 @@ def _facts(work: wire.WorkProgress) -> dict[str, str]:
         "data set": f"{work.data.name or 'unnamed'}, {work.data.num_examples:,} examples",
         "pass": _pass_in_words(work),
         "portions": f"{work.done:,} of {work.num_portions:,} done, {work.running:,} running, {work.pending:,} pending",
+        "ahead": f"{work.ahead:,} done of later passes" if work.ahead else "",
         "time left": "" if work.seconds_left < 0 else f"about {_seconds(work.seconds_left)}",
         "backup copies": f"{work.copies:,}, {work.stolen:,} of them finished first" if work.copies else "",
         "lost": f"{work.lost:,} leases of portions that went to others" if work.lost else "",

@@ -188,6 +188,10 @@ class RunFacts:
         growth = self.behaviour.batch_growth
         return growth.size(epoch * growth.epoch_examples) if growth else 0
 
+    def epochs_ahead(self) -> int:
+        """How many epochs of shared data free workers may begin ahead; none where steps wait for others' steps."""
+        return 0 if self.aggregation.barrier or self.conduct.pacing.asks else self.config.epochs_ahead
+
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""
         last, now = self.statistics.last_update, self.clock()

@@ -100,6 +100,7 @@ class Run(RunFacts):
             stall_seconds=config.stall_seconds,
             batch_size_of=self.batch_size_in,
             accumulate=lambda: self.aggregation.accumulate,
+            epochs_ahead=self.epochs_ahead,
             tell=self.events.add,
             # A checkpoint may not know of leases that were given out before the server ended.
             first_lease=time.time_ns() // 1_000,

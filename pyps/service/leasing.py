@@ -61,6 +61,7 @@ class LeaseCall:
                 sender.worker_id,
                 sender.incarnation,
                 pass_=pass_,
+                passes=request.passes,
                 now=run.clock(),
                 wake=parking.wake if wait_seconds else None,
                 held=held,

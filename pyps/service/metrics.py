@@ -403,8 +403,10 @@ def _about_pushes(total: Tally) -> Iterator[Metric]:
 
 def _about_work(work: Progress) -> Iterator[Metric]:
     """Families of server 0, at 0 on others and where no worker shares a data set."""
-    portions = GaugeMetricFamily("pyps_work_portions", "Portions of the present pass, by state.", labels=["state"])
-    for state in ("done", "running", "pending"):
+    portions = GaugeMetricFamily(
+        "pyps_work_portions", "Portions of the present pass, by state; ahead: of later ones, done.", labels=["state"]
+    )
+    for state in ("done", "running", "pending", "ahead"):
         portions.add_metric([state], getattr(work, state))
     yield portions
     yield GaugeMetricFamily("pyps_work_pass", "The present pass over the data set.", value=work.pass_)

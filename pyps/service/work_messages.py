@@ -62,6 +62,7 @@ def progress_to(progress: Progress) -> wire.WorkProgress:
         done=progress.done,
         running=progress.running,
         pending=progress.pending,
+        ahead=progress.ahead,
         copies=progress.copies,
         stolen=progress.stolen,
         lost=progress.lost,

@@ -98,7 +98,7 @@ class WorkerProgress:
     """One worker's part in the present pass."""
 
     worker_id: str
-    # Portions delivered, and held now.
+    # Portions delivered, and held now, be it of later passes.
     done: int
     running: int
     # As measured over its last portions; 0 while unknown.
@@ -118,6 +118,8 @@ class Progress:
     done: int
     running: int
     pending: int
+    # Delivered portions of later passes, which free workers have begun.
+    ahead: int
     # Since the run began: see Counts.
     copies: int
     stolen: int

@@ -21,13 +21,12 @@ class Hand:
     incarnation: int
     # Whether it left, or is taken to be dead.
     gone: bool = False
-    # The portion after the one that it was given last in this pass; None before its first.
+    # The pass of which it was given a portion last, and the portion after that one; None before its first.
+    pass_: int = -1
     next_portion: int | None = None
-    # The first example that it was given in this pass and in the pass before, to begin with the same data again.
+    # The first example that it was given in that pass and in the pass before, to begin with the same data again.
     began: int | None = None
     began_before: int | None = None
-    # Portions delivered in this pass.
-    done: int = 0
     # When it last claimed or delivered anything.
     gave_at: float | None = None
     # Examples, and the seconds that they took, of its last portions.
@@ -38,6 +37,12 @@ class Hand:
         """Examples per second over its last portions; 0 while unknown."""
         seconds = sum(seconds for _, seconds in self.measured)
         return sum(examples for examples, _ in self.measured) / seconds if seconds > 0 else 0.0
+
+    def enter(self, pass_: int) -> None:
+        """Goes to where it began the pass before, unless it is in this one already."""
+        if pass_ != self.pass_:
+            self.began_before, self.began = self.began if self.began is not None else self.began_before, None
+            self.pass_, self.next_portion = pass_, None
 
     def computed(self, num_examples: int, *, leased_at: float, now: float) -> None:
         """Notes that it is done with portions, which it may have been given while it was still at others."""
@@ -79,12 +84,9 @@ class Crew:
         hand.incarnation, hand.gone = incarnation, False
         return hand, renewed
 
-    def begin_pass(self) -> None:
-        """Sends everybody to where it began the pass before; forgets those that are gone."""
+    def forget_gone(self) -> None:
+        """Forgets those that are gone."""
         self._hands = {hand.worker_id: hand for hand in self if not hand.gone}
-        for hand in self:
-            hand.began_before, hand.began = hand.began if hand.began is not None else hand.began_before, None
-            hand.next_portion, hand.done = None, 0
 
     def median_speed(self) -> float:
         """The speed of an ordinary worker; 0 while unknown."""

@@ -8,6 +8,7 @@ section 4.2: portions, backup copies; the claim is ours).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ class Lease:
     """One giving-out of a portion to a worker."""
 
     lease_id: int
+    pass_: int
     portion_id: int
     worker_id: str
     # In seconds of the run's clock.
@@ -72,6 +74,8 @@ class WorkPass:
         self._stages: dict[int, tuple[int, float]] = {}
         self._stage_of: dict[int, int] = {}
         self._example_count = 0
+        # Portions delivered, by worker.
+        self.done_by: Counter[str] = Counter()
 
     @property
     def num_portions(self) -> int:
@@ -146,7 +150,7 @@ class WorkPass:
     def give(self, portion_id: int, hand: Hand, *, lease_id: int, now: float) -> Lease:
         """Gives a portion to a worker, beside those that have it."""
         task = self.tasks.setdefault(portion_id, Task())
-        lease = Lease(lease_id, portion_id, hand.worker_id, now, copy=bool(task.computing))
+        lease = Lease(lease_id, self.number, portion_id, hand.worker_id, now, copy=bool(task.computing))
         if not lease.copy:
             self.pending.remove(portion_id)
         task.computing[lease_id] = self._leases[lease_id] = lease
@@ -180,6 +184,7 @@ class WorkPass:
                 self._end(other, task, "" if other is lease else delivered)
                 in_vain += other is not lease
             portion_ids.append(lease.portion_id)
+            self.done_by[lease.worker_id] += 1
             self._example_count += self.portion(lease).num_examples
             self._times_stalled.pop(lease.portion_id, None)
         if self.portions_per_stage:

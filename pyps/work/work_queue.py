@@ -1,9 +1,10 @@
 """The queue of a data set's portions: each is delivered exactly once a pass, whatever dies.
 
 Two kinds of work. *Plain* work (Downpour, ASGD): a pass is an epoch; the next opens when every portion is delivered
-and somebody asks for it; a portion is with one worker at a time. *Coordinated* work (Sandblaster, Dean et al. 2012,
-section 4.2): a coordinator begins each pass, a result must be claimed before it counts, and near the end of a pass
-several workers get the same portion.
+and somebody asks for it, or earlier for a worker that finds nothing left; a portion is with one worker at a time.
+Passes are complete one after the other, each when its last portion is delivered. *Coordinated* work (Sandblaster,
+Dean et al. 2012, section 4.2): a coordinator begins each pass, a result must be claimed before it counts, and near the
+end of a pass several workers get the same portion.
 
 Nobody waits in here: a worker that gets nothing leaves a wake function, which is called when it is worth asking again.
 """
@@ -42,11 +43,13 @@ class WorkQueue:
         stall_seconds: float,
         batch_size_of: Callable[[int], int] = lambda epoch: 0,
         accumulate: Callable[[], int] = lambda: 0,
+        epochs_ahead: Callable[[], int] = lambda: 0,
         tell: Callable[..., None] = _tell_nobody,
         first_lease: int = 1,
     ) -> None:
         """`batch_size_of(epoch)`: the server's growing minibatch, 0 where it has none. `accumulate()`: minibatches
-        that the protocol sums in a push. Both are called under the queue's lock, and may take none.
+        that the protocol sums in a push. `epochs_ahead()`: how many passes after the present one free workers may
+        begin. All are called under the queue's lock, and may take none.
         `tell(kind, what, **facts)`: notes an event. `first_lease`: above every lease of an earlier process of this
         server, which a checkpoint may not know of.
         """
@@ -54,7 +57,9 @@ class WorkQueue:
         self._tell = tell
         self._lock = Lock()
         # Guarded by _lock.
-        self._state = WorkState(batch_size_of=batch_size_of, accumulate=accumulate, first_lease=first_lease)
+        self._state = WorkState(
+            batch_size_of=batch_size_of, accumulate=accumulate, epochs_ahead=epochs_ahead, first_lease=first_lease
+        )
 
     @property
     def spec(self) -> DataSpec | None:
@@ -86,6 +91,7 @@ class WorkQueue:
         incarnation: int,
         *,
         pass_: int | None = None,
+        passes: int = 0,
         now: float,
         wake: Wake | None = None,
         held: Collection[int] | None = None,
@@ -94,6 +100,8 @@ class WorkQueue:
     ) -> LeaseAnswer:
         """Gives a free worker a portion of the pass asked for, or of the present one.
 
+        It may be of a later one where the worker says how many `passes` it goes through: else nobody may come for what
+        it leaves of the one after its last.
         With NothingNow, `wake` is kept and called once, when it is worth asking `again`; one wake function a worker.
         `held`: the leases that the worker knows of; others of its own go back, as their answers were lost on the way.
         `announced`: the call, where it was. WaitTimedOut to a call that asks after it ended, or its worker asked anew
@@ -107,7 +115,7 @@ class WorkQueue:
             state.due += state.waiting.ask(worker_id, wake, again=again)
             if held is not None and not again:
                 state.take_back_unknown(hand, held)
-            answer = state.answer(hand, pass_, now=now)
+            answer = state.answer(hand, pass_, passes=passes, now=now)
             if isinstance(answer, NothingNow):
                 state.waiting.wait(worker_id, wake, now=now)
             return answer
@@ -296,10 +304,11 @@ class WorkQueue:
         before: a portion that is slow everywhere is done in the end.
         """
         with self._settled() as state:
-            since, work_pass = state.waiting.since(now), state.work_pass
-            if work_pass is None or since is None:
+            since = state.waiting.since(now)
+            if since is None:
                 return
-            for lease in list(work_pass.held()):
+            for lease in [lease for work_pass in state.passes for lease in work_pass.held()]:
+                work_pass = state.pass_of(lease)
                 hand = state.crew.get(lease.worker_id)
                 assert hand is not None
                 if state.waiting.names == {hand.worker_id}:

@@ -123,6 +123,54 @@ def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_on
     assert len(train(first, again)) == 20
 
 
+@pytest.mark.parametrize(("pace", "num_workers"), [*((pace, None) for pace in PACES), ({}, 0), (PACES[3], 2)])
+def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_its_own(pace, num_workers) -> None:
+    work, epochs = make_queue(epochs_ahead=lambda: 1), 3
+    slow, quick = PortionWorker(work, "slow"), PortionWorker(work, "quick", **pace)
+    portions = Portions(range(40), slow, batch_size=4, portion_batches=2, epochs=epochs)
+    batches = portions.epoch()
+    slows = next(batches)
+    mine = Portions(range(40), quick, batch_size=4, portion_batches=2, epochs=epochs)
+    source = mine
+    if num_workers is not None:
+        loader = torch.utils.data.DataLoader(torch.arange(40), batch_sampler=mine, num_workers=num_workers)
+        source = mine.epoch(loader)
+    seen: list[int] = []
+    for batch in source:
+        seen += [int(example) for example in batch]
+        if len(seen) == 32 + 16:
+            # The answer comes after the loop has asked whether its epoch is over.
+            quick.session.gate.clear()
+            threading.Timer(0.05, quick.session.gate.set).start()
+        quick.step()
+        if len(seen) == 32 + 12:
+            # All that was left of its own epoch, and one and a half portions of the next.
+            assert (work.pass_, work.progress(0.0).passes_done) == (0, 0)
+            slow.step()
+            slows += next(batches)
+            slow.step()
+            assert next(batches, None) is None
+    assert sorted(seen[:32] + slows) == list(range(40))
+    # Whatever it had at hand is in before the loop goes to something else.
+    progress = work.progress(0.0)
+    assert (progress.pass_, progress.running) == (1, 0)
+    assert len(seen) >= 32 + 16
+    # In the next one's own order.
+    order = np.random.RandomState([0, 1]).permutation(40)
+    assert sorted(seen[32:]) == sorted(order[counted(work, 1)].tolist())
+    for _ in range(epochs - 1):
+        train(quick, mine.epoch())
+    assert [counted(work, epoch) for epoch in range(epochs)] == [list(range(40))] * epochs
+    assert (work.pass_, work.progress(0.0).ahead) == (epochs - 1, 0)
+
+
+def test_a_worker_alone_never_mixes_epochs() -> None:
+    for pace in PACES:
+        worker = PortionWorker(make_queue(epochs_ahead=lambda: 1), **pace)
+        portions = Portions(range(50), worker, batch_size=4, portion_batches=3, epochs=3)
+        assert all(sorted(train(worker, portions)) == list(range(50)) for _ in range(3))
+
+
 def test_an_iteration_that_was_broken_off_is_continued_by_the_next() -> None:
     work = make_queue()
     worker = PortionWorker(work)
@@ -258,6 +306,7 @@ WRONG = [
     ({"dataset": []}, "The data set, a list, is empty; expected at least one example"),
     ({"batch_size": 0}, "batch_size is 0; expected a whole number, 1 to"),
     ({"batch_size": 2.5}, "batch_size is 2.5; expected a whole number"),
+    ({"epochs": 0}, "epochs is 0; expected a whole number, 1 to"),
     ({"portion_batches": 0}, "portion_batches is 0; expected a whole number, 1 to"),
     ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
     ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "optimizer is a SGD; expected a pyps_client.Remote"),

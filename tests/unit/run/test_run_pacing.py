@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pyps.core.pacing import TurnTaking
 from pyps.run.pacing import Pacing
+from shards import RunDriver
 
 
 class Calls:
@@ -55,6 +58,14 @@ def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
     assert calls.pacing.waited_for() == {"a"}
     calls.pacing.replace(None)
     assert calls.ask("b")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ahead"),
+    [("async", 1), ("asgd", 1), ("softsync:n=1", 1), ("hardsync", 0), ("backup:b=1", 0), ("ssp:s=1", 0), ("serial", 0)],
+)
+def test_free_workers_begin_an_epoch_ahead_where_nobody_waits_for_anothers_steps(protocol, ahead):
+    assert RunDriver("a", "b", protocol=protocol).run.epochs_ahead() == ahead
 
 
 def test_a_worker_that_goes_without_asking_is_no_longer_expected():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pyps.work import DataSpec, Leased, NothingNow, PassDone, WorkQueue
@@ -112,6 +114,104 @@ def test_portions_of_a_minibatch_where_the_server_has_no_growth():
     queue = WorkQueue(stall_seconds=60, accumulate=lambda: 4)
     queue.open(DataSpec("train", 50, batch_size=5), worker_id="a")
     assert lease(queue).portion.num_examples == 20
+
+
+# Passes that are begun ahead.
+
+
+def ahead_queue(num_portions: int, *, ahead: int = 1, **more) -> WorkQueue:
+    """A queue of portions of one example."""
+    return plain_queue(num_portions, 1, epochs_ahead=lambda: ahead, **more)
+
+
+def test_a_free_worker_begins_the_next_pass_as_far_as_it_may_and_is_allowed():
+    for ahead, passes, begun in (
+        (1, 9, [1, 1]),
+        (2, 9, [1, 1, 2, 2]),
+        (2, 2, [1, 1]),
+        (1, 1, []),
+        (1, 0, []),
+        (0, 9, []),
+    ):
+        queue, given = ahead_queue(2, ahead=ahead), []
+        slow = lease(queue, "slow", passes=passes)
+        deliver(queue, lease(queue, "quick", passes=passes), name="quick")
+        while isinstance(answer := lease(queue, "quick", passes=passes), Leased):
+            given.append(answer.pass_)
+            deliver(queue, answer, name="quick")
+        # Nothing is over before the portion that is missing is in; then all is that has all of its own.
+        assert (given, answer, queue.progress(0.0).passes_done) == (begun, NothingNow(0), 0), (ahead, passes)
+        assert (queue.pass_, queue.progress(0.0).ahead, queue.waits_for("quick")) == (0, len(begun), ("slow",))
+        deliver(queue, slow, name="slow")
+        assert queue.progress(0.0).passes_done == 1 + len(begun) // 2
+        assert lease(queue, "quick", queue.pass_, passes=passes) == PassDone(queue.pass_)
+
+
+def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_free():
+    queue = ahead_queue(2)
+    slow, own = lease(queue, "slow", passes=9), lease(queue, "quick", passes=9)
+    woken = Woken()
+    assert lease(queue, "quick", passes=9, wake=woken) == NothingNow(0)
+    deliver(queue, own, name="quick")
+    assert woken.times == 1
+    ahead = [lease(queue, "quick", passes=9, wake=woken, again=True), lease(queue, "quick", passes=9)]
+    assert [answer.pass_ for answer in ahead] == [1, 1]
+    # One delivery may be of several passes.
+    queue.release("slow", now=1.0, lost=True)
+    back = lease(queue, "quick", passes=9)
+    assert (back.pass_, back.portion) == (0, replace(slow.portion, lease_id=back.lease_id))
+    assert deliver(queue, ahead[0], back, name="quick").accepted
+    assert (queue.pass_, queue.progress(0.0).done, queue.progress(0.0).running) == (1, 1, 1)
+    assert deliver(queue, ahead[1], name="quick").accepted
+    assert [counted(queue, pass_) for pass_ in range(2)] == [[0, 1], [0, 1]]
+
+
+def test_an_answer_of_a_pass_ahead_that_was_lost_is_given_again():
+    queue = ahead_queue(3)
+    lease(queue, "slow", passes=9)
+    for _ in range(2):
+        deliver(queue, lease(queue, "quick", passes=9), name="quick")
+    lost = lease(queue, "quick", passes=9, held=[])
+    again = lease(queue, "quick", passes=9, held=[])
+    assert (again.pass_, again.portion) == (1, replace(lost.portion, lease_id=again.lease_id))
+    assert again.lease_id > lost.lease_id
+
+
+def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_bound():
+    queue = ahead_queue(3, ahead=2)
+    lost = lease(queue, "slow", passes=9)
+    for _ in range(6):
+        deliver(queue, lease(queue, "quick", passes=9), name="quick")
+    assert queue.progress(0.0).ahead == 4
+    after = restored_queue(queue)
+    assert not deliver(after, lost, name="slow").accepted
+    finish(after, 0)
+    assert (after.pass_, after.progress(0.0).done) == (2, 1)
+    assert lease(after, pass_=1) == PassDone(1)
+    finish(after, 2)
+    assert [counted(after, pass_) for pass_ in range(3)] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_beside_a_worker_eight_times_slower_the_quick_one_stands_still_at_the_end_alone(ahead):
+    """In virtual time: portions of one second and of eight, 20 epochs of 12."""
+    epochs, portions, seconds = 20, 12, {"quick": 1.0, "slow": 8.0}
+    queue = ahead_queue(portions, ahead=ahead)
+    pass_, at_work, gave_at, idle, now = dict.fromkeys(seconds, 0), {}, 0.0, 0.0, 0.0
+    while queue.progress(now).passes_done < epochs:
+        for name in sorted(seconds.keys() - at_work.keys()):
+            while (answer := lease(queue, name, pass_[name], passes=epochs, now=now)) == PassDone(pass_[name]):
+                pass_[name] += 1
+            if isinstance(answer, Leased):
+                at_work[name] = now + seconds[name], answer
+                idle += now - gave_at if name == "quick" else 0.0
+        name = min(at_work, key=lambda name: at_work[name][0])
+        now, answer = at_work.pop(name)
+        assert deliver(queue, answer, name=name, now=now).accepted
+        gave_at = now if name == "quick" else gave_at
+    assert [counted(queue, pass_) for pass_ in range(epochs - 8, epochs)] == [list(range(portions))] * 8
+    assert now - gave_at <= seconds["slow"], "at the end it waits for one portion at most"
+    assert idle > 0.3 * now if ahead == 0 else idle == 0.0
 
 
 # Who gets what.

@@ -38,8 +38,10 @@ class Chance:
     After every step it holds that whoever waits and was not woken would still get nothing.
     """
 
-    def __init__(self, queue: WorkQueue, *, seed: int, num_workers: int = 4) -> None:
+    def __init__(self, queue: WorkQueue, *, seed: int, num_workers: int = 4, passes: int = 0) -> None:
         self.queue = queue
+        # How many all of them go through; 0 where they do not say.
+        self.passes = passes
         self.random = random.Random(seed)
         self.now = 0.0
         self.incarnations = 0
@@ -101,6 +103,7 @@ class Chance:
             worker.name,
             worker.incarnation,
             pass_=worker.pass_,
+            passes=self.passes,
             now=self.now,
             wake=worker.wake,
             held={*worker.held, *worker.claimed},
@@ -167,7 +170,7 @@ class Chance:
             # What it would be told, asked of a copy.
             state = copy.deepcopy(self.queue._state)
             hand, _ = state.crew.enter(worker.name, worker.incarnation)
-            answer = state.answer(hand, worker.pass_, now=self.now)
+            answer = state.answer(hand, worker.pass_, passes=self.passes, now=self.now)
             assert isinstance(answer, NothingNow), f"{worker.name} sleeps, and would get {answer}"
 
 
@@ -185,25 +188,31 @@ def finish_pass(chance: Chance, done: int) -> None:
     raise AssertionError(f"the pass does not end: {chance.queue.progress(chance.now)}")
 
 
+# More than are done.
+PASSES_MAX = 1000
 SEEDS = (0, 1, *(pytest.param(seed, marks=pytest.mark.extended) for seed in range(2, 24)))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_plain_passes_count_each_example_once(seed):
-    chance = Chance(plain_queue(57, 4, stall_seconds=100.0), seed=seed)
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_plain_passes_count_each_example_once(seed, ahead):
+    queue = plain_queue(57, 4, stall_seconds=100.0, epochs_ahead=lambda: ahead)
+    chance = Chance(queue, seed=seed, passes=PASSES_MAX)
     for _ in range(400):
         chance.step()
     finish_pass(chance, chance.queue.progress(0.0).passes_done + 1)
     progress = chance.queue.progress(chance.now)
-    done = range(max(0, progress.passes_done - 8), progress.passes_done)
+    done = range(max(0, progress.pass_ - 7), progress.passes_done)
     assert progress.passes_done >= 2
     for pass_ in done:
         assert counted(chance.queue, pass_) == list(range(57))
 
 
 @pytest.mark.parametrize("seed", SEEDS[1:])
-def test_plain_passes_count_each_example_once_across_restarts_of_the_server(seed):
-    chance = Chance(plain_queue(40, 3, stall_seconds=100.0), seed=seed)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_plain_passes_count_each_example_once_across_restarts_of_the_server(seed, ahead):
+    queue = plain_queue(40, 3, stall_seconds=100.0, epochs_ahead=lambda: ahead)
+    chance = Chance(queue, seed=seed, passes=PASSES_MAX)
     for life in range(1, 6):
         for _ in range(80):
             chance.step()
@@ -211,15 +220,30 @@ def test_plain_passes_count_each_example_once_across_restarts_of_the_server(seed
         for _ in range(20):
             # Happens after the checkpoint, and is forgotten.
             chance.step()
-        chance.queue = WorkQueue(stall_seconds=100.0, first_lease=life * 10_000)
+        chance.queue = WorkQueue(stall_seconds=100.0, first_lease=life * 10_000, epochs_ahead=lambda: ahead)
         chance.queue.restore(kept)
         for worker in chance.workers:
             worker.wake = None
     finish_pass(chance, chance.queue.progress(0.0).passes_done + 1)
     progress = chance.queue.progress(chance.now)
     assert progress.passes_done >= 1
-    for pass_ in range(max(0, progress.passes_done - 8), progress.passes_done):
+    for pass_ in range(max(0, progress.pass_ - 7), progress.passes_done):
         assert counted(chance.queue, pass_) == list(range(40))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_ends_with_its_last_pass_and_has_begun_none_after_it(seed):
+    passes = 5
+    chance = Chance(plain_queue(40, 3, stall_seconds=100.0, epochs_ahead=lambda: 2), seed=seed, passes=passes)
+    for _ in range(10_000):
+        chance.step(quiet=chance.now > 300)
+        # Whose loop is over asks no more.
+        chance.workers = [worker for worker in chance.workers if worker.pass_ < passes]
+        if not chance.workers:
+            break
+    assert [counted(chance.queue, pass_) for pass_ in range(passes)] == [list(range(40))] * passes
+    progress = chance.queue.progress(chance.now)
+    assert (progress.passes_done, progress.pass_, progress.ahead) == (passes, passes - 1, 0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
