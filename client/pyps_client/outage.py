@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 from pyps_client.log import logger
 
-# An outage that lasts is told again after so long, then after twice as long each time, up to the longest.
+# An outage that grows is told again after so long; one that lasts too, then after twice as long each time, up to the
+# longest.
 AGAIN_SECONDS = 10.0
 AGAIN_SECONDS_MAX = 300.0
 
@@ -34,7 +36,7 @@ class Outage:
         # Those of which was told, until all are back.
         self._told: dict[str, _Loss] = {}
         self._again_seconds = AGAIN_SECONDS
-        self._tell_at = 0.0
+        self._told_at = -math.inf
 
     def note(self, name: str, problem: str, *, at: float) -> float:
         """Notes an attempt that failed at `at`; returns when the first one did."""
@@ -74,9 +76,10 @@ class Outage:
             del self._lost[name]
             if self._lost or not self._told:
                 return
-            back, self._told, self._again_seconds = self._told, {}, AGAIN_SECONDS
+            back, self._told = self._told, {}
+            self._again_seconds, self._told_at = AGAIN_SECONDS, -math.inf
         seconds = self._clock() - min(loss.since for loss in back.values())
-        logger.info("%s %s there after %.0f s", ", ".join(back), "is" if len(back) == 1 else "are", seconds)
+        logger.info("%s %s there after %.0f s", ", ".join(sorted(back)), "is" if len(back) == 1 else "are", seconds)
 
     def tell(self, name: str, *, first_seconds: float, left_seconds: float | None = None) -> None:
         """Tells of all that is lost, where this one is new among it and so old, or where it is time again.
@@ -87,17 +90,18 @@ class Outage:
         with self._lock:
             loss = self._lost.get(name)
             is_new = loss is not None and name not in self._told and now - loss.since >= first_seconds
+            pause_seconds = AGAIN_SECONDS if is_new else self._again_seconds
+            if not (is_new or self._told) or now < self._told_at + pause_seconds:
+                return
             if not is_new:
-                if not self._told or now < self._tell_at:
-                    return
                 self._again_seconds = min(2 * self._again_seconds, AGAIN_SECONDS_MAX)
-            self._tell_at = now + self._again_seconds
+            self._told_at = now
             seconds = now - min(loss.since for loss in self._lost.values())
             by_problem: dict[str, list[str]] = {}
             for lost, loss in self._lost.items():
                 self._told.setdefault(lost, loss)
                 by_problem.setdefault(loss.problem, []).append(lost)
-        which = "; ".join(f"{', '.join(names)}: {problem}" for problem, names in by_problem.items())
+        which = "; ".join(f"{', '.join(sorted(names))}: {problem}" for problem, names in by_problem.items())
         if left_seconds is None:
             logger.warning("no word from %s; for %.0f s so far", which, seconds)
         else:

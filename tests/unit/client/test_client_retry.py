@@ -109,16 +109,18 @@ def test_an_outage_of_several_servers_is_told_in_one_line_that_comes_ever_more_r
     told.clear()
     attempts(3, "abcd")
     outage.heard("a")
-    attempts(20, "abcd")
+    attempts(20, "abcde")
     for name in "abc":
         outage.heard(name)
-    assert told == {102: "waiting for a, b, c, d: reset; for 101 s so far, at most 498 s more"}
-    attempts(100, "d", waits=False)
-    assert list(told) == [102, 182]
-    assert told[182] == "no word from d: reset; for 81 s so far"
+    assert list(told) == [102, 112], "the fifth not so soon after the fourth"
+    assert told[102] == "waiting for a, b, c, d: reset; for 101 s so far, at most 498 s more"
+    attempts(100, "de", waits=False)
+    assert list(told) == [102, 112, 192]
+    assert told[192] == "no word from d, e: reset; for 91 s so far"
     now += 7
     outage.heard("d")
-    assert caplog.messages == ["a, b, c, d are there after 229 s"]
+    outage.heard("e")
+    assert caplog.messages == ["a, b, c, d, e are there after 229 s"]
 
     # As if nothing had been.
     caplog.clear()
