@@ -21,7 +21,7 @@ class _Loss:
     """Something that does not answer: since when, why, and how many threads wait for it."""
 
     since: float
-    problem: str = ""
+    problem: str = "no answer"
     num_waits: int = 0
 
 
