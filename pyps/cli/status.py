@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import TOKEN_HELP, Control, Servers, control_addresses, read_token
-from pyps.cli.work_tables import work_tables
+from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes
 from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2 as pb
@@ -159,7 +159,7 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
         data = ",".join(answer.status.data_address for answer in answers)
         console.print(Text(f"no run yet: a worker starts it (PYPS_SERVERS={data})"))
     for line in _lines(answers):
-        console.print(_text(line))
+        console.print(harmless(line))
 
 
 def _lines(answers: Sequence[Answer]) -> Iterable[str]:
@@ -320,12 +320,7 @@ def _table(title: str, rows: Sequence[dict[str, object]], *, left: Sequence[str]
 
 def _add(table: Table, *cells: object) -> None:
     # As Text: what a worker calls itself must not be read as markup.
-    table.add_row(*(_text(str(cell)) for cell in cells))
-
-
-def _text(words: str) -> Text:
-    """The words without what a terminal would take for a command: others chose the names in them."""
-    return Text("".join(character if character.isprintable() else "?" for character in words))
+    table.add_row(*(harmless(str(cell)) for cell in cells))
 
 
 def _mean(workers: Sequence[pb.WorkerInfo], field: str, taken: int) -> float:

@@ -17,10 +17,15 @@ def work_tables(work: wire.WorkProgress) -> Iterator[Table]:
     table = Table(title="work", show_header=False)
     for name, fact in _facts(work).items():
         if fact:
-            table.add_row(Text(name), Text(fact))
+            table.add_row(name, harmless(fact))
     yield table
     if work.workers:
         yield _workers_table(work)
+
+
+def harmless(words: str) -> Text:
+    """The words without what a terminal, or rich, would take for a command: others chose the names in them."""
+    return Text("".join(character if character.isprintable() else "?" for character in words))
 
 
 def _facts(work: wire.WorkProgress) -> dict[str, str]:
@@ -51,8 +56,7 @@ def _workers_table(work: wire.WorkProgress) -> Table:
         table.add_column(name, justify="right")
     for worker in work.workers:
         speed = f"{worker.examples_per_second:,.3g}" if worker.examples_per_second else "not known yet"
-        # As Text: what a worker calls itself must not be read as markup.
-        table.add_row(*map(Text, (worker.worker_id, f"{worker.done:,}", f"{worker.running:,}", speed)))
+        table.add_row(harmless(worker.worker_id), f"{worker.done:,}", f"{worker.running:,}", speed)
     return table
 
 

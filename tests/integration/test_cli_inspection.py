@@ -16,10 +16,13 @@ from safetensors.torch import load_file
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
 from pyps.cli import status as status_command
 from pyps.launcher.ports import free_port
+from pyps.run import handshake
 from pyps_client import Launch, Session
 from pyps_wire import common_pb2 as common
+from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.partition import Model, Tensor
+from pyps_wire.work_pb2_grpc import WorkQueueStub
 from support import AnyServer, ServerThread, configure, inspect, shell, wait_until, workers_of
 from wire_worker import WireWorker
 
@@ -328,3 +331,17 @@ def test_status_shows_what_is_rare_beside_any_number_of_workers_that_come_and_go
                 other.leave()
     shown = shell("status", "--servers", server.control)
     assert "expected workers 7" in shown and "worker left: worker invented-19" in shown
+
+
+def test_status_writes_nothing_that_a_terminal_would_take_for_a_command(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "check_name", lambda name, what: None)
+    server = start_server()
+    with WireWorker(server.data, "\x1b[31mred\nline\x07") as worker:
+        worker.join()
+        data = work.DataSpec(num_examples=10, batch_size=1)
+        WorkQueueStub(worker.channel).Open(work.OpenWorkRequest(sender=worker.sender, data=data), timeout=60)
+        shown = shell("status", "--wide", "--servers", server.control)
+    assert shown.count("?[31mred?line?") >= 3
+    assert all(character.isprintable() or character == "\n" for character in shown)
