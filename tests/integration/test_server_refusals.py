@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import grpc
 import numpy as np
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
+from pyps.core.program import INSTRUCTIONS_MAX, LISTED_MAX
+from pyps.service import calls
+from pyps.service.convert import TENSORS_MAX
+from pyps.service.leasing import LEASES_MAX
+from pyps.service.parameter_server import SCALARS_MAX
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire import vector_machine_pb2 as vectors
+from pyps_wire import work_pb2 as work
 from pyps_wire.contract import METHODS
 from pyps_wire.partition import Model, Tensor
-from support import connected
+from support import connected, wait_until
 from wire_worker import WireWorker, refusal_of, values_of
 
 STREAMS_IN, STREAMS_OUT = ("Exchange", "Initialize", "Push"), ("Exchange", "Pull", "Push")
@@ -87,6 +95,61 @@ def test_lists_beyond_reason_are_refused_before_they_are_read(start_server):
             assert refused[0] == "INVALID_ARGUMENT" and "4000000 bytes" in refused[2], call
         wants = [wire.PullRequest.Want(shard_id=0)] * 2
         assert "names 2 shards, and this server holds 1" in refusal_of(worker.pull, wants)[2]
+
+
+def test_lists_longer_than_there_can_be_are_refused_by_their_length(start_server):
+    with WireWorker(start_server().data) as worker:
+        worker.join()
+        hello, entries = wire.HelloRequest(parts=range(TENSORS_MAX + 1)), [0] * (TENSORS_MAX + 1)
+        model, groups = wire.HelloRequest(), wire.HelloRequest()
+        for _ in entries:
+            model.model.tensors.add()
+            groups.optimizer.groups.add()
+        opening = wire.InitializeRequest(model=model.model)
+        crowd = vectors.Instruction(names=[""] * (LISTED_MAX + 1))
+        leases = range(LEASES_MAX + 1)
+        for method, request, words in (
+            *(("Hello", each, f"lists {TENSORS_MAX + 1} tensors, groups or parts") for each in (hello, model, groups)),
+            ("Initialize", opening, f"lists {TENSORS_MAX + 1} tensors"),
+            ("Execute", vectors.ExecuteRequest(instructions=[vectors.Instruction()] * (INSTRUCTIONS_MAX + 1)), "parts"),
+            ("Execute", vectors.ExecuteRequest(instructions=[crowd]), f"{LISTED_MAX} names"),
+            ("Deliver", work.DeliverRequest(sender=worker.sender, lease_ids=leases), f"names {LEASES_MAX + 1} leases"),
+            ("Lease", work.LeaseRequest(sender=worker.sender, held=leases), f"names {LEASES_MAX + 1} leases"),
+            ("BeginPass", work.BeginPassRequest(scalars={f"{i}": 0.0 for i in range(SCALARS_MAX + 1)}), "257 scalars"),
+            ("Heartbeat", wire.HeartbeatRequest(scalars={f"{i}": 0.0 for i in range(SCALARS_MAX + 1)}), "257 scalars"),
+        ):
+            call = worker.channel.stream_stream(METHODS[method])
+            messages = iter([request.SerializeToString()])
+            status, name, text = refusal_of(lambda call=call, messages=messages: list(call(messages, timeout=60)))
+            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and words in text, (method, text)
+
+
+def test_a_port_takes_few_calls_at_once_and_short_questions(start_server, monkeypatch):
+    monkeypatch.setattr(calls, "OPEN_READ_SECONDS", 60.0)
+    server = start_server()
+    ends = threading.Event()
+
+    def never():
+        ends.wait(60)
+        yield b""
+
+    with connected(server.data) as data, connected(server.control) as control:
+        # Only then it knows how many calls at once the server takes on a connection, and lets the others wait.
+        grpc.channel_ready_future(data).result(60)
+        silent = [data.stream_stream("/grpc.health.v1.Health/Check")(never(), timeout=60) for _ in range(40)]
+        refused = wait_until(lambda: len(d := [c for c in silent if c.done()]) == 40 - 16 and d, what="refusals")
+        assert all("too many calls that need no token" in call.details() for call in refused)
+        for call in silent:
+            call.cancel()
+        streams = [data.stream_stream(METHODS["Exchange"])(never(), timeout=60) for _ in range(32)]
+        one_more = data.unary_unary(METHODS["Heartbeat"]).future(b"", timeout=60)
+        status = control.unary_unary("/pyps.v1.Inspector/GetStatus")
+        code, _, text = refusal_of(status, b"x" * (64 * 2**10 + 1), timeout=60)
+        assert code == "RESOURCE_EXHAUSTED" and "65537" in text
+        assert not one_more.done()
+        streams[0].cancel()
+        assert one_more.result(60)
+        ends.set()
 
 
 def test_scalars_by_names_that_people_could_not_read_are_refused(start_server):
