@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from pyps import logs
 from pyps.service.limits import ByteBudget
 from pyps.service.security import OPEN_PREFIX, Handler, abort
-from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, WaitTimedOut
+from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
 
 # A reply that nobody takes for so long ends its call.
 WRITE_SECONDS = 120.0
@@ -158,6 +158,9 @@ class MessageReader(grpc.aio.ServerInterceptor):
                     # A short one takes no more than its call.
                     with self._budget.account().holding(len(message) if len(message) > SHORT_BYTES else 0):
                         return await behavior(request, context)
+                except LimitExceeded as error:
+                    # A client makes a call again that finds no server, and gives one up that goes beyond a limit.
+                    await abort(context, error if is_open else ServerUnavailable(str(error)))
                 except PypsError as error:
                     await abort(context, error)
 

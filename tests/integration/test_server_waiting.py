@@ -179,17 +179,14 @@ def test_of_messages_that_do_not_come_few_are_waited_for_whoever_sends_them(star
         honest.push(gradients_like(small_model(), seed=1))
         channels = [stack.enter_context(connected(server.data)) for _ in range(2)]
         stack.callback(ends.set)
-        for name in ("Exchange", "Push", "Stage", "Initialize"):
-            kind = "stream_stream" if name in ("Exchange", "Push") else "stream_unary"
+        for name in ("Exchange", "Push", "Stage", "Initialize", "Hello"):
             silent = [
-                getattr(channel, kind)(METHODS[name])(never(), timeout=60)
-                if kind == "stream_stream"
-                else channel.stream_unary(METHODS[name]).future(never(), timeout=60)
-                for channel in channels
-                for _ in range(12)
+                channel.stream_stream(METHODS[name])(never(), timeout=60) for channel in channels for _ in range(12)
             ]
             ended = wait_until(lambda s=silent: len(d := [c for c in s if c.done()]) >= 24 - LATE_MIN and d, 60, name)
             assert all("calls had waited for their messages" in call.details() for call in ended), name
+            # Which a client makes again, in either case.
+            assert {call.code().name for call in ended} == {"UNAVAILABLE" if name == "Hello" else "RESOURCE_EXHAUSTED"}
             assert inspect(server.control, "GetMemory").late_messages <= LATE_MIN
             for call in silent:
                 call.cancel()
