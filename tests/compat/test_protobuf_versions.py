@@ -3,18 +3,17 @@
 The environments are built once, under .envs, and kept.
 """
 
-import os
-import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+
+from environments import build_environment, run
+from support import ROOT
 
 # Each environment takes minutes to build.
 pytestmark = pytest.mark.extended
 
-ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = {
     "oldest": ["protobuf==5.26.1", "grpcio==1.62.3", "numpy==1.26.4"],
     "protobuf-5": ["protobuf==5.29.*", "grpcio", "numpy"],
@@ -87,17 +86,6 @@ for cygrpc in (open_stream.cygrpc, None):
 print(*names)
 """
 
-# The commands of one test end, or say that they do not, before pytest ends it.
-COMMAND_SECONDS = 240.0
-
-
-def run(*command):
-    # A developer's constraints pin the newest versions, which are not what is tested here.
-    environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=COMMAND_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
 
 def environment_python(name, requirements):
     """Returns the Python of that environment, built at the first call and whenever its list changes."""
@@ -106,11 +94,7 @@ def environment_python(name, requirements):
     complete = folder / "complete"  # Written last: what is half built is built again.
     recipe = " ".join([sys.version, str(ROOT), *requirements])
     if not complete.exists() or complete.read_text(encoding="utf-8") != recipe:
-        # Our own pip installs into it: one of its own takes as long as all the rest.
-        run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
-        install = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
-        run(*install, *requirements)
-        run(*install, "--no-deps", "--editable", "client")
+        build_environment(folder, *requirements)
         complete.write_text(recipe, encoding="utf-8")
     return python
 

@@ -1,0 +1,33 @@
+"""Fresh environments with other packages than this checkout's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support import ROOT
+
+# The commands of one test end, or say that they do not, before pytest ends it.
+COMMAND_SECONDS = 240.0
+
+
+def run(*command: str) -> str:
+    """What the command printed, once it has ended well."""
+    # A developer's constraints pin the newest versions, which are not what is tested here.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=COMMAND_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_environment(folder: Path, *requirements: str) -> Path:
+    """Makes a fresh environment with what pip is to install, and this checkout's client; returns its Python."""
+    # Our own pip installs into it: one of its own takes as long as all the rest.
+    run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
+    python = folder / "bin" / "python"
+    install = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
+    run(*install, *requirements)
+    run(*install, "--no-deps", "--editable", "client")
+    return python
