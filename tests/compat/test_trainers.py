@@ -1,0 +1,78 @@
+"""The scripts of docs/trainers.md as they stand, each as two workers on two servers, to their own and the run's end."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from environments import build_environment
+from support import ROOT, PythonProcess
+
+# The environment takes a minute to build, and more than a gigabyte while it is there.
+pytestmark = [pytest.mark.extended, pytest.mark.compat, pytest.mark.timeout(600)]
+
+TRAINERS = ("accelerate==1.15.0", "lightning==2.6.6", "transformers==5.23.0")
+# What torch and the client need in the versions of everything else here; torch not as another build.
+BENEATH = ("--constraint", "constraints.txt", "torch", "numpy", "grpcio", "protobuf")
+
+PAGE = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+CHAPTERS = re.split(r"^## ", PAGE, flags=re.M)
+SCRIPTS = {
+    chapter.splitlines()[0]: script
+    for chapter in CHAPTERS
+    for script in re.findall(r"^```python\n(.*?)^```", chapter, re.M | re.S)
+}
+# Two workers, ten epochs, 1024 examples of each worker's own, a step for twice 32.
+UPDATES = 2 * 10 * 1024 // 64
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("trainers")
+    yield build_environment(folder, *BENEATH, *TRAINERS)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=SCRIPTS)
+def run_job(
+    request: pytest.FixtureRequest, python: Path, tmp_path: Path, start_python: Callable[..., PythonProcess]
+) -> Callable[..., str]:
+    """Runs the page's command with one of its scripts: all that was printed, once all have ended well."""
+    (tmp_path / "worker.py").write_text(SCRIPTS[request.param], encoding="utf-8")
+    [command] = re.findall(r"^pyps (run .*) -- python worker\.py$", PAGE, re.M)
+
+    def run(**environment: str) -> str:
+        arguments = ("-m", "pyps", *command.split(), "--", str(python), "worker.py")
+        job = start_python(*arguments, cwd=tmp_path, env={"PYTHONPATH": None, **environment})
+        assert job.wait(240) == 0, job.output()
+        return job.output()
+
+    return run
+
+
+def told(output: str) -> list[tuple[int, float]]:
+    """Update and loss of each line with both, of both workers."""
+    return [(int(update), float(loss)) for update, loss in re.findall(r"update (\d+): loss (\d\.\d+)", output)]
+
+
+def test_the_page_names_the_versions_that_are_tried() -> None:
+    assert f"pip install {' '.join(TRAINERS)}\n" in PAGE
+    assert len(SCRIPTS) == len(TRAINERS)
+
+
+def test_a_trainer_trains_through_the_servers_to_its_own_end(run_job: Callable[..., str]) -> None:
+    lines = told(run_job())
+    assert max(update for update, _ in lines) == UPDATES
+    losses = [loss for _, loss in sorted(lines)]
+    assert max(losses[-2:]) < losses[0] / 2
+
+
+def test_a_trainer_ends_with_the_run(run_job: Callable[..., str]) -> None:
+    output = run_job(PYPS_STOP_AFTER="updates=60")
+    assert 60 <= max(update for update, _ in told(output)) < UPDATES
+    # What is told of a loop that goes on.
+    assert "steps do nothing any more" not in output
