@@ -27,7 +27,8 @@ def build_environment(folder: Path, *requirements: str) -> Path:
     # Our own pip installs into it: one of its own takes as long as all the rest.
     run(sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder))
     python = folder / "bin" / "python"
-    install = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
+    # Compiled when it is imported, since most of it never is.
+    install = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile")
     run(*install, *requirements)
     run(*install, "--no-deps", "--editable", "client")
     return python

@@ -33,8 +33,10 @@ UPDATES = 2 * 10 * 1024 // 64
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("trainers")
-    yield build_environment(folder, *BENEATH, *TRAINERS)
-    shutil.rmtree(folder)
+    try:
+        yield build_environment(folder, *BENEATH, *TRAINERS)
+    finally:
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(params=SCRIPTS)
