@@ -105,7 +105,9 @@ class ServerConfig:
     epochs_ahead: int = setting(
         1, "Epochs of shared data that free workers may begin before the present one is complete.", minimum=0
     )
-    expected_workers: int = setting(0, "Workers that the job will have; 0 when unknown.", minimum=0)
+    expected_workers: int = setting(
+        0, "Workers that the job will have; 0 when unknown.", minimum=0, maximum=spec.COUNT_MAX
+    )
     start_together: bool = setting(
         False, "No worker begins before all expected ones have joined, or --stall-seconds are over."
     )

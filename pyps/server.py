@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
@@ -53,6 +54,8 @@ from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 TICK_SECONDS = 0.2
 # After this time a checkpoint that could not be written is tried again.
 RETRY_SECONDS = 10.0
+# Signals that come sooner after the first are no second thought: a launcher that is killed sends two, by the system.
+SIGNALS_APART_SECONDS = 1.0
 # The part of drain_seconds that calls under way get to end by themselves; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
 
@@ -108,6 +111,7 @@ class Server:
         self._health = Health()
         self._stop = asyncio.Event()
         self._stop_reason = ""
+        self._signalled_at = -math.inf
 
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
         """Serves until a signal or the end of the job, then drains, saves and returns the exit status.
@@ -209,11 +213,13 @@ class Server:
             loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._stop.is_set():
-            # Somebody is in a hurry, and means it.
+        now = self._clock()
+        if not self._stop.is_set():
+            self._signalled_at = now
+            self.stop(number.name)
+        elif now - self._signalled_at > SIGNALS_APART_SECONDS:
             log.warning("second signal: exit at once, nothing more is saved", signal=number.name)
             os._exit(128 + number)
-        self.stop(number.name)
 
     def _announce(self, addresses: Addresses) -> None:
         facts = self._facts(addresses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy.typing as npt
 import typer
 from safetensors.numpy import save_file
 
+from pyps import logs
 from pyps.checkpoint import Checkpoint, CheckpointError, newest
 from pyps.cli.control import TOKEN_HELP, DataServers, fail, observe, read_token
 from pyps_client.client import split_tensors
@@ -37,6 +39,8 @@ def export(
 
     `safetensors.torch.load_file` reads it; so does `model.load_state_dict` of what that gives.
     """
+    # A checkpoint that is passed over is named, with the reason.
+    logs.configure(level=logging.WARNING)
     try:
         if checkpoint:
             tensors = from_checkpoints(checkpoint)

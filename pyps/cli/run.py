@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -159,7 +159,7 @@ def run(
             folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=update_log)
             for index in range(servers)
         ),
-        after_a_death=kept.after_a_death(resumed=resume),
+        after_a_death=partial(kept.after_a_death, resumed=resume),
         server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(expected_workers or workers)
@@ -268,7 +268,7 @@ class Kept:
         return self._newest()
 
     def _newest(self) -> list[Checkpoint]:
-        return [checkpoint for one in self.folders if one.is_dir() and (checkpoint := newest(one))]
+        return [checkpoint for one in self.folders if (checkpoint := _newest_in(one))]
 
     def check_servers(self) -> None:
         """Refuses to resume a run of other servers than these."""
@@ -280,10 +280,12 @@ class Kept:
                     f"part of the model: resume it with --servers {num_servers}"
                 )
 
-    def after_a_death(self, *, resumed: bool) -> str:
-        """What somebody may do once a server has died."""
+    def after_a_death(self, name: str, *, resumed: bool) -> str:
+        """What somebody may do once the server of that name has died."""
         if not self.folders:
             return NOT_KEPT.format("was not")
+        if any(folder.name == name and _newest_in(folder) is None for folder in self.folders):
+            return f"It had written no checkpoint: its part of the model is lost. Begin anew, without {self.folder}."
         # The program's own name, however it was found.
         again = ["pyps", *sys.argv[1:2], *([] if resumed else ["--resume"]), *sys.argv[2:]]
         return f"Go on from the newest checkpoints: {shlex.join(again)}"
@@ -295,7 +297,9 @@ class Kept:
         found = self._newest()
         missing = f"{', '.join(ended_badly)} ended without the last checkpoint (the lines above say why)"
         if len(found) < len(self.folders):
-            return f"No model was kept in {self.folder}: {missing if ended_badly else 'the servers held none yet'}."
+            without = ", ".join(one.name for one in self.folders if _newest_in(one) is None)
+            none_yet = f"{without} held none of it" if found else "the servers held none yet"
+            return f"No whole model was kept in {self.folder}: {missing if ended_badly else none_yet}."
         # The job's folder stands for all in it, unless an earlier job left more there.
         in_one = self.folders == (self.folder,) or {*self.folder.glob("server-*")} == {*self.folders}
         flags = [part for one in ([self.folder] if in_one else self.folders) for part in ("--checkpoint", str(one))]
@@ -304,3 +308,7 @@ class Kept:
             versions = {checkpoint.version_max for checkpoint in found if checkpoint.versions}
             return f"{missing}; kept is what was there up to version {max(versions, default=0)}: {command}"
         return f"The model was kept: {command}"
+
+
+def _newest_in(folder: Path) -> Checkpoint | None:
+    return newest(folder) if folder.is_dir() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -117,7 +118,7 @@ def sandblaster(
             for index in range(servers)
         ),
         coordinator_flags=flags.spelled_coordination(coordination),
-        after_a_death=kept.after_a_death(resumed=resume),
+        after_a_death=partial(kept.after_a_death, resumed=resume),
         server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(workers)

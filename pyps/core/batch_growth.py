@@ -33,7 +33,8 @@ class BatchGrowth:
 
     def __post_init__(self) -> None:
         _check(self.start >= 1, "start", self.start, expected="a minibatch of at least 1 example")
-        _check(self.maximum >= self.start, "maximum", self.maximum, expected=f"at least the start, {self.start}")
+        expected = f"at least the start, {self.start}, and at most {spec.COUNT_MAX}"
+        _check(self.start <= self.maximum <= spec.COUNT_MAX, "maximum", self.maximum, expected=expected)
         _check(1e-6 <= self.every < math.inf, "every", self.every, expected="a finite number of epochs above 0")
         _check(
             self.lr_scaling in LR_SCALINGS, "lr_scaling", self.lr_scaling, expected=f"one of {', '.join(LR_SCALINGS)}"

@@ -16,6 +16,9 @@ from pyps_wire.errors import BadRequest
 
 T = TypeVar("T")
 
+# The largest count that a setting may ask for: no message takes much more.
+COUNT_MAX = 2**31 - 1
+
 
 def make(text: str, registry: Mapping[str, type[T]], *, what: str) -> T:
     """Returns the object that the text names; BadRequest tells which names and settings there are."""

@@ -278,7 +278,7 @@ class Job:
                 # Before all serve, `start` says so.
                 self._announce(
                     f"{child.name} {child.how_it_ended()}: the run cannot go on without its shards."
-                    f" {self.settings.after_a_death}".rstrip()
+                    f" {self.settings.after_a_death(child.name)}".rstrip()
                 )
             return
         there_is_a_run = all(server.running for server in self.servers)

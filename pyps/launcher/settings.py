@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyps.launcher.output import counted
@@ -29,8 +30,8 @@ class JobSettings:
     each_server_flags: tuple[tuple[str, ...], ...] = ()
     # Flags of `pyps coordinate`; None for a job without a coordinator.
     coordinator_flags: tuple[str, ...] | None = None
-    # What somebody may do once a server has died, in a sentence.
-    after_a_death: str = ""
+    # What somebody may do once the server of that name has died, in a sentence.
+    after_a_death: Callable[[str], str] = lambda name: ""
     # How long a server may take to serve, and workers and servers to end after they were asked to.
     start_seconds: float = 60.0
     worker_stop_seconds: float = 10.0

@@ -14,7 +14,9 @@ import psutil
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from pyps.checkpoint import newest
 from pyps.cli.main import app
+from pyps.cli.run import Kept
 from pyps.config import ConfigError
 from pyps_wire.errors import PypsError
 from support import PythonProcess, wait_until
@@ -23,6 +25,8 @@ Start = Callable[..., PythonProcess]
 
 # A worker that tells its name and waits for its end.
 WAITING = "import os, signal; print('ready', os.environ['PYPS_WORKER_ID'], flush=True); signal.pause()"
+
+JOINED = f"import numpy, pyps_client; pyps_client.Client({{'w': numpy.zeros(4, numpy.float32)}}); {WAITING}"
 
 
 def run(start_python: Start, *flags: str, code: str, env: dict[str, str | None] | None = None) -> PythonProcess:
@@ -130,7 +134,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(
     assert launcher.wait() == 1
     assert re.search(r"server-0 \| .* the folder is gone, make it again", launcher.output())
     assert launcher.output().endswith(
-        f"No model was kept in {tmp_path / 'kept'}: server-0 ended without the last checkpoint"
+        f"No whole model was kept in {tmp_path / 'kept'}: server-0 ended without the last checkpoint"
         " (the lines above say why).\n"
     )
 
@@ -148,7 +152,7 @@ def test_flags_behind_the_program_are_the_workers_and_a_folder_without_a_model_i
 
     assert launcher.wait() == 0
     assert "worker-0 | a folder ['--workers', '7', '--lr', '1']" in launcher.output()
-    assert f"No model was kept in {tmp_path}: the servers held none yet." in launcher.output()
+    assert f"No whole model was kept in {tmp_path}: the servers held none yet." in launcher.output()
     assert f"There was nothing to resume in {tmp_path}: the run begins anew." in launcher.output()
 
 
@@ -201,8 +205,8 @@ def test_a_second_interrupt_does_not_wait_for_stubborn_workers(start_python: Sta
     assert_gone(everybody)
 
 
-def test_nothing_outlives_a_launcher_that_was_killed(start_python: Start) -> None:
-    launcher = run(start_python, "--workers", "2", code=WAITING)
+def test_nothing_but_the_model_outlives_a_launcher_that_was_killed(start_python: Start, tmp_path: Path) -> None:
+    launcher = run(start_python, "--workers", "2", "--checkpoint-dir", str(tmp_path), code=JOINED)
     for name in ("worker-0", "worker-1"):
         launcher.wait_for_output(f"ready {name}")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
@@ -210,6 +214,8 @@ def test_nothing_outlives_a_launcher_that_was_killed(start_python: Start) -> Non
     launcher.kill()
 
     assert_gone(everybody)
+    # The system tells a server twice that its launcher is gone.
+    assert newest(tmp_path / "server-0") is not None
 
 
 def test_an_interrupt_ends_a_job_that_is_still_starting(start_python: Start) -> None:
@@ -243,8 +249,11 @@ def test_a_worker_that_ends_before_it_joins_is_not_waited_for(start_python: Star
 
 def test_a_server_that_dies_ends_the_run(start_python: Start, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=WAITING)
+    often = {"PYPS_CHECKPOINT_SECONDS": "0.1"}
+    launcher = run(start_python, "--servers", "2", "--checkpoint-dir", str(folder), code=JOINED, env=often)
     launcher.wait_for_output("ready worker-0")
+    for name in ("server-0", "server-1"):
+        wait_until(lambda name=name: newest(folder / name), what="a checkpoint")
     everybody = psutil.Process(launcher.pid).children(recursive=True)
 
     servers_of(launcher)[0].kill()
@@ -257,6 +266,14 @@ def test_a_server_that_dies_ends_the_run(start_python: Start, tmp_path: Path) ->
     )
     assert shlex.split(again)[:6] == ["pyps", "run", "--resume", "--servers", "2", "--checkpoint-dir"]
     assert_gone(everybody)
+
+
+def test_nobody_is_told_to_resume_what_a_dead_server_never_wrote(tmp_path: Path) -> None:
+    (tmp_path / "server-1").mkdir()
+    kept = Kept(tmp_path, (tmp_path / "server-0", tmp_path / "server-1"))
+    lost = f"It had written no checkpoint: its part of the model is lost. Begin anew, without {tmp_path}."
+    assert kept.after_a_death("server-1", resumed=False) == lost
+    assert kept.after_a_death("server-0", resumed=False) == lost
 
 
 def test_an_absurd_number_of_servers_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pyps.core import spec
 from pyps.core.gradient import PayloadKind
 from pyps.core.protocols.base import Aggregation
 from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Decision, Part
@@ -48,10 +49,10 @@ class Asgd(Async):
     def __post_init__(self) -> None:
         if self.mutex not in MUTEXES:
             raise BadRequest(f"asgd's mutex is {self.mutex!r}; expected one of {', '.join(MUTEXES)}")
-        if self.accumulate < 0:
+        if not 0 <= self.accumulate <= spec.COUNT_MAX:
             raise BadRequest(
                 f"asgd's accumulate is {self.accumulate}; expected the minibatches summed in a push,"
-                " or 0 to leave it to the workers"
+                f" at most {spec.COUNT_MAX}, or 0 to leave it to the workers"
             )
 
     @property

@@ -55,7 +55,8 @@ REFUSALS = {
     "ssp": "ssp's s is -1; expected the clocks that a worker may be ahead of the slowest, as in ssp:s=3",
     "ssp:s=2,strict_bsp=true": "ssp's strict_bsp needs s=0, and s is 2",
     "asgd:mutex=none": "asgd's mutex is 'none'; expected one of whole, shard",
-    "asgd:accumulate=-1": "asgd's accumulate is -1; expected the minibatches summed in a push, or 0",
+    "asgd:accumulate=5000000000": "asgd's accumulate is 5000000000; expected the minibatches summed in a push, at most",
+    "asgd:accumulate=-1": "asgd's accumulate is -1; expected the minibatches summed in a push, at most",
     "async:n=1": "protocol 'async' has no setting 'n=1'; it has no settings",
 }
 
