@@ -57,7 +57,7 @@ def test_a_growths_text_leaves_out_defaults_and_has_the_last_word_on_how_long_an
 def test_a_wrong_setting_is_refused_in_one_sentence() -> None:
     for text, words in {
         "": "batch_growth: start is 0; expected a minibatch of at least 1 example",
-        "start=8,maximum=99999999999": "batch_growth: maximum is 99999999999; expected at least the start, 8, and at most",
+        "start=8,maximum=99999999999": "batch_growth: maximum is 99999999999; expected at least the start, 8, and",
         "start=8": "batch_growth: maximum is 0; expected at least the start, 8",
         "start=8,maximum=64,every=0": "batch_growth: every is 0.0; expected a finite number of epochs above 0",
         "start=8,maximum=64,every=nan": "batch_growth: every is nan; expected a finite number of epochs above 0",
