@@ -323,11 +323,11 @@ def waiting(*values: float) -> tuple[Contribution, ...]:
     )
 
 
-def restored_run(folder: CheckpointFolder) -> Run:
+def restored_run(folder: CheckpointFolder, config: ServerConfig | None = None) -> Run:
     """The server's run, as it is after --resume."""
     saved = folder.resume()
     assert saved is not None
-    run = Run(ServerConfig())
+    run = Run(config or ServerConfig())
     run.restore(saved)
     return run
 

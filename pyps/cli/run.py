@@ -123,8 +123,6 @@ def run(
             f"--workers {workers} of --parts {parts} are {workers * (parts or 1)} processes, but at most {WORKERS_MAX} "
             "are started on one machine"
         )
-    if resume and checkpoint_dir is None:
-        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     flags = {
         "protocol": protocol,
         "staleness": staleness,
@@ -143,6 +141,8 @@ def run(
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
     told = check_servers_flags({**flags, **folders, **switches}, config, num_servers=servers)
     kept = Kept.of(told, checkpoint_dir, num_servers=servers)
+    if resume and not kept.folders:
+        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     if resume:
         kept.check_servers()
     check_worker_variables(os.environ, count=workers)

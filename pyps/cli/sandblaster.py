@@ -81,8 +81,6 @@ def sandblaster(
     dies costs only time, while there is another; a coordinator that is killed is started again and goes on. The exit
     status is 0 only if the coordinator and all workers finished with 0.
     """
-    if resume and checkpoint_dir is None:
-        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     coordination = flags.coordination_settings(
         iterations=iterations,
         history=history,
@@ -103,6 +101,8 @@ def sandblaster(
     folder = "" if checkpoint_dir is None else str(checkpoint_dir)
     told = check_servers_flags({**server_flags, "checkpoint_dir": folder}, config, num_servers=servers)
     kept = Kept.of(told, checkpoint_dir, num_servers=servers)
+    if resume and not kept.folders:
+        raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     if resume:
         kept.check_servers()
     check_worker_variables(os.environ, count=workers)

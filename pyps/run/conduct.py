@@ -293,7 +293,7 @@ class Conduct:
             what = "the server was told other settings than the checkpoint holds"
             self._events.add("configured", what, **in_force.texts)
         elif in_force != told:
-            what = "the run goes on as it was, with what was changed meanwhile"
+            what = "the run keeps its checkpoint's settings where the server was told no others"
             self._events.add("configured", what, **kept.texts)
 
     # Helpers; those from here on are called under the lock.

@@ -10,6 +10,7 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from pyps import __version__, logs
+from pyps.core.aggregation import brought_policy
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Gradient
@@ -383,7 +384,9 @@ class Run(RunFacts):
     # Helpers.
 
     def _is_told(self, name: str) -> bool:
-        """Whether somebody chose that setting for this server."""
+        """Whether somebody chose that setting for this server, be it by a protocol's name that brings it."""
+        if name == "staleness" and self._is_told("protocol") and brought_policy(self.config.protocol):
+            return True
         return name in self.config.given or getattr(self.config, name) != getattr(type(self.config), name)
 
     def _already_initialized(self, opening: Opening) -> bool:

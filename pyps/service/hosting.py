@@ -19,9 +19,12 @@ CONTROL_BYTES_MAX = 64 * 2**10
 _CALLS_PER_CONNECTION_MAX = 32
 # Observers and commands come beside the workers; commands alone to the control port.
 _MORE_CONNECTIONS = 64
-_CONTROL_CONNECTIONS_MAX = 64
-# A connection without a call is worth less than a place for another.
-_IDLE_MS = 300_000
+_CONTROL_CONNECTIONS_MAX = 256
+# Who says nothing after connecting, and who makes no call for so long, holds a place that others need. A worker gives a
+# sign of life more often; whoever is cut off connects anew with its next call.
+_HANDSHAKE_MS = 5_000
+_IDLE_MS = 10_000
+_IDLE_HEARTBEATS = 12
 # Messages that may be late at once on the control port.
 _CONTROL_LATE_MAX = 64
 # Beyond the longest message: so much is taken in to say what was wrong with it.
@@ -54,6 +57,7 @@ def make_data_server(
             "grpc.max_allowed_incoming_connections",
             _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2),
         ),
+        ("grpc.max_connection_idle_ms", max(_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds))),
         # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in what it
         # believes to be under way, several messages of each caller.
         ("grpc.http2.bdp_probe", 0),
@@ -67,6 +71,7 @@ def make_control_server(token: str | None, *, budget: ByteBudget) -> grpc.aio.Se
     options = [
         ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
         ("grpc.max_allowed_incoming_connections", _connections(_CONTROL_CONNECTIONS_MAX, files_share=8)),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
     ]
     return _make_server(token, MessageReader(Awaited(_CONTROL_LATE_MAX), budget), options)
 
@@ -126,7 +131,7 @@ def _common_options() -> Options:
         # Without this a second server would silently share the port and take half of the traffic.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION_MAX),
-        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MIN_MS),
         # The server pings too: a machine that vanished must not leave calls behind.

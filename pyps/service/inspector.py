@@ -32,7 +32,7 @@ from pyps.service.work_messages import progress_to
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
-from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished
+from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
 from pyps_wire.inspector_pb2_grpc import InspectorServicer
 
 # How many answers of a kind may be made at once; the rest wait in line. Those that read every parameter, or wait for a
@@ -249,6 +249,8 @@ class Inspector(InspectorServicer):
         require_loopback(context, "SaveCheckpoint")
         if self._checkpoints is None:
             raise NotAllowed("this server has no folder for checkpoints: start it with --checkpoint-dir")
+        if self._run.state == RunState.DRAINING:
+            raise ServerUnavailable("this server is shutting down, which saves: ask again once it is back")
         saved = self._checkpoints.save(self._run)
         return pb.SaveCheckpointReply(path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)
 

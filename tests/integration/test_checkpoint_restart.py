@@ -303,7 +303,7 @@ def test_what_was_changed_while_the_run_went_on_outlives_the_server(start_server
     for again in (flags, flags[:2]):
         second = start_server(*again, "--resume")
         assert in_force(second) == ("softsync:n=1", "none", 0.25)
-        assert "the run goes on as it was, with what was changed meanwhile" in second.output()
+        assert "the run keeps its checkpoint's settings where the server was told no others" in second.output()
         assert second.stop() == 0
 
     # As a person starts it who wants something else.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 
 import grpc
@@ -10,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps.config import ConfigError
-from pyps.service import calls, health
+from pyps.service import calls, health, hosting
 from pyps_wire import inspector_pb2
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from support import connected, wait_until
@@ -116,6 +117,29 @@ def test_watches_of_health_are_few_and_end(start_server, monkeypatch):
             return []
 
         assert [reply.status for reply in wait_until(watched, what="a place")] == [serving]
+
+
+PREFACES = {"silence": b"", "an HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"}
+
+
+@pytest.mark.parametrize("said", PREFACES)
+def test_connections_without_a_call_leave_their_places_to_others(start_server, monkeypatch, said):
+    monkeypatch.setattr(hosting, "_HANDSHAKE_MS", 300)
+    monkeypatch.setattr(hosting, "_IDLE_MS", 300)
+    monkeypatch.setattr(hosting, "_CONTROL_CONNECTIONS_MAX", 8)
+    server = start_server()
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            idle = stack.enter_context(socket.create_connection(server.control.rsplit(":", 1), timeout=20))
+            idle.sendall(PREFACES[said])
+
+        def answered() -> bool:
+            with connected(server.control) as channel, contextlib.suppress(grpc.RpcError):
+                InspectorStub(channel).GetStatus(inspector_pb2.GetStatusRequest(), timeout=2)
+                return True
+            return False
+
+        wait_until(answered, what="a place")
 
 
 def test_health_needs_no_token(guarded):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from pyps.checkpoint import CheckpointError, CheckpointFolder, RunHeader
 from pyps.cli.export import from_checkpoints
-from pyps.config import ServerConfig
+from pyps.config import ServerConfig, resolve
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
 from pyps.run import RuleSettings, Run
@@ -65,6 +65,13 @@ def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder)
     for shard in (shards[1], twin):
         push(shard, np.full(16, 0.3), sequence=9, epoch=3)
     assert twin.state().parameters.tobytes() == shards[1].state().parameters.tobytes()
+
+
+def test_a_protocol_that_is_told_anew_brings_its_policy_and_no_other_changes_it(folder: CheckpointFolder) -> None:
+    folder.write(dataclasses.replace(HEADER, told=HEADER.behaviour), adagrad_shards())
+    for given, policy in (({}, "divide"), ({"protocol": "downpour"}, "none"), ({"protocol": "softsync:n=2"}, "divide")):
+        run = restored_run(folder, resolve(given, {}, warn=print))
+        assert run.behaviour.staleness.text == policy, given
 
 
 def test_a_run_goes_on_with_the_momentum_that_it_had(folder: CheckpointFolder) -> None:

@@ -83,7 +83,7 @@ def test_a_restored_run_says_whose_settings_are_in_force():
     kept, told = Behaviour.parse(protocol="async"), Behaviour.parse(protocol="hardsync")
     for in_force, words in (
         (told, "the server was told other settings than the checkpoint holds"),
-        (kept, "the run goes on as it was, with what was changed meanwhile"),
+        (kept, "the run keeps its checkpoint's settings where the server was told no others"),
     ):
         driver = RunDriver("a")
         driver.run.conduct.go_on(in_force, kept=kept, told=told)
