@@ -112,6 +112,38 @@ py::tuple split_frame_of(py::handle message, std::int64_t field_number) {
   return py::make_tuple(header, frame.payload.offset, frame.payload.size);
 }
 
+std::vector<CountedField> to_counted_fields(const py::dict& tree) {
+  std::vector<CountedField> fields;
+  for (const auto& [number, inner] : tree) {
+    CountedField field = {to_field_number(number.cast<std::int64_t>()), !inner.is_none()};
+    if (field.is_message) field.inner = to_counted_fields(inner.cast<py::dict>());
+    fields.push_back(std::move(field));
+  }
+  return fields;
+}
+
+void append_counts(const std::vector<CountedField>& fields, py::list* counts) {
+  for (const CountedField& field : fields) {
+    counts->append(field.count);
+    append_counts(field.inner, counts);
+  }
+}
+
+py::tuple count_fields_of(py::handle message, const py::dict& tree) {
+  const Bytes bytes(message, "message");
+  std::vector<CountedField> fields = to_counted_fields(tree);
+  std::size_t total = 0;
+  if (bytes.size() < gil_release_size_min) {
+    total = count_fields(bytes.data(), bytes.size(), &fields);
+  } else {
+    py::gil_scoped_release release;
+    total = count_fields(bytes.data(), bytes.size(), &fields);
+  }
+  py::list counts;
+  append_counts(fields, &counts);
+  return py::make_tuple(total, counts);
+}
+
 // A message of header, tag, length and room for `payload_size` bytes of payload, which begins at
 // `*payload_offset`.
 py::bytes frame_with_room(const Bytes& header, std::uint32_t field_number, std::size_t payload_size,
@@ -209,6 +241,8 @@ PYBIND11_MODULE(_kernels, module) {
 
   module.def("split_frame", &pyps::split_frame_of, arg("message"), arg("field_number"),
              "Returns (the message without its payload field, payload offset, payload size).");
+  module.def("count_fields", &pyps::count_fields_of, arg("message"), arg("tree"),
+             "Returns (fields and varints in the message, how many of each in the tree).");
   module.def("join_frame", &pyps::join_frame, arg("header"), arg("field_number"), arg("values"),
              arg("codec") = static_cast<int>(pyps::Codec::float32),
              "Returns header, tag, length and encoded values as one bytes object.");

@@ -1,5 +1,7 @@
 #include "framing.h"
 
+#include <algorithm>
+
 namespace pyps {
 namespace {
 
@@ -163,6 +165,37 @@ void split_frame(const unsigned char* data, std::size_t size, std::uint32_t fiel
       append({start, reader.offset() - start}, &frame->header);
     }
   }
+}
+
+std::size_t count_fields(const unsigned char* data, std::size_t size,
+                         std::vector<CountedField>* fields) {
+  std::size_t total = 0;
+  Reader reader(data, size);
+  while (!reader.at_end()) {
+    const std::size_t start = reader.offset();
+    const Tag tag = reader.read_tag();
+    const auto field = std::find_if(fields->begin(), fields->end(), [&](const CountedField& each) {
+      return each.number == tag.field_number;
+    });
+    ++total;
+    if (field == fields->end() || tag.wire_type != length_delimited) {
+      reader.skip(tag, start);
+      if (field != fields->end()) ++field->count;
+      continue;
+    }
+    const ByteRange bytes = reader.read_bytes();
+    const unsigned char* const inside = data + bytes.offset;
+    if (field->is_message) {
+      ++field->count;
+      total += count_fields(inside, bytes.size, &field->inner);
+    } else {
+      const auto is_last = [](unsigned char byte) { return byte < 0x80; };
+      const std::size_t varints = std::count_if(inside, inside + bytes.size, is_last);
+      field->count += varints;
+      total += varints;
+    }
+  }
+  return total;
 }
 
 std::size_t write_payload_prefix(std::uint32_t field_number, std::uint64_t payload_size,

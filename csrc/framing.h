@@ -49,6 +49,20 @@ struct Frame {
 void split_frame(const unsigned char* data, std::size_t size, std::uint32_t field_number,
                  Frame* frame);
 
+// A field that is a list or a message, and how often it came.
+struct CountedField {
+  std::uint32_t number;
+  // Whether its bytes are fields again; else they are varints, one after the other.
+  bool is_message;
+  std::size_t count = 0;
+  std::vector<CountedField> inner = {};
+};
+
+// Adds to the counts of `fields` and of those inside them; returns how many fields and varints
+// there are in all. Throws FrameError.
+std::size_t count_fields(const unsigned char* data, std::size_t size,
+                         std::vector<CountedField>* fields);
+
 // The most bytes that `write_payload_prefix` writes.
 constexpr std::size_t payload_prefix_size_max = 5 + 10;
 

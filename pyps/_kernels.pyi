@@ -7,7 +7,8 @@ copied: TypeError and ValueError name what does not fit, before anything is writ
 take float64 as well, in any mixture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -191,6 +192,13 @@ def split_frame(message: Buffer, field_number: int) -> tuple[bytes, int, int]:
 
     A message without a payload has offset len(message) and size 0. ValueError names the reason and the
     byte when the message is no valid protobuf encoding.
+    """
+
+def count_fields(message: Buffer, tree: Mapping[int, Any]) -> tuple[int, list[int]]:
+    """Returns (fields and packed varints in the message, how often each field of `tree` is there, parents first).
+
+    The tree has messages, by number, with trees of their own, and lists of varints with None; fields in messages beside
+    the tree are not counted. ValueError when the message is no valid protobuf encoding.
     """
 
 def join_frame(header: bytes, field_number: int, values: Floats, codec: int = ...) -> bytes:

@@ -5,6 +5,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "check.h"
 
@@ -22,6 +23,13 @@ bool split(const std::string& message, pyps::Frame* frame) {
   } catch (const pyps::FrameError& error) {
     CHECK(error.offset() <= message.size());
     return false;
+  }
+  std::vector<pyps::CountedField> fields = {{1, false}, {payload_number, true, 0, {{1, false}}}};
+  try {
+    // Each takes a byte at least.
+    CHECK(pyps::count_fields(block.get(), message.size(), &fields) <= message.size());
+  } catch (const pyps::FrameError&) {
+    // A payload need not be a message.
   }
   CHECK(frame->payload.offset <= message.size());
   CHECK(frame->payload.size <= message.size() - frame->payload.offset);

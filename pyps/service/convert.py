@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
@@ -37,14 +38,42 @@ ENTRY_BYTES_MAX = 40
 LEASE_BYTES_MAX = 11
 # Tensors, groups and parts of a model.
 TENSORS_MAX = 131_072
+# Of a message that names a model: with what is inside its tensors and groups, and the numbers in lists.
+FIELDS_MAX = 16 * TENSORS_MAX
+_FEW = {"tensors", "groups", "hyperparameters", "parts", "codecs"}
+
+
+def _counted(kind: Any) -> Iterator[FieldDescriptor]:
+    return (field for field in kind.fields if field.message_type or (field.is_repeated and field.is_packed))
+
+
+def _tree(kind: Any) -> dict[int, Any]:
+    return {field.number: field.message_type and _tree(field.message_type) for field in _counted(kind)}
+
+
+def _names(kind: Any) -> Iterator[str]:
+    for field in _counted(kind):
+        yield field.name
+        if field.message_type:
+            yield from _names(field.message_type)
+
+
+# What is counted in messages that name a model, and by which names.
+_MODEL_BEARING: dict[type[Message], tuple[dict[int, Any], tuple[str, ...]]] = {
+    kind: (_tree(kind.DESCRIPTOR), tuple(_names(kind.DESCRIPTOR)))
+    for kind in (wire.HelloRequest, wire.InitializeRequest)
+}
 
 
 def parse(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> M:
     """Reads a message without tensors; MalformedFrame when the bytes are no such message.
 
-    One that is longer than it can have reason to be is refused unread: a list of millions would hold up the event loop.
+    One that is longer than it can have reason to be is refused unread: a list of millions would hold up the event loop,
+    and take a hundred times its bytes. One that names a model may be long, and is refused for what it lists.
     """
-    if len(message) > bytes_max:
+    if kind in _MODEL_BEARING:
+        _require_few(kind, message)
+    elif len(message) > bytes_max:
         raise BadRequest(
             f"the {kind.__name__} has {len(message)} bytes beside its payload; expected {bytes_max} at most: "
             "list less in it"
@@ -53,6 +82,19 @@ def parse(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) ->
         return kind.FromString(message)
     except DecodeError:
         raise MalformedFrame(f"the {len(message)} bytes received are no valid {kind.__name__} message") from None
+
+
+def _require_few(kind: type[Message], message: bytes) -> None:
+    tree, names = _MODEL_BEARING[kind]
+    try:
+        num_fields, counts = _kernels.count_fields(message, tree)
+    except ValueError:
+        raise MalformedFrame(f"the {len(message)} bytes received are no valid {kind.__name__} message") from None
+    for name, count in zip(names, counts, strict=True):
+        if name in _FEW and count > TENSORS_MAX:
+            raise BadRequest(f"the {kind.__name__} lists {count} {name}; expected {TENSORS_MAX} at most")
+    if num_fields > FIELDS_MAX:
+        raise BadRequest(f"the {kind.__name__} has {num_fields} fields; expected {FIELDS_MAX} at most: list less in it")
 
 
 def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_MAX) -> tuple[M, memoryview]:
@@ -68,7 +110,6 @@ def parse_frame(kind: type[M], message: bytes, *, bytes_max: int = SMALL_BYTES_M
 
 def greeting_from(request: wire.HelloRequest) -> Greeting:
     """What a caller says of itself in Hello."""
-    _require_few(request.model.tensors, request.optimizer.groups, request.parts)
     observer = request.role == common.ROLE_OBSERVER
     # A caller of another protocol version may mean anything by the rest: it is refused before that is read.
     readable = request.protocol_version == PROTOCOL_VERSION
@@ -98,7 +139,6 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
     """What an initialiser says before its first shard."""
     if not request.HasField("model"):
         raise BadRequest("the first message of Initialize must name the model: send it before the shards")
-    _require_few(request.model.tensors, request.optimizer.groups)
     return Opening(
         run_id=request.sender.run_id,
         worker_id=request.sender.worker_id,
@@ -110,12 +150,6 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
         num_servers=request.num_servers,
         replica=request.replica,
     )
-
-
-def _require_few(*lists: Sized) -> None:
-    longest = max(map(len, lists))
-    if longest > TENSORS_MAX:
-        raise BadRequest(f"the model lists {longest} tensors, groups or parts; expected {TENSORS_MAX} at most")
 
 
 # Room for a push's fields around its payload, extents aside.

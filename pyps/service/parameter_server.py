@@ -109,11 +109,13 @@ class ParameterServer:
         initialization: Initialization | None = None
         while (message := await receive(context)) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-            request, payload = convert.parse_frame(wire.InitializeRequest, message, bytes_max=len(message))
+            large = len(message) >= MODEL_BYTES_INLINE
+            read = partial(convert.parse_frame, wire.InitializeRequest, message)
+            request, payload = await self._off_loop_where(large, read)
             with self._budget.account(request.sender.worker_id).holding(len(message)):
                 if initialization is None:
                     begin = partial(self._begin_initialize, request)
-                    initialization = await self._off_loop_where(len(message) >= MODEL_BYTES_INLINE, begin)
+                    initialization = await self._off_loop_where(large, begin)
                     if initialization is None:
                         return self._initialize_reply()
                     continue
@@ -217,7 +219,7 @@ class ParameterServer:
         return await self._work.off_loop(work) if large else work()
 
     def _welcome(self, message: bytes) -> tuple[Greeting, Welcome]:
-        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message, bytes_max=len(message)))
+        greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
         return greeting, self._run.hello(greeting)
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from pathlib import Path
 
 import grpc
 import numpy as np
+from google.protobuf.internal import encoder
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
 from pyps.core.program import INSTRUCTIONS_MAX, LISTED_MAX
@@ -109,7 +111,9 @@ def test_lists_longer_than_there_can_be_are_refused_by_their_length(start_server
         crowd = vectors.Instruction(names=[""] * (LISTED_MAX + 1))
         leases = range(LEASES_MAX + 1)
         for method, request, words in (
-            *(("Hello", each, f"lists {TENSORS_MAX + 1} tensors, groups or parts") for each in (hello, model, groups)),
+            ("Hello", hello, f"lists {TENSORS_MAX + 1} parts"),
+            ("Hello", model, f"lists {TENSORS_MAX + 1} tensors"),
+            ("Hello", groups, f"lists {TENSORS_MAX + 1} groups"),
             ("Initialize", opening, f"lists {TENSORS_MAX + 1} tensors"),
             ("Execute", vectors.ExecuteRequest(instructions=[vectors.Instruction()] * (INSTRUCTIONS_MAX + 1)), "parts"),
             ("Execute", vectors.ExecuteRequest(instructions=[crowd]), f"{LISTED_MAX} names"),
@@ -122,6 +126,40 @@ def test_lists_longer_than_there_can_be_are_refused_by_their_length(start_server
             messages = iter([request.SerializeToString()])
             status, name, text = refusal_of(lambda call=call, messages=messages: list(call(messages, timeout=60)))
             assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and words in text, (method, text)
+
+
+def test_lists_of_millions_take_no_memory(start_server_process):
+    """An empty tensor of two bytes takes two hundred once it is an object, and nothing else is done meanwhile."""
+    server, million = start_server_process(), 2**20
+
+    def field(number, content):
+        return bytes([number << 3 | 2]) + encoder._VarintBytes(len(content)) + content
+
+    with WireWorker(server.data) as worker:
+        worker.join()
+        before = peak_bytes(server)
+        numbers = field(8, field(1, field(2, bytes(8 * million))))
+        for method, crowd, words in (
+            ("Hello", field(8, field(1, b"") * 4 * million), f"lists {4 * million} tensors"),
+            ("Hello", field(8, field(1, b"")) * 3 * million, f"lists {3 * million} tensors"),
+            ("Hello", field(3, b"") * 4 * million, f"has {4 * million} fields"),
+            ("Hello", numbers, f"has {8 * million + 3} fields"),
+            ("Hello", field(9, field(2, field(1, b"") * 4 * million)), f"lists {4 * million} hyperparameters"),
+            ("Initialize", field(3, field(1, b"") * 4 * million), f"lists {4 * million} tensors"),
+            ("Initialize", field(1, b"") * 4 * million, f"has {4 * million} fields"),
+        ):
+            call = worker.channel.stream_stream(METHODS[method])
+            status, name, text = refusal_of(lambda call=call, crowd=crowd: list(call(iter([crowd]), timeout=60)))
+            assert (status, name) == ("INVALID_ARGUMENT", "BadRequest") and words in text, (method, text)
+        # gRPC has some copies of a message.
+        assert peak_bytes(server) - before < 160 * 2**20
+        worker.heartbeat()
+
+
+def peak_bytes(server) -> int:
+    """The most memory that the server ever had."""
+    [line] = [line for line in Path(f"/proc/{server.pid}/status").read_text().splitlines() if "VmHWM" in line]
+    return int(line.split()[1]) * 1024
 
 
 def test_a_port_takes_few_calls_at_once_and_short_questions(start_server, monkeypatch):

@@ -9,9 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pyps import _kernels
+from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import BadRequest, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD, join, split
-from pyps_wire.parameter_server_pb2 import ExchangeReply, InitializeRequest, Parameters, PushRequest
+from pyps_wire.parameter_server_pb2 import ExchangeReply, HelloRequest, InitializeRequest, Parameters, PushRequest
 
 # Protobuf's wire encodings, written byte by byte so that they can be unusual: numbers in more bytes than they need.
 
@@ -254,6 +255,17 @@ def test_payloads_may_be_absent_or_empty_and_are_not_copied():
     assert read(nested(100)) == (nested(100), b"")
     message = join(b"", b"numbers")
     assert split(message)[1].obj is message
+
+
+def test_fields_are_counted_without_reading_them():
+    tensor = TensorSpec(name="x", shape=(1, 300, 2**40), offset=(7,))
+    one = HelloRequest(model=ModelSpec(tensors=[tensor] * 2, shard_size=16), parts=(1, 2)).SerializeToString()
+    tree = {8: {1: {2: None, 5: None}}, 15: None}
+    # A message that comes in pieces is one, and numbers need not be packed.
+    assert _kernels.count_fields(one * 2 + b"\x78\x07", tree) == (2 * (1 + 3 + 6 + 8 + 1 + 2) + 1, [2, 4, 12, 4, 5])
+    assert _kernels.count_fields(one, {}) == (2, [])
+    with pytest.raises(ValueError, match="length 2 where 1 bytes are left"):
+        _kernels.count_fields(bytes_field(8, b"\x0a\x02\x00"), tree)
 
 
 def test_a_field_number_out_of_range_and_what_is_no_buffer_are_refused():
