@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -59,11 +58,12 @@ class Awaited:
 
     Nobody can see how much of a message gRPC has received. So a call that waits for long counts as if it were nearly
     all, that of a worker between two pushes too; beyond `late_max` of them the one that has waited longest ends, and
-    its caller makes it again.
+    its caller makes it again. Where messages are to come `at_once`, a call that waits at all is late.
     """
 
-    def __init__(self, late_max: int):
+    def __init__(self, late_max: int, *, at_once: bool = False):
         self._late_max = late_max
+        self._at_once = at_once
         # Since when each waits, in that order.
         self._since: dict[asyncio.Task[Any], float] = {}
         self._ended: set[asyncio.Task[Any]] = set()
@@ -81,7 +81,9 @@ class Awaited:
         task = asyncio.current_task()
         assert task is not None
         self._since[task] = time.monotonic()
-        if self._timer is None:
+        if self._at_once:
+            self._end_longest(len(self._since))
+        elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look)
         try:
             return await context.read()
@@ -89,17 +91,27 @@ class Awaited:
             if task not in self._ended:
                 raise
             task.uncancel()
+            if self._at_once:
+                raise LimitExceeded(
+                    f"more than {self._late_max} calls that need no token waited for their messages, this one the "
+                    "longest: call again, and send the message at once"
+                ) from None
             raise LimitExceeded(
                 f"more than {self._late_max} calls had waited for their messages for over {LATE_SECONDS:g} s, this one "
                 "the longest: call again, or raise --max-workers"
             ) from None
         finally:
-            del self._since[task]
+            self._since.pop(task, None)
             self._ended.discard(task)
 
     def _look(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look) if self._since else None
-        for task in list(self._since)[: max(0, self.num_late - self._late_max)]:
+        self._end_longest(self.num_late)
+
+    def _end_longest(self, num_late: int) -> None:
+        for task in list(self._since)[: max(0, num_late - self._late_max)]:
+            # It ends once, though it waits on until it is its turn.
+            del self._since[task]
             self._ended.add(task)
             task.cancel()
 
@@ -125,11 +137,11 @@ class _ReadingContext:
 class MessageReader(grpc.aio.ServerInterceptor):
     """Takes in the messages of calls: gRPC would wait for them for ever, and tell of bad bytes as a bug."""
 
-    def __init__(self, awaited: Awaited, budget: ByteBudget, *, open_reads_max: float = math.inf):
-        """Waits for the messages of `open_reads_max` calls at once that need no token, and refuses more."""
+    def __init__(self, awaited: Awaited, budget: ByteBudget, *, open_awaited: Awaited | None = None):
+        """Calls that need no token wait for their messages among `open_awaited`, where that is given."""
         self._awaited = awaited
         self._budget = budget
-        self._open_reads_left = open_reads_max
+        self._open_awaited = open_awaited or awaited
 
     async def intercept_service(
         self,
@@ -170,19 +182,14 @@ class MessageReader(grpc.aio.ServerInterceptor):
         return make(call, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
     async def _read(self, context: Context, *, is_open: bool) -> bytes:
-        if is_open and not self._open_reads_left:
-            raise LimitExceeded("too many calls that need no token have yet to send their message: try again later")
-        self._open_reads_left -= is_open
-        seconds = OPEN_READ_SECONDS if is_open else READ_SECONDS
+        seconds, awaited = (OPEN_READ_SECONDS, self._open_awaited) if is_open else (READ_SECONDS, self._awaited)
         try:
             async with asyncio.timeout(seconds):
-                message = await self._awaited.read(context)
+                message = await awaited.read(context)
                 # What a call that waits for others sends on would be held meanwhile, and nobody wants it.
-                more = message is not grpc.aio.EOF and await self._awaited.read(context) is not grpc.aio.EOF
+                more = message is not grpc.aio.EOF and await awaited.read(context) is not grpc.aio.EOF
         except TimeoutError:
             raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None
-        finally:
-            self._open_reads_left += is_open
         if message is grpc.aio.EOF:
             raise BadRequest("the call came without its message: send one")
         if more:

@@ -63,7 +63,8 @@ def make_data_server(
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
     ]
-    return _make_server(token, MessageReader(awaited, budget, open_reads_max=_OPEN_READS_MAX), options)
+    open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
+    return _make_server(token, MessageReader(awaited, budget, open_awaited=open_awaited), options)
 
 
 def make_control_server(token: str | None, *, budget: ByteBudget) -> grpc.aio.Server:
