@@ -144,8 +144,11 @@ class Model:
     @classmethod
     def from_proto(cls, spec: ModelSpec) -> Model:
         """Reads a model that travelled; BadRequest says what is wrong with it."""
+        # One size too many is refused as a million are, in fewer words.
+        sizes = slice(DIMENSIONS_MAX + 1)
         tensors = tuple(
-            Tensor(t.name, tuple(t.shape), t.group, tuple(t.whole_shape), tuple(t.offset), t.part) for t in spec.tensors
+            Tensor(t.name, tuple(t.shape[sizes]), t.group, tuple(t.whole_shape[sizes]), tuple(t.offset[sizes]), t.part)
+            for t in spec.tensors
         )
         return cls(tensors, spec.shard_size)
 

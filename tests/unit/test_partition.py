@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pyps_client.client import split_tensors
 from pyps_wire.blocks import check_whole
+from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import ALIGNMENT, DEFAULT_SHARD_SIZE, Model, Tensor, first_difference, partition
 
@@ -292,6 +293,14 @@ def test_the_model_travels_with_its_blocks():
     model = cut_model(4)
     assert Model.from_proto(model.to_proto()) == model
     assert partition(model, num_servers=2).fingerprint != partition(cut_model(2), num_servers=2).fingerprint
+
+
+@pytest.mark.parametrize("field", ["shape", "whole_shape", "offset"])
+def test_a_tensor_of_many_thousand_sizes_is_refused_in_few_words(field):
+    spec = TensorSpec(name="x", **{field: [1] * 100_000})
+    with pytest.raises(BadRequest) as refusal:
+        Model.from_proto(ModelSpec(tensors=[spec], shard_size=16))
+    assert len(str(refusal.value)) < 1000
 
 
 def test_two_cuts_are_told_apart_in_words():
