@@ -165,7 +165,7 @@ class MessageReader(grpc.aio.ServerInterceptor):
 
             async def call(_: object, context: Context) -> Any:
                 try:
-                    message = await self._read(context, is_open=is_open)
+                    message: Any = await self._read(context, is_open=is_open)
                     request = _parse(message, handler.request_deserializer)
                     # A short one takes no more than its call.
                     with self._budget.account().holding(len(message) if len(message) > SHORT_BYTES else 0):
@@ -175,6 +175,9 @@ class MessageReader(grpc.aio.ServerInterceptor):
                     await abort(context, error if is_open else ServerUnavailable(str(error)))
                 except PypsError as error:
                     await abort(context, error)
+                finally:
+                    # As in `guarded`.
+                    message = request = None
 
         # Of a stream a message is read when somebody asks for it.
         many = handler.response_streaming
@@ -260,6 +263,8 @@ def guarded(behavior: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, 
         try:
             return await behavior(request, context)
         except PypsError as error:
+            # gRPC keeps this frame until the garbage collector comes to it.
+            del request
             await abort(context, error)
         except grpc.aio.InternalError:
             # The caller has gone, and gRPC is about to cancel the call.

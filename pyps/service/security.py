@@ -128,6 +128,8 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:
     """Ends a call with an error that the client can make again."""
+    # gRPC keeps the end of a call in a cycle, and the frames that led to it would keep the messages.
+    error.__traceback__ = None
     await context.abort(grpc.StatusCode[error.status], text_of(error), ((METADATA_KEY, type(error).__name__),))
 
 

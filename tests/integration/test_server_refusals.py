@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -155,6 +157,24 @@ def test_lists_of_millions_take_no_memory(start_server_process):
         # gRPC has some copies of a message.
         assert peak_bytes(server) - before < 160 * 2**20
         worker.heartbeat()
+
+
+def test_refused_messages_are_forgotten_with_their_calls(start_server):
+    """The garbage collector comes to what gRPC leaves behind when it likes, by gigabytes later."""
+    crowd = wire.HelloRequest(parts=range(TENSORS_MAX + 1)).SerializeToString()
+    with WireWorker(start_server().data) as worker:
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for method in ("Hello", "Pull", "Initialize", "Push"):
+                call = worker.channel.stream_stream(METHODS[method])
+                for _ in range(10):
+                    refusal_of(lambda call=call: list(call(iter([crowd]), timeout=60)))
+                # The last call may not have ended yet.
+                wait_until(lambda: tracemalloc.get_traced_memory()[0] < 4 * len(crowd), what=method)
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 def peak_bytes(server) -> int:
