@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
@@ -94,6 +95,13 @@ class Portions:
         )
         self._queue = RemoteQueue(stepper.session)
         self._queue.open(self._spec)
+        if optimizer in _divided:
+            raise BadRequest(
+                f"This {type(optimizer).__name__} has Portions already, which know its epoch: others would begin with "
+                "epoch 0 again, which the run has behind it. Make Portions(...) and its loader once, before the loop "
+                "over the epochs."
+            )
+        _divided.add(optimizer)
         self._order = _Order(self._spec)
         self._batch_size = batch_size
         self._epoch = 0
@@ -286,6 +294,10 @@ class Portions:
         # Not where the optimizer was closed.
         with contextlib.suppress(RunFinished):
             self._stepper.finish()
+
+
+# What has portions, and so a place in the epochs; it outlives loaders, and portions that a loop makes anew.
+_divided: weakref.WeakSet[HasStepper] = weakref.WeakSet()
 
 
 class _Portion:

@@ -118,9 +118,20 @@ def test_a_worker_that_comes_late_has_the_past_epochs_behind_it_and_a_resumed_on
     late = PortionWorker(work, "b")
     theirs = Portions(range(20), late, batch_size=4)
     assert [len(train(late, theirs.epoch())) for _ in range(3)] == [0, 0, 20]
-    again = Portions(range(20), first, batch_size=4)
-    again.set_epoch(3)
-    assert len(train(first, again)) == 20
+    again = PortionWorker(work, "a")
+    resumed = Portions(range(20), again, batch_size=4)
+    resumed.set_epoch(3)
+    assert len(train(again, resumed)) == 20
+
+
+def test_portions_made_anew_for_each_epoch_are_refused_as_they_would_begin_with_the_first_again() -> None:
+    worker = PortionWorker(make_queue())
+    with pytest.raises(
+        BadRequest, match=r"Make Portions\(\.\.\.\) and its loader once, before the loop over the epochs"
+    ):
+        for _ in range(2):
+            train(worker, Portions(range(20), worker, batch_size=4))
+    assert worker.stepper.steps == 5
 
 
 @pytest.mark.parametrize(("pace", "num_workers"), [*((pace, None) for pace in PACES), ({}, 0), (PACES[3], 2)])
