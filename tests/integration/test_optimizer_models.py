@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import count_examples
@@ -215,6 +216,22 @@ def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_betwee
     told = [record.getMessage() for record in caplog.records if "were written between two steps" in record.getMessage()]
     assert len(told) == 1
     assert "(2.weight)" in told[0]
+
+
+@pytest.mark.parametrize("init_sync", [False, True])
+def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_step(start_server, init_sync) -> None:
+    model = mlp()
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with remote(model, start_server()) as optimizer:
+            backward(model, next(batches(1)))
+            wrapped = torch.nn.parallel.DistributedDataParallel(model, init_sync=init_sync)
+            with pytest.raises(BadRequest, match="The model is a DistributedDataParallel, whose 2 processes average"):
+                optimizer.step()
+            assert optimizer.global_step == 0
+            del wrapped
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, caplog) -> None:

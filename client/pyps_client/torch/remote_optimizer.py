@@ -172,7 +172,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         # The same groups, so that a scheduler that was made with the torch optimizer moves them too.
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
-        self._model = model
+        self._model, self._replica = model, replica
         self._agreement = Agreement(translation, settings)
         self.examples_in_batch = examples_in_batch
         self._finish_seen = self._told_of_end = False
@@ -315,6 +315,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*departure.cause_of(error))
 
+    def check_model(self) -> None:
+        """Refuses a model that was given to DistributedDataParallel since, before anything is learnt."""
+        if self.steps == 0:
+            unwrapped(self._model, self._replica)
+
     def tell_over(self) -> None:
         """Says once that a loop goes on although the run is over."""
         if not self._told_of_end:
@@ -389,6 +394,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._finish_seen:
             self.tell_over()
             return loss
+        self.check_model()
         count = self.examples_in_batch if examples is None else examples
         self._downpour.step(self._gradients(), example_count=count or 0)
         self._finish_seen = self.finished

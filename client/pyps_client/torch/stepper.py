@@ -35,6 +35,8 @@ class TorchStepper:
         return self._downpour.finished
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
+        # It looks for written parameters, as DistributedDataParallel writes them: what wrote them is the better word.
+        self._optimizer.check_model()
         return self._downpour.lease(ask)
 
     def tell_examples(self, count: int) -> None:
