@@ -2,6 +2,7 @@
 gradient scaling, clipping and accumulation."""
 
 import copy
+import itertools
 import logging
 
 import numpy as np
@@ -232,6 +233,38 @@ def test_distributed_data_parallel_that_is_made_last_is_refused_at_the_first_ste
             del wrapped
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_parameters_that_others_take_the_place_of_are_refused_and_a_part_that_is_taken_off_is_not(start_server) -> None:
+    saved = mlp(seed=1).state_dict()
+
+    def new_layer(model: torch.nn.Sequential) -> None:
+        model[2] = torch.nn.Linear(model[2].in_features, model[2].out_features)
+
+    told = r"Parameters \(%s\) are no longer the model's: others were put in their place"
+    ways = (
+        (lambda model: model.load_state_dict(saved, assign=True), r"0\.weight and 5 more"),
+        (new_layer, r"2\.weight and 1 more"),
+        (lambda model: torch.nn.utils.parametrizations.weight_norm(model[0]), r"0\.weight"),
+    )
+    server = start_server()
+    for steps_before, (replace, names) in itertools.product((0, 2), ways):
+        model = mlp()
+        with remote(model, server, run_id="r", worker_id="w") as optimizer:
+            for batch in batches(steps_before):
+                backward(model, batch)
+                optimizer.step()
+            replace(model)
+            for _ in range(2):
+                with pytest.raises(BadRequest, match=told % names):
+                    optimizer.step()
+
+    model = mlp()
+    model.register_module("aside", torch.nn.Linear(2, 2))
+    with remote(model, start_server()) as optimizer:
+        del model.aside
+        for _ in range(2):
+            optimizer.step()
 
 
 def test_what_writes_parameters_by_its_own_design_is_no_matter(start_server, caplog) -> None:

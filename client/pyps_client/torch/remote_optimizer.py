@@ -28,6 +28,7 @@ from pyps_client.torch.replica import Replica
 from pyps_client.torch.shared_buffers import MODES, shared_buffers
 from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.translate import Translation, translate, translation_of
+from pyps_client.torch.written import Held
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
@@ -173,6 +174,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
         self._model, self._replica = model, replica
+        self._held = Held(model, (parameter for group in self.param_groups for parameter in group["params"]))
         self._agreement = Agreement(translation, settings)
         self.examples_in_batch = examples_in_batch
         self._finish_seen = self._told_of_end = False
@@ -316,9 +318,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.close(*departure.cause_of(error))
 
     def check_model(self) -> None:
-        """Refuses a model that was given to DistributedDataParallel since, before anything is learnt."""
+        """Refuses a model whose parameters were replaced since, or that DistributedDataParallel was put around."""
         if self.steps == 0:
             unwrapped(self._model, self._replica)
+        self._held.check()
 
     def tell_over(self) -> None:
         """Says once that a loop goes on although the run is over."""
