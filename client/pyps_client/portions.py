@@ -114,6 +114,7 @@ class Portions:
         self._over = False
         # Whether an iteration ended because the run is over: a loop that goes on then knows nothing of runs.
         self._ended = False
+        self._told_of_early_end = False
         # Whether `epoch` has begun an iteration, and counts.
         self._within_epoch = False
         self._count = BatchCount(stepper)
@@ -223,11 +224,23 @@ class Portions:
             return self._ask(wait=True)
         portion = self._ask(wait=False)
         if portion is not None or self._ended or self._count.ahead:
+            if portion is None and not (self._over or self._within_epoch):
+                self._tell_of_early_end()
             return portion
         # Nobody has one to give, and others may wait for those that are this worker's.
         self._stepper.flush()
         self._deliver(all_taken=True)
         return None if self._over else self._ask(wait=True)
+
+    def _tell_of_early_end(self) -> None:
+        if not self._told_of_early_end:
+            self._told_of_early_end = True
+            logger.warning(
+                "an iteration over Portions ends before its epoch does, as %d batches are on their way in the loader, "
+                "or had no step: the next one goes on with epoch %d. Write `for batch in portions.epoch(loader)`, "
+                "which ends with the epoch.",
+                *(self._count.ahead, self._epoch),
+            )
 
     def _ask(self, *, wait: bool) -> _Portion | None:
         """Leases a portion of the epoch. The one place where portions are asked for."""

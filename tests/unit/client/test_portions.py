@@ -44,7 +44,9 @@ def test_an_epoch_hands_out_and_delivers_every_example_once_by_any_loader(pace) 
         assert (epochs[0] != epochs[1]) == shuffle
 
 
-def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_ended_early() -> None:
+def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_ended_early_and_is_told_once(
+    caplog,
+) -> None:
     work = make_queue()
     worker = PortionWorker(work)
     portions = Portions(range(50), worker, batch_size=4, portion_batches=3)
@@ -55,6 +57,20 @@ def test_a_loader_that_fetches_ahead_goes_on_with_the_epoch_where_a_bare_loop_en
     seen = train(worker, loader)
     assert counted(work, 0) == list(range(50))
     assert not seen
+    train(worker, loader)
+    train(worker, portions.epoch(loader))
+    told = [record.getMessage() for record in caplog.records if "ends before its epoch does" in record.getMessage()]
+    assert len(told) == 1
+    assert "Write `for batch in portions.epoch(loader)`" in told[0]
+
+
+def test_loops_that_end_with_their_epoch_are_told_nothing(caplog) -> None:
+    worker = PortionWorker(make_queue())
+    portions = Portions(range(50), worker, batch_size=4, portion_batches=3, epochs=3)
+    loader = torch.utils.data.DataLoader(torch.arange(50), batch_sampler=portions, num_workers=2)
+    for batches in (portions, portions.epoch(loader), portions.epoch()):
+        assert train(worker, batches)
+    assert not caplog.records
 
 
 def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead() -> None:
