@@ -199,13 +199,26 @@ def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_betwee
     start_server, caplog
 ) -> None:
     saved = mlp(seed=1).state_dict()
-    model = mlp()
-    optimizer = remote(model, start_server())
-    model.load_state_dict(saved)
-    backward(model, next(batches(1)))
-    with pytest.raises(BadRequest, match=r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer was"):
-        optimizer.step()
-    optimizer.close()
+
+    def assign(model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.data = saved[name].clone()
+
+    told = r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer was"
+    server = start_server()
+    for load in (lambda model: model.load_state_dict(saved), assign):
+        for how in ({}, {"overlap": "step"}, {"parameter_dtype": "bfloat16"}):
+            model = mlp()
+            with remote(model, server, run_id="r", worker_id="w", **how) as optimizer:
+                load(model)
+                backward(model, next(batches(1)))
+                with pytest.raises(BadRequest, match=told):
+                    optimizer.step()
+    for move in (lambda model: model.share_memory(), lambda model: model.to(torch.bfloat16)):
+        model = mlp()
+        with remote(model, server, run_id="r", worker_id="w") as optimizer:
+            move(model)
+            optimizer.step()
 
     model = mlp()
     with remote(model, start_server()) as optimizer:

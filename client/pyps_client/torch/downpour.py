@@ -83,7 +83,7 @@ class Downpour:
         # What lands beside the computation must not be in the model at once.
         self._parameters = ParameterBuffer(layout, lent.parameters, alias=not overlaps, private=lent.private)
         self._local = LocalSteps(layout, self._parameters)
-        self._written = Written(layout)
+        self._written = Written(layout, self._parameters.value_of)
         self._blocking = None if overlaps else BlockingLink(session, self._parameters)
         self._link: Link = self._blocking or self._threaded(
             GradientBuffer(layout, lent.gradients[1], codec=lent.converted_to)

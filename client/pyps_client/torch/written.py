@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,12 +13,18 @@ from pyps_wire.errors import BadRequest
 
 
 class Written:
-    """What torch counts of writes to a model's parameters, of which servers do not hear; not those through `.data`."""
+    """What torch counts of writes to a model's parameters, of which servers do not hear.
 
-    def __init__(self, layout: Layout) -> None:
-        watched = [index for index in range(layout.first_buffer) if index not in layout.shortened]
-        self._names = [layout.model.tensors[index].name for index in watched]
-        self._tensors = [layout.parameters[index] for index in watched]
+    Those through `.data` are not counted; before the first step they show where parameters differ from what was pulled,
+    but for parameters that lie in what is pulled into.
+    """
+
+    def __init__(self, layout: Layout, pulled: Callable[[int], torch.Tensor]) -> None:
+        """`pulled`: the values that the servers sent last of a tensor, by its index."""
+        self._watched = [index for index in range(layout.first_buffer) if index not in layout.shortened]
+        self._names = [layout.model.tensors[index].name for index in self._watched]
+        self._tensors = [layout.parameters[index] for index in self._watched]
+        self._pulled = pulled
         self._told = False
         self.note()
 
@@ -29,16 +35,20 @@ class Written:
     def check(self, *, is_first: bool) -> None:
         """Refuses what was written before the first step, which was meant to last; says once of what came later."""
         now = [tensor._version for tensor in self._tensors]
-        if now == self._versions:
+        if now == self._versions and not is_first:
             return
         names = [name for name, old, new in zip(self._names, self._versions, now, strict=True) if old != new]
         if is_first:
-            raise BadRequest(
-                f"Parameters ({_several(names)}) were written after RemoteOptimizer was made, and would be "
-                "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which gives "
-                "a new run the first worker's parameters. A run that has begun keeps its own (pyps serve --resume)."
-            )
-        if not self._told:
+            # Other memory (`parameter.data = values`) is no write that torch counts.
+            names = names or [name for index, name in enumerate(self._names) if not self._is_as_pulled(index)]
+            if names:
+                raise BadRequest(
+                    f"Parameters ({_several(names)}) were written after RemoteOptimizer was made, and would be "
+                    "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which "
+                    "gives a new run the first worker's parameters. A run that has begun keeps its own (pyps serve "
+                    "--resume)."
+                )
+        elif not self._told:
             self._told = True
             logger.warning(
                 "parameters (%s) were written between two steps, by load_state_dict, clamp_ or the like: the servers "
@@ -46,6 +56,10 @@ class Written:
                 "(torch.nn.utils.parametrize). Values put back meanwhile, as after an evaluation, do no harm.",
                 _several(names),
             )
+
+    def _is_as_pulled(self, index: int) -> bool:
+        tensor = self._tensors[index]
+        return torch.equal(tensor, self._pulled(self._watched[index]).to(tensor))
 
 
 class Held:
