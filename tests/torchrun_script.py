@@ -24,8 +24,9 @@ if how == "each":
     sampler = worker_sampler(dataset, shuffle=False)
 else:
     dist.init_process_group("gloo")
-    model = torch.nn.parallel.DistributedDataParallel(model)
-    for given in (model, model.module):  # A trainer's own module does not know that it was wrapped.
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model))
+    # A trainer's own module, or part of it, does not know that it was wrapped.
+    for given in (model, model.module, model.module[0]):
         try:
             RemoteOptimizer(given, sgd, servers)
         except BadRequest as refusal:

@@ -41,7 +41,7 @@ def test_the_processes_of_a_ddp_model_are_one_worker_with_a_replica_and_refused_
         output = torchrun(start_python, "ddp", server.data)
     else:
         output = "".join(ReplicaJob(start_python, [server], "ddp", server.data, script=SCRIPT).ended_well())
-    assert output.count("refused: The model is a DistributedDataParallel") == 4
+    assert output.count("refused: The model is a DistributedDataParallel") == 6
     torch.manual_seed(0)
     before = torch.nn.Linear(4, 2).weight[0, 0].item()
     # Each step moves by the mean of both ranks' gradients, once: 0.5, 2.5, 4.5, 6.5.

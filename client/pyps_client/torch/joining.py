@@ -226,14 +226,15 @@ def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Modul
 
 
 def _averagers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The DistributedDataParallel around a module, where there is one: a trainer hands on what it has wrapped."""
+    """Each DistributedDataParallel over parameters of a module: trainers hand on what, or part of what, they wrap."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not distributed or torch.distributed.get_world_size() == 1:
         return []
     # The module does not know of it, and torch keeps no list.
     kind = torch.nn.parallel.DistributedDataParallel
+    own = set(map(id, module.parameters()))
     around_any = (found for found in gc.get_objects() if issubclass(type(found), kind))
-    return [found for found in around_any if getattr(found, "module", None) is module]
+    return [found for found in around_any if not own.isdisjoint(map(id, found.parameters()))]
 
 
 def check_replica(replica: Replica | None, *, buffers: str, read_my_writes: bool) -> None:
