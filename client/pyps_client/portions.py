@@ -189,7 +189,7 @@ class Portions:
             self._queue.give_up(left)
             self._portions.clear()
             if left:
-                logger.info("%d portions go back: their batches were not all followed by a step", len(left))
+                logger.info("portions that go back, as their batches were not all followed by a step: %d", len(left))
         self._count.begin(exact=exact)
 
     def _hand_in(self) -> None:
@@ -245,6 +245,9 @@ class Portions:
     def _ask(self, *, wait: bool) -> _Portion | None:
         """Leases a portion of the epoch. The one place where portions are asked for."""
         stepper = self._stepper
+        if self._epochs and self._epoch >= self._epochs:
+            self._over = True
+            return None
         while not stepper.finished:
             steps_on = wait and others_wait(stepper.session)
             try:

@@ -41,6 +41,8 @@ def export(
     """
     # A checkpoint that is passed over is named, with the reason.
     logs.configure(level=logging.WARNING)
+    if not file.parent.is_dir():
+        fail(f"{file} cannot be written: there is no folder {file.parent}")
     try:
         if checkpoint:
             tensors = from_checkpoints(checkpoint)

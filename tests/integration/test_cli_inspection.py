@@ -178,6 +178,7 @@ def test_export_eval_save_and_replay_say_what_they_need(start_server: Start, tmp
     script.write_text("def evaluate(parameters): return 0.0\n", encoding="utf-8")
     for arguments, words in (
         (("export", file, "--servers", ""), "No servers were named"),
+        (("export", f"{file}/x", "--servers", server.data), f"cannot be written: there is no folder {file}"),
         (("export", file, "--checkpoint", "/nonexistent"), "there is no folder /nonexistent"),
         (("export", file, "--checkpoint", str(tmp_path)), f"there is no whole checkpoint in {tmp_path}"),
         (("save", "--servers", server.control), "start it with --checkpoint-dir"),

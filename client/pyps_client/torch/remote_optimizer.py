@@ -102,7 +102,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `push_every`, `pull_every`: minibatches summed in a push, and minibatches between pulls; by default
         what the protocol in force wants (asgd:accumulate=), or else 1.
         `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
-        more version of staleness. Under protocols that take gradients of the present version only, or that
+        more version of staleness: where a push takes longer than a minibatch, those meanwhile are summed in the next
+        push, so that there are fewer updates. Under protocols that take gradients of the present version only, or that
         grant steps one by one, they are waited for as with "off".
         `local_learning_rate`: the size of the worker's own step between pulls. By default the rate that the servers'
         schedule gives now under plain SGD; none under other rules, which is told where minibatches lie between pulls.

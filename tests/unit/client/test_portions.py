@@ -71,6 +71,7 @@ def test_loops_that_end_with_their_epoch_are_told_nothing(caplog) -> None:
     for batches in (portions, portions.epoch(loader), portions.epoch()):
         assert train(worker, batches)
     assert not caplog.records
+    assert not train(worker, portions) and not train(worker, portions.epoch()), "after the last epoch there is none"
 
 
 def test_the_worker_is_told_how_large_each_batch_is_however_far_the_loader_fetches_ahead() -> None:
