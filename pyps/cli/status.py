@@ -143,9 +143,9 @@ def _chosen(events: Sequence[pb.Event], count: int) -> list[pb.Event]:
 
 def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) -> None:
     console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not console.is_terminal and (wide or "COLUMNS" not in os.environ):
         # Nothing needs to be squeezed into 80 columns there.
-        console = Console(width=PIPE_COLUMNS)
+        console = Console(width=max(PIPE_COLUMNS, console.width))
     console.print(_servers_table(answers))
     begun = any(answer.shards for answer in answers)
     if begun or any(answer.workers for answer in answers):
