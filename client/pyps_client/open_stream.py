@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -17,9 +18,6 @@ try:
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
 except ImportError:
     cygrpc = None
-
-# What another grpcio than this was written for may end in, where its private parts are used.
-_DIFFERENCES = (AttributeError, TypeError, LookupError, AssertionError, NotImplementedError)
 
 Metadata = tuple[tuple[str, str], ...]
 # Takes a reply; True once it was the round's last.
@@ -60,8 +58,11 @@ def open_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> OpenStr
     if cygrpc is not None and hasattr(core, "segregated_call"):
         try:
             return DirectStream(core, path, metadata)
-        except (TypeError, AttributeError) as error:
-            logger.debug("grpcio %s is not what the direct stream was written for: %s", grpc.__version__, error)
+        except Exception as error:
+            if not _is_of_grpcio(error):
+                raise
+            # Or the channel was closed, of which the stable interface tells.
+            logger.debug("grpcio %s has no direct stream: %r", grpc.__version__, error)
     return QueuedStream(channel, path, metadata)
 
 
@@ -92,7 +93,14 @@ class DirectStream:
     def run(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
         with self._turn:
             self._watchdog.begin(timeout_seconds)
-            self._round(frames, take)
+            try:
+                self._round(frames, take)
+            except StreamEnded:
+                raise
+            except Exception as error:
+                if not _is_of_grpcio(error):
+                    raise
+                raise _given_up(error) from None
             self._watchdog.rest()
 
     def close(self) -> None:
@@ -106,7 +114,9 @@ class DirectStream:
                     self._drain()
                 finally:
                     self._turn.release()
-        except _DIFFERENCES as error:
+        except Exception as error:
+            if not _is_of_grpcio(error):
+                raise
             _given_up(error)
         fork.let_go(self._call)
 
@@ -137,8 +147,6 @@ class DirectStream:
             # Noted before it is begun: a signal must not come between.
             self._due.add(tag)
             begun = self._call.operate(operations, tag)
-        except _DIFFERENCES as error:
-            raise _given_up(error) from None
         finally:
             if not begun:
                 self._due.discard(tag)
@@ -149,19 +157,16 @@ class DirectStream:
 
     def _next(self) -> bytes | None:
         """Waits for the end of one operation; the message where that was one's arrival."""
-        try:
-            event = self._fetch()
-            if event.tag == _ENDED:
-                self._note_end(event)
-            elif event.tag == _RECEIVED:
-                message: bytes | None = event.batch_operations[-1].message()
-                if message is not None:
-                    return message
-            else:
-                return None
-            self._drain()
-        except _DIFFERENCES as error:
-            raise _given_up(error) from None
+        event = self._fetch()
+        if event.tag == _ENDED:
+            self._note_end(event)
+        elif event.tag == _RECEIVED:
+            message: bytes | None = event.batch_operations[-1].message()
+            if message is not None:
+                return message
+        else:
+            return None
+        self._drain()
         raise self._ended()
 
     def _drain(self) -> None:
@@ -197,8 +202,18 @@ class DirectStream:
         self._call.cancel(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "no answer in time")
 
 
+def _is_of_grpcio(error: Exception) -> bool:
+    """Whether grpcio raised it, or our use of its private parts, as with another one than this was written for.
+
+    Whoever makes frames or takes replies may raise the same, and so may a signal's handler, amid anything.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    return module == __name__ or module.partition(".")[0] == "grpc"
+
+
 def _given_up(error: Exception) -> StreamEnded:
-    """Has every later stream go the public way; the end of this one, after which its round is tried again."""
+    """Has every stream go the public way, live ones by failing too; the end of this, whose round is tried again."""
     global cygrpc
     if cygrpc is not None:
         cygrpc = None

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -215,51 +216,66 @@ def test_signals_at_any_instant_leave_neither_a_hang_nor_a_crash(server: EchoSer
         assert process.output() == "closed\n"
 
 
-@pytest.mark.parametrize(("name", "error"), [("segregated_call", TypeError), ("ReceiveMessageOperation", None)])
+@pytest.mark.parametrize(
+    ("name", "other"), [("segregated_call", {"segregated_call": int}), ("SendMessageOperation", {})]
+)
 def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
-    server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception] | None
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, other: dict[str, Any]
 ) -> None:
-    class Differing:
+    def differing(real: object) -> SimpleNamespace:
         """grpcio's inner module or channel, in which one name means something else."""
+        return SimpleNamespace(**{each: getattr(real, each) for each in dir(real) if each != name}, **other)
 
-        def __init__(self, real: object) -> None:
-            self._real = real
-
-        def __getattr__(self, wanted: str) -> Any:
-            if wanted != name:
-                return getattr(self._real, wanted)
-            if error is None:
-                raise AttributeError(name)
-            return lambda: None
-
-    monkeypatch.setattr(open_stream, "cygrpc", Differing(open_stream.cygrpc))
+    monkeypatch.setattr(open_stream, "cygrpc", differing(open_stream.cygrpc))
     channel = Channel(server.address, token="", use_proxy=False)
-    channel._grpc._channel = Differing(channel._grpc._channel)
+    channel._grpc._channel = differing(channel._grpc._channel)
     assert echo(channel, b"a", b"b") == [b"a", b"b"]
     assert isinstance(channel._stream, QueuedStream)
     channel.close()
 
 
 @pytest.mark.parametrize("name", ["next_event", "operate"])
-def test_a_direct_stream_that_fails_amid_its_life_is_followed_by_queued_ones(
-    server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("error", [AttributeError, ValueError, RuntimeError, SystemError])
+def test_a_direct_stream_that_fails_amid_its_life_has_all_go_on_by_queued_ones(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
 ) -> None:
     monkeypatch.setattr(open_stream, "cygrpc", open_stream.cygrpc)
+    channels = [Channel(server.address, token="secret", use_proxy=False) for _ in range(2)]
+    assert [echo(channel, b"one") for channel in channels] == [[b"one"], [b"one"]]
+    stream = channels[0]._stream
+    assert isinstance(stream, DirectStream)
+    stream._call = FailingCall(stream._call, name, error, module="grpc._cython.cygrpc")
+    for channel in channels:
+        with pytest.raises(LinkLost, match="the direct stream failed"):
+            echo(channel, b"two")
+        assert echo(channel, b"three") == [b"three"]
+        assert isinstance(channel._stream, QueuedStream)
+        channel.close()
+
+
+@pytest.mark.parametrize("name", ["next_event", "operate"])
+def test_what_a_signals_handler_raises_amid_a_direct_stream_is_the_programs(server: EchoServer, name: str) -> None:
+    """Torch's for a loader whose process died raises RuntimeError."""
     channel = Channel(server.address, token="secret", use_proxy=False)
     assert echo(channel, b"one") == [b"one"]
     stream = channel._stream
     assert isinstance(stream, DirectStream)
-
-    class Differing:
-        def __init__(self, call: Any) -> None:
-            self._call = call
-
-        def __getattr__(self, asked: str) -> Any:
-            return (lambda *_: [][0]) if asked == name else getattr(self._call, asked)
-
-    stream._call = Differing(stream._call)
-    with pytest.raises(LinkLost, match="the direct stream failed"):
+    stream._call = FailingCall(stream._call, name, RuntimeError, module="torch.utils.data._utils.signal_handling")
+    with pytest.raises(RuntimeError, match="as was asked for"):
         echo(channel, b"two")
     assert echo(channel, b"three") == [b"three"]
-    assert isinstance(channel._stream, QueuedStream)
+    assert isinstance(channel._stream, DirectStream)
     channel.close()
+
+
+class FailingCall:
+    """grpcio's call, of which one method ends, once, in an error that a function of that module raises."""
+
+    def __init__(self, call: Any, name: str, error: type[Exception], *, module: str) -> None:
+        self._call = call
+        names: dict[str, Any] = {"__name__": module, "error": error("as was asked for")}
+        exec("def fail(*_): raise error", names)
+        self._fails = {name: names["fail"]}
+
+    def __getattr__(self, asked: str) -> Any:
+        return self._fails.pop(asked, None) or getattr(self._call, asked)
