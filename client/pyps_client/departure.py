@@ -32,8 +32,8 @@ class Closable(Protocol):
 
 
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
-# A lock for each that takes leave on a thread of its own: held until it has.
-_leaving: list[_thread.LockType] = []
+# A lock for each that takes leave on a thread of its own, which holds it until it has.
+_leaving: list[weakref.ref[_thread.LockType]] = []
 _registered = False
 
 
@@ -100,7 +100,7 @@ def _abandoned(session: Closable, guard: ForkGuard) -> None:
         done = _thread.allocate_lock()
         done.acquire()
         _thread.start_new_thread(_leave_alone, (session, done))
-        _leaving.append(done)
+        _leaving.append(weakref.ref(done, _leaving.remove))
 
 
 def _leave_alone(session: Closable, done: _thread.LockType) -> None:
@@ -112,8 +112,9 @@ def _leave_alone(session: Closable, done: _thread.LockType) -> None:
 
 def _close_all() -> None:
     # Whatever is lost, this takes seconds.
-    for done in _leaving:
-        while not done.acquire(timeout=SIGNAL_SECONDS):
+    for leaving in list(_leaving):
+        done = leaving()
+        while done is not None and not done.acquire(timeout=SIGNAL_SECONDS):
             continue
     for session in list(_open):
         _close(session)

@@ -291,6 +291,7 @@ def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
 
     wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
     wait_until(lambda: not threads_of_client(), what="the end of its threads")
+    wait_until(lambda: not departure._leaving, what="the end of all that was kept of it")
 
 
 @pytest.mark.parametrize("ending", ["", "raise ValueError('out of data')"])

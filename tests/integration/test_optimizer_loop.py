@@ -9,6 +9,7 @@ import torch
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
+from pyps_client.torch import remote_optimizer
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
@@ -262,6 +263,22 @@ def test_a_second_optimizer_of_other_parameters_is_told_that_a_run_holds_one(sta
         first.step()
     with pytest.raises(BadRequest, match=r"The model is a generator; expected a torch.nn.Module"):
         RemoteOptimizer(mlp().parameters(), torch.optim.SGD(mlp().parameters(), lr=0.1), servers=server.data)
+
+
+def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server, monkeypatch) -> None:
+    server = start_server()
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    # As a notebook does, it holds the error, and by its traceback the optimizer.
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as held:
+        patch.setattr(remote_optimizer, "worker_of", fails)
+        remote(mlp(), server)
+    with remote(mlp(), server) as optimizer:
+        backward(optimizer._model, next(batches(1)))
+        optimizer.step()
+    assert held.tb
 
 
 def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_server) -> None:

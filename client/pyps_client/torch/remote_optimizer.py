@@ -192,7 +192,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
             common=common_of(settings, launch, pace, shard_size=shard_size, local_rate=local_learning_rate),
         )
         joined = joining.join()
-        _made[self] = (launch.servers, launch.worker_id)
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
 
         def downpour() -> Downpour:
@@ -201,6 +200,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             return worker_of(joined, replica, pace, local_rates, rates, buffers=shared, read_my_writes=read_my_writes)
 
         self._downpour = self._start(downpour)
+        _made[self] = (launch.servers, launch.worker_id)
         self._ending = Ending(self._session, self._downpour)
         self._begin()
         tell_unshared(model, self._layout)
