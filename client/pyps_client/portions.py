@@ -137,7 +137,10 @@ class Portions:
         self._epoch = epoch
 
     def __len__(self) -> int:
-        """Batches of an epoch that come to this worker, about: an equal share of as many workers as live now."""
+        """Batches of an epoch that come to this worker, about: an equal share of as many workers as live now.
+
+        For a progress bar: a trainer that stops there cuts a fast worker's epoch short, and what it held goes back.
+        """
         batches = -(-self._spec.num_examples // self._batch_size)
         return -(-batches // max(1, self._stepper.session.num_workers))
 
