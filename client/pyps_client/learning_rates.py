@@ -1,4 +1,4 @@
-"""Learning rates, and momenta beside them, that the owner of the schedule sets, until the servers have them."""
+"""Learning rates, and momenta beside them, that a worker's scheduler sets, until the servers have them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ class GroupRate(NamedTuple):
 
     learning_rate: float
     momentum: float | None = None
+    # From a worker that does not own the schedule: it holds only while nobody does.
+    provisional: bool = False
 
 
 class LearningRates:
@@ -31,18 +33,21 @@ class LearningRates:
 
     def change(self, rates: Mapping[int, GroupRate] | None) -> None:
         """Sets the learning rates of some groups."""
-        for group, (rate, momentum) in (rates or {}).items():
+        for group, (rate, momentum, provisional) in (rates or {}).items():
             if not 0 <= group < self._num_groups:
                 raise BadRequest(f"learning_rates names parameter group {group}; expected 0 to {self._num_groups - 1}.")
             if not 0 <= rate < float("inf"):
                 raise BadRequest(f"The learning rate of group {group} is {rate!r}; expected a number, 0 or more.")
-            self._rates[group] = GroupRate(float(rate), momentum)
+            self._rates[group] = GroupRate(float(rate), momentum, provisional)
 
     def owed(self, server_index: int, *, epoch: int) -> dict[int, GroupRate]:
-        """What the server's next push has to carry; nothing when it has it all."""
-        if self._taken[server_index] == (epoch, self._rates) or not self._rates:
-            return {}
-        return self._rates.copy()
+        """What the server's next push has to carry; nothing when it has it all.
+
+        A provisional rate goes with each push: between two of them other workers' may have been in force.
+        """
+        if self._taken[server_index] != (epoch, self._rates):
+            return self._rates.copy()
+        return {group: rate for group, rate in self._rates.items() if rate.provisional}
 
     def answered(self, server_index: int, *, epoch: int, receipts: Sequence[Receipt]) -> None:
         """Notes what a push of that epoch, which carried all that was owed, came to."""

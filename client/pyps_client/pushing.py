@@ -208,7 +208,7 @@ class OutgoingPush:
         if extents:
             request.extents.extend(Extent(offset=start, length=length) for start, length in extents)
         if shard.group in self._learning_rates:
-            request.learning_rate, momentum = self._learning_rates[shard.group]
+            request.learning_rate, momentum, request.provisional = self._learning_rates[shard.group]
             if momentum is not None:
                 request.momentum = momentum
         if self._intake is not None:

@@ -173,9 +173,9 @@ class Session(InForce):
         with nothing present only says so. `base_versions`: a `held_versions` taken when the parameters were
         pulled that the gradient was computed on (the oldest, where several are summed; `newest_base_versions`
         then the newest); None for those held now. `kinds`: a PayloadKind a group, gradients by default.
-        `learning_rates`: new ones, and momenta, by group, from the worker that owns the schedule. `gradient_norm`: what
-        `norm` gave, or 0, for a thread beside the one that makes a replica's collective calls: this is none then;
-        `meet` follows.
+        `learning_rates`: new ones, and momenta, by group, from the worker that owns the schedule, or provisional ones.
+        `gradient_norm`: what `norm` gave, or 0, for a thread beside the one that makes a replica's collective calls:
+        this is none then; `meet` follows.
         A shard may be REJECTED: see the receipt's reason, and `pull_needed`. Raises RunFinished after the run's end.
         """
         return self._send(Contribution(vectors, self.clock, **described))

@@ -60,6 +60,8 @@ class Gradient(NamedTuple):
     learning_rate: float | None = None
     # Likewise the momentum of its rule.
     momentum: float | None = None
+    # Whether the worker does not own the schedule: rate and momentum then hold only where nobody has set them.
+    provisional: bool = False
     # The Euclidean norm of the whole push, over all shards; 0 where the worker did not compute it.
     norm: float = 0.0
     # Whether the payload lies in memory that the worker can still write.
@@ -68,7 +70,13 @@ class Gradient(NamedTuple):
     @property
     def schedules(self) -> bool:
         """Whether the worker sets what the owner of the schedule may set."""
-        return self.learning_rate is not None or self.momentum is not None
+        return not self.provisional and (self.learning_rate is not None or self.momentum is not None)
+
+    def decided(self, *, holds: bool) -> Gradient:
+        """Returns the gradient with its provisional rate and momentum as ordinary ones, or without them."""
+        if holds:
+            return self._replace(provisional=False)
+        return self._replace(learning_rate=None, momentum=None, provisional=False)
 
     def private(self) -> Gradient:
         """Returns the gradient with a payload that nobody else can write; numbers may have changed since a scan."""

@@ -70,6 +70,9 @@ class Shard:
         self.rule = rule
         # The newest version that a checkpoint holds: what a killed server comes back with.
         self.durable_version = version
+        # Whether the schedule's owner, or whoever runs the servers, set the rate: provisional ones then hold no more.
+        # Each shard's own, as the owner's first push does not reach all of them at once.
+        self.rate_is_set = False
         self._recorder = recorder
         self._lock = threading.Lock()
         # Guarded by _lock.
@@ -110,6 +113,11 @@ class Shard:
         with self._lock:
             receipt = self._answered(gradient, roster) or self._refused(gradient, roster, finding)
             if receipt is None:
+                if gradient.provisional:
+                    # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
+                    gradient = gradient.decided(holds=not self.rate_is_set and not self._behaviour.schedule.terms)
+                elif gradient.schedules:
+                    self.rate_is_set = True
                 receipt = self._decide(gradient, roster, norm, answer)
             else:
                 self._answer(answer, receipt, gradient.worker_id)
@@ -158,6 +166,7 @@ class Shard:
                 self._behaviour = behaviour
             if learning_rate is not None:
                 self._learning_rate = learning_rate
+                self.rate_is_set = True
             reached = self._waiters.take_reached(self._version)
         call_all(reached)
         return updates

@@ -194,6 +194,7 @@ def gradient_of(
         clock=request.clock,
         learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
         momentum=request.momentum if request.HasField("momentum") else None,
+        provisional=request.provisional,
         norm=request.gradient_norm,
         volatile=volatile,
     )

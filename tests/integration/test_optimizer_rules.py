@@ -13,6 +13,7 @@ from client_support import addresses
 from pyps_client import RemoteOptimizer
 from pyps_client.torch.translate import translate
 from pyps_wire.errors import ScheduleOwned
+from support import status_of
 from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of
 
 OPTIMIZERS = {
@@ -132,6 +133,52 @@ def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server)
                 local.step()
                 local_scheduler.step()
         assert_close(model, twin, f"{name} {schedule.__name__} {protocol} {transport}")
+
+
+def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owner_pushes(start_server) -> None:
+    for name, transport in (("momentum", "shm"), ("adamw", "grpc")):
+
+        def optimizer_of(module: torch.nn.Module, name: str = name) -> torch.optim.Optimizer:
+            optimizer = OPTIMIZERS[name](module.parameters())
+            # Means nothing in torch under OneCycleLR.
+            optimizer.param_groups[0]["lr"] = 1.0
+            return optimizer
+
+        def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+            return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=31)
+
+        model, twin = mlp(), mlp()
+        local = optimizer_of(twin)
+        local_scheduler = schedule(local)
+        server = start_server("--protocol", "async")
+        with RemoteOptimizer(
+            model,
+            optimizer_of(model),
+            server.data,
+            run_id="r",
+            worker_id="w1",
+            owns_schedule=False,
+            transport=transport,
+        ) as optimizer:
+            scheduler = schedule(optimizer)
+            for batch in batches(10):
+                backward(model, batch)
+                for parameter, its in zip(model.parameters(), twin.parameters(), strict=True):
+                    its.grad = parameter.grad.clone()
+                optimizer.step()
+                scheduler.step()
+                local.step()
+                local_scheduler.step()
+            assert_close(model, twin, f"{name} {transport}")
+            owned = mlp()
+            with RemoteOptimizer(owned, optimizer_of(owned), server.data, run_id="r", worker_id="w0") as owner:
+                owners_schedule = schedule(owner)
+                backward(owned, batch)
+                owner.step()
+                backward(model, batch)
+                optimizer.step()
+                assert optimizer.receipts[0].rate == pytest.approx(owners_schedule.get_last_lr()[0])
+                assert status_of(server).schedule_owner == "w0"
 
 
 def test_each_group_has_its_own_schedule(start_server) -> None:

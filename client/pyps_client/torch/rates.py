@@ -19,8 +19,8 @@ RateChanges = Callable[[], Mapping[int, GroupRate]]
 class GroupRates:
     """Reads the groups' learning rates, and momenta where the rule has one; tells which the next push must carry.
 
-    One worker owns the schedule; what it sends is in force for the push that carries it. Another worker's
-    changes reach nobody, which is said once.
+    One worker owns the schedule; what it sends is in force for the push that carries it. Another worker's changes
+    count only until that one has pushed, which is said once.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GroupRates:
         # What the servers were last told of each group.
         settings = [group.hyperparameters for group in joined_with.groups]
         self._told = [GroupRate(group["learning_rate"], group.get(translation.momentum)) for group in settings]
-        # True once the first change was sent, or was found to reach nobody.
+        # True once the first change was sent.
         self._moved = False
 
     def now(self) -> list[float]:
@@ -54,18 +54,17 @@ class GroupRates:
         """Group -> rate, for the push that begins now; empty where the servers have been told all."""
         now = self._now()
         changes = {index: rate for index, rate in enumerate(now) if rate != self._told[index]}
-        if not self._owns_schedule:
-            if changes and not self._moved:
-                self._moved = True
-                logger.info(
-                    "the learning rate or momentum moves here too, which has no effect on the servers: another worker "
-                    "owns the schedule (owns_schedule=True would make it this one)"
-                )
-            return {}
         if not self._moved and any("initial_lr" in group for group in self._param_groups):
             # A scheduler is there: claims the schedule before it first moves, so that a second owner is refused at
             # once.
             changes = dict(enumerate(now))
+        if not self._owns_schedule:
+            changes = {index: rate._replace(provisional=True) for index, rate in changes.items()}
+            if changes and not self._moved:
+                logger.info(
+                    "the learning rate or momentum moves here too, which has no effect on the servers once the worker "
+                    "that owns the schedule has pushed (owns_schedule=True would make it this one)"
+                )
         self._moved = self._moved or bool(changes)
         self._told = now
         return changes

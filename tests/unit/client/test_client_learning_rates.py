@@ -36,6 +36,14 @@ def test_a_restored_server_is_told_again_and_a_change_of_one_group_is_told_with_
     assert rates.owed(0, epoch=1) == {0: GroupRate(0.5), 1: GroupRate(0.25)}
 
 
+def test_a_provisional_rate_goes_with_each_push() -> None:
+    rates = LearningRates(1, num_groups=2)
+    rates.change({0: GroupRate(0.5, provisional=True)})
+    for _ in range(2):
+        assert rates.owed(0, epoch=1) == {0: GroupRate(0.5, None, True)}
+        rates.answered(0, epoch=1, receipts=TAKEN)
+
+
 def test_a_rate_that_no_server_would_take_is_refused() -> None:
     for rates, complaint in (
         ({2: GroupRate(0.5)}, "names parameter group 2; expected 0 to 1"),

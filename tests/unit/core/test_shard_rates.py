@@ -8,7 +8,7 @@ import pytest
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
-from shards import Configured, Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
+from shards import Configured, Log, Pushed, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
 
@@ -42,6 +42,32 @@ def test_a_push_that_leaves_no_trace_or_is_retried_brings_no_rate() -> None:
     shard.configure(learning_rate=0.25, roster=roster())
     assert push(shard, [1.0], learning_rate=0.5, base_version=0).duplicate
     assert shard.learning_rate == 0.25
+
+
+def test_a_provisional_rate_holds_for_its_push_until_a_rate_is_set_and_is_logged_as_what_it_came_to() -> None:
+    log = Log()
+    shard = make_shard([0.0], rule="momentum", momentum=0.5, recorder=log)
+    theirs = {"worker_id": "b", "provisional": True}
+
+    def take(**fields) -> tuple[float, float]:
+        rate = push(shard, [1.0], sequence=shard.version, **fields).rate
+        return rate, shard.hyperparameters["momentum"]
+
+    assert take(learning_rate=0.5, momentum=0.25, **theirs) == (0.5, 0.25)
+    assert take(learning_rate=0.125, momentum=0.5, **theirs) == (0.125, 0.5)
+    assert take(learning_rate=0.25) == (0.25, 0.5)
+    assert take(learning_rate=0.5, momentum=0.25, **theirs) == (0.25, 0.5)
+    logged = [event.gradient for event in log.events[0] if isinstance(event, Pushed)]
+    assert [gradient.learning_rate for gradient in logged] == [0.5, 0.125, 0.25, None]
+    assert logged[3].momentum is None and not any(gradient.provisional for gradient in logged)
+
+
+def test_a_provisional_rate_leaves_alone_what_the_servers_are_told_to_go_by() -> None:
+    shard = make_shard([0.0])
+    shard.configure(learning_rate=0.25, roster=roster())
+    scheduled = make_shard([0.0], behaviour=make_behaviour(rate_schedule="step:every=9,factor=0.5"))
+    rates = [push(each, [1.0], learning_rate=0.5, provisional=True).rate for each in (shard, scheduled)]
+    assert rates == [0.25, 1.0]
 
 
 # Schedules, batch growth and staleness.

@@ -59,6 +59,19 @@ def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_unti
     assert driver.push("a", learning_rate=0.25, base_version=2).rate == 0.25
 
 
+def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_while_nobody_does():
+    driver = RunDriver("a", "b")
+    theirs = {"learning_rate": 0.25, "provisional": True}
+    assert driver.push("b", **theirs).rate == 0.25
+    assert driver.run.conduct.owner.worker_id == ""
+    assert driver.push("a", learning_rate=0.5, base_version=1).rate == 0.5
+    assert driver.push("b", base_version=2, **theirs).rate == 0.5
+    # The owner's first push is still on its way to the other shard.
+    assert driver.push("b", shard_id=1, **theirs).rate == 0.25
+    driver.run.leave("r", "a", 1, failed=False, message="")
+    assert driver.push("b", base_version=3, **theirs).rate == 0.25
+
+
 def test_a_server_with_a_schedule_of_its_own_takes_no_rate():
     driver = RunDriver("a", schedule="step:every=5")
     with pytest.raises(ScheduleOwned, match="step:every=5"):

@@ -26,10 +26,10 @@ def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
     rates = rates_of(optimizer)
     assert [rates.take_changes() for _ in range(3)] == [{}, {}, {}]
     optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
-    assert rates.take_changes() == {1: (0.25, None)}
+    assert rates.take_changes() == {1: (0.25, None, False)}
     assert rates.take_changes() == {}
     optimizer.param_groups[1]["lr"] = 0.5
-    assert rates.take_changes() == {1: (0.5, None)}
+    assert rates.take_changes() == {1: (0.5, None, False)}
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -43,7 +43,12 @@ def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(bef
     for _ in range(4):
         sent.append(rates.take_changes())
         scheduler.step()
-    assert sent == [{0: (0.5, None), 1: (0.5, None)}, {}, {0: (0.25, None), 1: (0.25, None)}, {}]
+    assert sent == [
+        {0: (0.5, None, False), 1: (0.5, None, False)},
+        {},
+        {0: (0.25, None, False), 1: (0.25, None, False)},
+        {},
+    ]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -56,17 +61,17 @@ def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before)
     scheduler = early or torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=2)
     optimizer.step()
     for rate, momentum in ((0.1, 0.9), (0.3, 0.85), (0.5, 0.8)):
-        assert rates.take_changes() == {group: pytest.approx((rate, momentum)) for group in (0, 1)}
+        assert rates.take_changes() == {group: pytest.approx((rate, momentum, False)) for group in (0, 1)}
         scheduler.step()
 
 
-def test_another_workers_change_is_not_sent_and_said_once(caplog) -> None:
+def test_another_workers_change_is_sent_as_provisional_and_said_once(caplog) -> None:
     optimizer = sgd(momentum=0.5)
     rates = rates_of(optimizer, owns_schedule=False)
     with caplog.at_level(logging.INFO, logger="pyps_client"):
         for rate in (0.5, 0.25, 0.125):
             optimizer.param_groups[0].update(lr=rate, momentum=rate)
-            assert rates.take_changes() == {}
+            assert rates.take_changes() == ({} if rate == 0.5 else {0: (rate, rate, True)})
     said = [record.getMessage() for record in caplog.records if "no effect on the servers" in record.getMessage()]
     assert len(said) == 1
 
