@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from pyps.core.arrays import Floats
-from pyps.simulation.scheduler import Scheduler
-from pyps.simulation.timing import Timing
+from pyps.simulation.event import Scheduler
+from pyps.simulation.worker import Timing
 from pyps.work.answers import Leased, PassOutcome
 from pyps.work.data_spec import DataSpec
 from pyps.work.portions import Portion

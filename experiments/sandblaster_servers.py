@@ -12,22 +12,19 @@ import numpy as np
 from google.protobuf.message import Message
 
 from experiments.sandblaster_crew import Stage, VirtualCrew
-from pyps.cli.coordination.link import Link
-from pyps.cli.coordination.memory import Fold, MemoryPlan
-from pyps.cli.coordination.remote_machine import RemoteMachine
-from pyps.cli.coordination.remote_objective import PassSettings, RemoteObjective
-from pyps.cli.coordination.traffic import Traffic, TrafficMeter
+from pyps.cli.coordination.link import Link, Traffic, TrafficMeter
+from pyps.cli.coordination.remote import Fold, MemoryPlan, PassSettings, RemoteMachine, RemoteObjective
 from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec
-from pyps.core.instructions import Instruction, Operation, Precision
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
-from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine
+from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings
 from pyps.service.work_messages import progress_to
-from pyps.work.lbfgs import IterationReport, Lbfgs
-from pyps.work.lbfgs_settings import LbfgsSettings
+from pyps.vectors.machine import Plan, VectorMachine
+from pyps.vectors.program import Instruction, Operation, Precision, Program
+from pyps.vectors.stages import StagePart
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as machine_pb
 from pyps_wire import work_pb2 as work_pb

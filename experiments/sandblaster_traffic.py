@@ -16,10 +16,9 @@ from experiments import digits_network
 from experiments.digits_network import Floats
 from experiments.sandblaster_crew import Computed, Numerics, VirtualCrew
 from experiments.sandblaster_servers import NUM_SERVERS, LocalServers, coordinate
-from pyps.cli.coordination.traffic import Traffic
-from pyps.simulation.timing import normal
-from pyps.work.lbfgs import IterationReport
-from pyps.work.lbfgs_settings import LbfgsSettings
+from pyps.cli.coordination.link import Traffic
+from pyps.lbfgs.optimizer import IterationReport, LbfgsSettings
+from pyps.simulation.worker import normal
 from pyps.work.portions import Portion
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire import vector_machine_pb2 as machine

@@ -16,16 +16,15 @@ from experiments import digits_network
 from experiments.digits_network import Digits, Floats
 from experiments.sandblaster_crew import Computed, Numerics, VirtualCrew
 from experiments.sandblaster_servers import LocalServers, coordinate
-from pyps.cli.coordination.traffic import Traffic
+from pyps.cli.coordination.link import Traffic
 from pyps.core import aggregation, staleness
 from pyps.core.behaviour import Behaviour
-from pyps.run.settings import RuleSettings
+from pyps.core.rule_settings import RuleSettings
+from pyps.lbfgs.optimizer import IterationReport, LbfgsSettings
 from pyps.simulation import worker
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Simulation
-from pyps.simulation.timing import normal
-from pyps.work.lbfgs import IterationReport
-from pyps.work.lbfgs_settings import LbfgsSettings
+from pyps.simulation.worker import normal
 from pyps.work.portions import Portion
 
 SEEDS = (0, 1, 2, 3, 4)

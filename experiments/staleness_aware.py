@@ -40,11 +40,10 @@ from experiments import digits_network  # noqa: E402
 from pyps.core import aggregation, schedule, staleness  # noqa: E402
 from pyps.core.behaviour import Behaviour  # noqa: E402
 from pyps.core.receipt import Outcome  # noqa: E402
-from pyps.run.settings import RuleSettings  # noqa: E402
+from pyps.core.rule_settings import RuleSettings  # noqa: E402
 from pyps.simulation.server import ServerPlan  # noqa: E402
 from pyps.simulation.simulation import Simulation  # noqa: E402
-from pyps.simulation.timing import normal  # noqa: E402
-from pyps.simulation.worker import Compute, Computed, Step, WorkerPlan  # noqa: E402
+from pyps.simulation.worker import Compute, Computed, Step, WorkerPlan, normal  # noqa: E402
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

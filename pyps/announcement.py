@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyps.config import ServerConfig
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.units import in_bytes
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pyps.core import aggregation, schedule, spec, staleness
-from pyps.core.aggregation import Aggregation, Sandblaster
+from pyps.core.aggregation import Aggregation
 from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.warmup import Staged, WarmUp
-from pyps.run.settings import RuleSettings
 from pyps_wire.errors import PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
@@ -48,7 +48,7 @@ OTHER_VARIABLES = (
 _OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 
 
-class ConfigError(Exception):
+class ConfigError(PypsError):
     """A setting that cannot be used; the text says where it came from and what was expected."""
 
 
@@ -318,7 +318,7 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
             parse(config)
         except (PypsError, ValueError) as error:
             raise ConfigError(f"{origin(name)} cannot be used: {error}") from None
-    coordinated = config.behaviour.aggregation.name == Sandblaster.name
+    coordinated = config.behaviour.aggregation.coordinated
     if coordinated and config.stop_after and not config.stop_after.startswith("seconds="):
         raise ConfigError(
             f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "

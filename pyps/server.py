@@ -23,11 +23,10 @@ from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pyps import _kernels, announcement, logs
-from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder
 from pyps.config import ConfigError, ServerConfig
-from pyps.run import Run, RunState
-from pyps.run.run import SOFTWARE
+from pyps.run.run import SOFTWARE, Run
 from pyps.run.standstill import Standstill
+from pyps.run.state import RunState
 from pyps.service import hosting
 from pyps.service.calls import LATE_MIN, Awaited
 from pyps.service.health import Health
@@ -43,8 +42,10 @@ from pyps.service.serializations import Serializations
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
 from pyps.service.workbench import Workbench
+from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
+from pyps.storage.folder import CheckpointFolder
+from pyps.storage.update_log import UpdateLog
 from pyps.units import in_bytes
-from pyps.update_log import UpdateLog
 from pyps_wire.allocator import keep_large_blocks
 from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 from pyps_wire.errors import NotInitialized
@@ -95,8 +96,11 @@ class Server:
         self._token = token
         self._instruction_set = instruction_set
         self._clock = clock
-        folder = config.checkpoint_dir
-        self._checkpoints = CheckpointFolder(folder, keep=config.checkpoint_keep) if folder else None
+        self._checkpoints = (
+            CheckpointFolder(config.checkpoint_dir, keep=config.checkpoint_keep, tell=self._tell_of_checkpoints)
+            if config.checkpoint_dir
+            else None
+        )
         self._update_log = _update_log_of(config)
         self._run = Run(config, clock=clock, recorder=self._update_log)
         self._run.on_ready = self._log_ready
@@ -332,7 +336,7 @@ class Server:
         if only_changes and _holds(self._checkpoints.newest, self._run):
             return True
         try:
-            self._checkpoints.save(self._run)
+            self._checkpoints.save(self._run.snapshot)
         except NotInitialized:
             # The run was reset in between.
             return True
@@ -340,6 +344,9 @@ class Server:
             # The run's events tell of it.
             return False
         return True
+
+    def _tell_of_checkpoints(self, text: str, is_warning: bool) -> None:
+        self._run.events.add("checkpoint", text, warning=is_warning)
 
     # The end.
 

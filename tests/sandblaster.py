@@ -15,20 +15,20 @@ import numpy.typing as npt
 from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Codec
-from pyps.core.instructions import Instruction, Operation, Precision
-from pyps.core.program import num_answers
 from pyps.core.shard import Shard
-from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine
-from pyps.work.formulas import (
+from pyps.lbfgs.machine import (
     GRADIENT_CHANGE,
     POINT_CHANGE,
     VECTORS_FLOAT32,
     VECTORS_FLOAT64,
+    Evaluation,
+    ServerStanding,
     allocate,
     fold,
     push_history,
 )
-from pyps.work.machine import Evaluation, ServerStanding
+from pyps.vectors.machine import Plan, Program, StagePart, VectorMachine
+from pyps.vectors.program import Instruction, Operation, Precision, num_answers
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyps.checkpoint import CheckpointFolder, RunHeader
 from pyps.config import ServerConfig, resolve
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Contribution
@@ -25,12 +24,16 @@ from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.roster import Roster
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard, ShardState
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
 from pyps.core.update_rules import RULES
-from pyps.run import Greeting, RuleSettings, Run
+from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
+from pyps.run.run import Run
+from pyps.run_header import RunHeader, Snapshot
+from pyps.storage.folder import CheckpointFolder
 from pyps.work import DataSpec, WorkQueue
 from pyps_wire.errors import BadRequest, PypsError
 from pyps_wire.partition import Model, Tensor, partition
@@ -307,8 +310,10 @@ def adagrad_shards() -> dict[int, Shard]:
     return shards
 
 
-def write_checkpoint(folder: CheckpointFolder, shards: Mapping[int, Shard] | None = None) -> Path:
-    return folder.write(HEADER, shards or adagrad_shards()).path
+def write_checkpoint(
+    folder: CheckpointFolder, shards: Mapping[int, Shard] | None = None, *, header: RunHeader = HEADER
+) -> Path:
+    return folder.save(lambda: Snapshot(header, shards or adagrad_shards())).path
 
 
 def waiting(*values: float) -> tuple[Contribution, ...]:

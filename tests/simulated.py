@@ -13,14 +13,13 @@ import numpy.typing as npt
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Receipt
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.core.update_rules import RULES
-from pyps.run.settings import RuleSettings
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Simulation
-from pyps.simulation.timing import Timing, fixed
-from pyps.simulation.worker import Compute, Computed, Step, WorkerPlan
+from pyps.simulation.worker import Compute, Computed, Step, Timing, WorkerPlan, fixed
 from shards import Log
 
 

@@ -12,7 +12,7 @@ import typer
 
 from pyps.cli.control import TOKEN_HELP, DataServers, data_addresses, fail, read_token
 from pyps.cli.coordination import drive, flags
-from pyps.launcher.coordinator import SUPERSEDED
+from pyps.launcher.process import SUPERSEDED
 from pyps_client.launch import Launch
 from pyps_wire.errors import ProtocolMismatch, RunFinished, Superseded
 

@@ -14,8 +14,9 @@ import typer
 from safetensors.numpy import save_file
 
 from pyps import logs
-from pyps.checkpoint import Checkpoint, CheckpointError, newest
 from pyps.cli.control import TOKEN_HELP, DataServers, fail, observe, read_token
+from pyps.storage.checkpoint import Checkpoint, CheckpointError
+from pyps.storage.folder import newest
 from pyps_client.client import split_tensors
 from pyps_wire.errors import ModelMismatch, PypsError
 from pyps_wire.partition import Partition, partition

@@ -9,27 +9,28 @@ import typer
 from typer.core import TyperGroup
 
 from pyps import __version__
-from pyps.config import ConfigError
 from pyps_wire.errors import PypsError
 
-# Subcommand, and the module of this package that holds a function of that name.
+# What each subcommand does, in a line. It is the function of its own name in the module of its name.
 COMMANDS = {
-    "serve": "serve",
-    "run": "run",
-    "sandblaster": "sandblaster",
-    "coordinate": "coordinate",
-    "demo": "demo",
-    "status": "status",
-    "set": "set",
-    "export": "export",
-    "reset": "reset",
-    "replay": "replay",
-    "save": "save",
-    "stop": "stop",
-    "eval": "evaluate",
-    "bench": "bench",
-    "health": "health",
+    "serve": "Run a server, which holds parameters and applies gradients.",
+    "run": "Start servers and workers on this machine, and end with them.",
+    "sandblaster": "Train by Sandblaster L-BFGS on this machine.",
+    "coordinate": "Coordinate Sandblaster L-BFGS over running servers.",
+    "demo": "Watch workers train a small network on real images.",
+    "status": "Show what servers, workers and shards are doing.",
+    "set": "Change protocol, staleness policy or learning rate of a running job.",
+    "export": "Write the model to a safetensors file.",
+    "reset": "Make servers forget a run, its parameters included.",
+    "replay": "Make logged updates again, and compare the bits.",
+    "save": "Make servers write a checkpoint now.",
+    "stop": "Finish a run.",
+    "eval": "Score a running model with a script of your own.",
+    "bench": "Measure rounds between this machine and running servers.",
+    "health": "Ask servers for their health.",
 }
+# A module is not called as what Python has under that name.
+_MODULES = {"eval": "evaluate"}
 
 
 class App(typer.Typer):
@@ -38,7 +39,7 @@ class App(typer.Typer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
-        except (ConfigError, PypsError) as error:
+        except PypsError as error:
             typer.echo(f"pyps: {error}", err=True)
             raise SystemExit(2) from None
 
@@ -50,11 +51,16 @@ class CommandGroup(TyperGroup):
         """The subcommands, in the order of COMMANDS."""
         return list(COMMANDS)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Lists the subcommands without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The subcommand of that name, None for an unknown one."""
         if cmd_name not in COMMANDS:
             return None
-        module_name = COMMANDS[cmd_name]
+        module_name = _MODULES.get(cmd_name, cmd_name)
         module = importlib.import_module(f"pyps.cli.{module_name}")
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         # A command that hands arguments on to another program says so in CONTEXT_SETTINGS.

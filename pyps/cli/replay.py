@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import fail
-from pyps.update_log import Replayed, log_paths
-from pyps.update_log import replay as replay_log
+from pyps.storage.replay import Replayed, log_paths
+from pyps.storage.replay import replay as replay_log
 from pyps_wire.errors import PypsError
 
 

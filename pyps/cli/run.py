@@ -13,14 +13,14 @@ from typing import Annotated
 
 import typer
 
-from pyps.checkpoint import Checkpoint, newest
 from pyps.cli.expectations import Expectations
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError, ServerConfig, flag_name
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
-from pyps.launcher.output import PrefixedOutput, counted
-from pyps.launcher.server_output import ServerLines
+from pyps.launcher.output import PrefixedOutput, ServerLines, counted
+from pyps.storage.checkpoint import Checkpoint
+from pyps.storage.folder import newest
 
 WAIT_SECONDS = 1.0
 # What servers get beyond the time that they take for themselves.

@@ -24,9 +24,10 @@ from pyps.cli.run import (
 )
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
-from pyps.launcher import Job, JobSettings, coordinator
+from pyps.launcher import Job, JobSettings
 from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import PrefixedOutput
+from pyps.launcher.process import COORDINATOR
 
 # So that a fast worker gets more of them than a slow one.
 PORTIONS_PER_WORKER = 10
@@ -122,7 +123,7 @@ def sandblaster(
         server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(workers)
-    output = PrefixedOutput(width=max(len(coordinator.NAME), len(f"worker-{workers - 1}")))
+    output = PrefixedOutput(width=max(len(COORDINATOR), len(f"worker-{workers - 1}")))
     job = Job(
         settings,
         on_line=output.line if verbose else attention_only(output),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pyps.config import ConfigError, ServerConfig, flag_name, resolve
-from pyps.run.handshake import check_servers
 from pyps_wire.errors import BadRequest
 
 
@@ -28,7 +27,7 @@ def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None,
     ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
     resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
     try:
-        check_servers(resolved.behaviour.aggregation, num_servers)
+        resolved.behaviour.aggregation.check_servers(num_servers)
     except BadRequest as error:
         raise ConfigError(str(error)) from None
     return resolved

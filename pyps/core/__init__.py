@@ -20,7 +20,7 @@ Read `shard.py` first; it uses the others in this order:
     arrays.py        float32 arrays as the kernels like them
     spec.py          behaviours picked by a line of text
 
-Beside the shards, for the whole server: `membership.py` (which workers live; `member.py` is one of them, `lives.py`
+Beside the shards, for the whole server: `membership.py` (which workers live; `member.py` is one of them and
 keeps the processes of a replica together), `election.py` (who initialises),
 `pacing.py` (who may begin a step), `whole_model.py` (one mutex around all shards).
 """

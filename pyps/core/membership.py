@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pyps.core.lives import Lives
 from pyps.core.member import (
+    Lives,
     Member,
     WorkerInfo,
     WorkerState,

@@ -62,6 +62,10 @@ class Staged(Aggregation):
     main: Aggregation
 
     def __post_init__(self) -> None:
+        if self.main.coordinated:
+            raise BadRequest(
+                f"warmup makes a run's first updates from pushes, and under {self.main.text} nobody pushes"
+            )
         if self.warm_up.release_every and self.main.barrier:
             raise BadRequest(
                 f"warmup's release_every lets the workers in one after the other, and {self.main.text} waits for"
@@ -96,6 +100,12 @@ class Staged(Aggregation):
     def check(self, num_workers: int) -> None:
         self.warm_up.stage.check(num_workers)
         self.main.check(num_workers)
+
+    def check_servers(self, num_servers: int) -> None:
+        self.main.check_servers(num_servers)
+
+    def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
+        self.main.check_worker(worker_id, parts, replica)
 
     def warnings(self, num_workers: int) -> tuple[str, ...]:
         return self.main.warnings(num_workers)

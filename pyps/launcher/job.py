@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pyps.launcher import coordinator
-from pyps.launcher.coordinator import SUPERSEDED, Coordinator
-from pyps.launcher.environment import Group, visible_gpus, worker_environment
+from pyps.launcher.environment import Group, JobSettings, visible_gpus, worker_environment
 from pyps.launcher.ports import free_port
-from pyps.launcher.process import ChildProcess
+from pyps.launcher.process import COORDINATOR, SUPERSEDED, ChildProcess, Coordinator
 from pyps.launcher.replica import Replicas
-from pyps.launcher.settings import JobSettings
 
 # A name and a line of its output.
 LineHandler = Callable[[str, str], None]
@@ -236,7 +233,7 @@ class Job:
         flags = ["--servers", servers, "--run-id", self.run_id, *self.settings.coordinator_flags]
         environment = {"PYTHONUNBUFFERED": "1"} | os.environ
         command = [sys.executable, "-m", "pyps", "coordinate", *flags]
-        return self._start_child(coordinator.NAME, command, environment)
+        return self._start_child(COORDINATOR, command, environment)
 
     def _coordinators(self) -> list[ChildProcess]:
         return [] if self.coordinator is None else [self.coordinator.child]

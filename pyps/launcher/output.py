@@ -1,7 +1,8 @@
-"""Lines of many processes on one terminal, each behind the name of who wrote it."""
+"""What people see of a job: lines of many processes on one terminal, and which of the servers' matter there."""
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 
@@ -27,3 +28,27 @@ class PrefixedOutput:
     def announce(self, text: str) -> None:
         """A line of the launcher itself."""
         self.line("pyps", text)
+
+
+# As pyps.logs writes them, for people and as JSON.
+_ROUTINE = re.compile(r'\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO) |\{"time": "[^"]*", "level": "(debug|info)"')
+_START_BLOCK = re.compile(r"pyps \S+ parameter server$")
+
+
+class ServerLines:
+    """Tells routine from what needs attention: warnings, errors, and whatever is no log line at all."""
+
+    def __init__(self) -> None:
+        # The servers whose start block is being written; each server's lines come from a thread of its own.
+        self._starting: set[str] = set()
+
+    def attention(self, name: str, line: str) -> bool:
+        """True for a line of server `name` that is no routine."""
+        if _START_BLOCK.match(line):
+            self._starting.add(name)
+            return False
+        if name in self._starting:
+            if line.startswith("  "):
+                return False
+            self._starting.discard(name)
+        return not _ROUTINE.match(line)

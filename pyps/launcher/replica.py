@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from pyps.launcher.environment import JobSettings, worker_name, workers_noun
 from pyps.launcher.process import ChildProcess
-from pyps.launcher.settings import JobSettings, worker_name, workers_noun
 
 
 class Life:

@@ -17,7 +17,6 @@ from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.shard import Shard
-from pyps.run import handshake
 from pyps.run.attendance import Attendance
 from pyps.run.caveats import Caveats
 from pyps.run.content import Content
@@ -262,10 +261,11 @@ class Conduct:
         staleness = staleness or aggregation.brought_policy(protocol)
         with self._lock:
             behaviour = self._changed(protocol=protocol, policy=staleness, schedule_text=schedule)
-            handshake.check_change(self.behaviour.aggregation, behaviour.aggregation)
-            handshake.check_servers(behaviour.aggregation, num_servers)
-            parts_of = {member.worker_id: member.parts for member in self._membership.alive()}
-            handshake.check_parts(behaviour.aggregation, parts_of)
+            asked = behaviour.aggregation
+            asked.check_change(self.behaviour.aggregation)
+            asked.check_servers(num_servers)
+            for member in self._membership.alive():
+                asked.check_worker(member.worker_id, member.parts, member.replica)
             if learning_rate is not None:
                 require_rate(learning_rate)
                 self._require_unowned("before the server's is changed")

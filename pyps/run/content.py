@@ -13,16 +13,16 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard, ShardState
-from pyps.core.vector_machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run.initialization import Initialization, listed
-from pyps.run.settings import RuleSettings
+from pyps.run_header import RestoredRun, RunHeader
+from pyps.vectors.machine import VectorMachine
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Partition, partition
 
 if TYPE_CHECKING:
-    from pyps.checkpoint import RestoredRun, RunHeader
     from pyps.config import ServerConfig
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
@@ -81,9 +81,6 @@ class Content:
 
     def header(self, *, epoch: int, behaviour: Behaviour, told: Behaviour) -> RunHeader:
         """What the run is, apart from its shards; `told` is the behaviour that the server was started with."""
-        # Imported here: checkpoints know runs, and a run knows only the head of a checkpoint.
-        from pyps.checkpoint import RunHeader
-
         return RunHeader(
             run_id=self.run_id,
             epoch=epoch,

@@ -9,9 +9,9 @@ from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
 from pyps.core.membership import Membership
 from pyps.core.roster import Roster
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.core.staleness import StalenessPolicy
-from pyps.core.vector_machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
@@ -21,15 +21,15 @@ from pyps.run.ending import Ending
 from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Holding
 from pyps.run.measurement import is_measurement
-from pyps.run.settings import RuleSettings
 from pyps.run.state import RunState
+from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
+from pyps.vectors.machine import VectorMachine
 from pyps.work import WorkQueue
 from pyps_wire.errors import NotInitialized, ServerUnavailable
 from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
-    from pyps.checkpoint import RunHeader
     from pyps.config import ServerConfig
 
 
@@ -205,6 +205,12 @@ class RunFacts:
     def header(self) -> RunHeader:
         """What the run is, apart from its shards: the head of a checkpoint."""
         return self._header(self._require_content())
+
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint is made of. The queue before the shards: an example is rather trained twice than lost."""
+        work = None if self.work.spec is None else self.work.state()
+        content = self._require_content()
+        return Snapshot(self._header(content), dict(content.shards), content.machine, work)
 
     def _header(self, content: Content) -> RunHeader:
         return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)

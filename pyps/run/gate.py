@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Callable
 
 from pyps.core.election import Election, Term
+from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import Content
 from pyps.run.handshake import Holding
 from pyps.run.initialization import Initialization, Opening
-from pyps.run.settings import RuleSettings
 from pyps_wire.errors import RunMismatch, Superseded
 from pyps_wire.partition import Partition
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from pyps.core.aggregation import Aggregation, Sandblaster
-from pyps.core.member import parts_in_words
-from pyps.run.settings import RuleSettings, settle
+from pyps.core.aggregation import Aggregation
+from pyps.core.rule_settings import RuleSettings, settle
 from pyps.run.state import RunState
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
 from pyps_wire.partition import Model, Partition, first_difference, partition
 
 if TYPE_CHECKING:
-    from pyps.checkpoint import RunHeader
     from pyps.config import ServerConfig
     from pyps.run.content import Content
     from pyps.run.initialization import Opening
+    from pyps.run_header import RunHeader
 
 
 NAME_LENGTH_MAX = 200
@@ -146,33 +144,8 @@ def with_parts(greeting: Greeting, model: Model | None, *, protocol: Aggregation
             f"worker {greeting.worker_id!r} declares part {absent[0]}; the run's model has {model.num_parts}, from 0"
         )
     parts = greeting.parts if len(greeting.parts) < model.num_parts else ()
-    check_parts(protocol, {greeting.worker_id: parts})
-    if _coordinated(protocol) and (greeting.replica or parts):
-        raise BadRequest(
-            f"worker {greeting.worker_id!r} is a process of a replica or holds a part of the model, and under "
-            f"{protocol.text} workers of one process compute with the whole of it: start the servers with another "
-            "--protocol"
-        )
+    protocol.check_worker(greeting.worker_id, parts, greeting.replica)
     return replace(greeting, parts=parts)
-
-
-def check_parts(protocol: Aggregation, parts_of: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses a protocol of one mutex over the whole model beside workers, by worker_id, that hold parts of it."""
-    for worker_id, parts in parts_of.items():
-        if protocol.whole_model and parts:
-            raise BadRequest(
-                f"{protocol.text} holds one mutex over the whole model, and worker {worker_id!r} holds only "
-                f"{parts_in_words(parts)} of it: take asgd:mutex=shard, or workers that hold the whole model"
-            )
-
-
-def check_change(before: Aggregation, after: Aggregation) -> None:
-    """Refuses to bring a run that trains by pushes under a protocol whose parameters a coordinator moves."""
-    if _coordinated(after) and not _coordinated(before):
-        raise BadRequest(
-            f"the run trains by {before.text}, and {after.text} would end each of its workers at its next push: a "
-            f"coordinator moves the parameters then. Keep the run's protocol, or begin another run under {after.name}"
-        )
 
 
 def check_opening(opening: Opening) -> None:
@@ -255,15 +228,6 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         )
 
 
-def check_servers(protocol: Aggregation, num_servers: int) -> None:
-    """Refuses a protocol that holds the whole model under one mutex where several servers hold parts of it."""
-    if protocol.whole_model and num_servers > 1:
-        raise BadRequest(
-            f"{protocol.text} holds one mutex over the whole model, which needs one server, and the run has "
-            f"{num_servers}: start one server, or take asgd:mutex=shard"
-        )
-
-
 def check_founding(
     caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None, protocol: Aggregation
 ) -> tuple[Partition, RuleSettings]:
@@ -274,7 +238,7 @@ def check_founding(
     unreadable = next((tensor.name for tensor in caller.model.tensors if not tensor.name.isprintable()), None)
     if unreadable is not None:
         raise BadRequest(f"a tensor is named {unreadable!r}; expected printable characters: people read it in tables")
-    check_servers(protocol, caller.num_servers)
+    protocol.check_servers(caller.num_servers)
     source = "what the server was told at its start (--optimizer)"
     settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)
     return partition(caller.model, num_servers=caller.num_servers), settings
@@ -299,10 +263,6 @@ def check_restoring(header: RunHeader, *, run_id: str, told: RuleSettings | None
             f"{run_id!r}: drop --run-id, or name another --checkpoint-dir"
         )
     settle(told, header.optimizer, num_groups=header.model.num_groups, source="--optimizer", asker="the checkpoint")
-
-
-def _coordinated(protocol: Aggregation) -> bool:
-    return protocol.name == Sandblaster.name
 
 
 def _ago(seconds: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import Codec, item_bytes
-from pyps.run.settings import RuleSettings
+from pyps.core.rule_settings import RuleSettings
 from pyps_wire.errors import BadRequest, Superseded, WrongSize
 from pyps_wire.partition import Model, Partition, first_difference
 

@@ -17,6 +17,7 @@ from pyps.core.gradient import Gradient
 from pyps.core.membership import Membership
 from pyps.core.receipt import Receipt
 from pyps.core.reply import Answer
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
@@ -28,7 +29,6 @@ from pyps.run.facts import RunFacts
 from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Greeting, Pulse, Welcome
 from pyps.run.initialization import Initialization, Opening
-from pyps.run.settings import RuleSettings
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
@@ -36,8 +36,8 @@ from pyps.work import WorkQueue
 from pyps_wire.errors import NotInitialized, RunMismatch, UnknownWorker
 
 if TYPE_CHECKING:
-    from pyps.checkpoint import RestoredRun
     from pyps.config import ServerConfig
+    from pyps.run_header import RestoredRun
 
 SOFTWARE = f"pyps {__version__}"
 
@@ -228,8 +228,8 @@ class Run(RunFacts):
         anew = {name: said for name, said in told.texts.items() if self._is_told(name) and said != before[name]}
         texts: dict[str, Any] = {**kept.texts, **anew}
         in_force = Behaviour.parse(**texts)
-        handshake.check_servers(in_force.aggregation, header.num_servers)
-        handshake.check_change(kept.aggregation, in_force.aggregation)
+        in_force.aggregation.check_servers(header.num_servers)
+        in_force.aggregation.check_change(kept.aggregation)
         with self._lock:
             self.epoch = header.epoch + 1
             # Gradients that wait are settled by the protocol that kept them, should another be told now.

@@ -11,11 +11,11 @@ from google.protobuf.message import DecodeError, Message
 from pyps import _kernels
 from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
 from pyps.core.receipt import Outcome, Receipt
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out
-from pyps.run import Greeting, RuleSettings, Run
-from pyps.run.handshake import Pulse, Welcome
+from pyps.run.handshake import Greeting, Pulse, Welcome
 from pyps.run.initialization import Opening
-from pyps.run.run import SOFTWARE
+from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION

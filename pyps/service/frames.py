@@ -9,7 +9,7 @@ from pyps.core.gradient import item_bytes
 from pyps.core.receipt import Receipt
 from pyps.core.reply import Answer, Reply, brings_parameters
 from pyps.core.shard import Shard
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service import convert
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.framing import PAYLOAD_FIELD

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pyps.checkpoint import CheckpointFolder
 from pyps.process import resident_bytes
-from pyps.run import Run
 from pyps.run.conduct import Settled
+from pyps.run.run import Run
 from pyps.run.state import RunState
 from pyps.service.calls import Awaited, Context, guarded
 from pyps.service.convert import receipt_to
@@ -29,6 +28,7 @@ from pyps.service.report import (
 from pyps.service.security import require_loopback
 from pyps.service.serializations import Serializations
 from pyps.service.work_messages import progress_to
+from pyps.storage.folder import CheckpointFolder
 from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
@@ -251,7 +251,7 @@ class Inspector(InspectorServicer):
             raise NotAllowed("this server has no folder for checkpoints: start it with --checkpoint-dir")
         if self._run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down, which saves: ask again once it is back")
-        saved = self._checkpoints.save(self._run)
+        saved = self._checkpoints.save(self._run.snapshot)
         return pb.SaveCheckpointReply(path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)
 
     @_saving
@@ -261,7 +261,7 @@ class Inspector(InspectorServicer):
         if self._checkpoints is None:
             self._run.reset(request.run_id)
         else:
-            self._checkpoints.forget(self._run, request.run_id)
+            self._checkpoints.forget(request.run_id, reset=self._run.reset)
         return pb.ResetReply()
 
     @_answering

@@ -27,13 +27,12 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from pyps import _kernels, logs
-from pyps.checkpoint import CheckpointFolder
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
 from pyps.process import resident_bytes
-from pyps.run import Run, RunState
-from pyps.run.run import SOFTWARE
+from pyps.run.run import SOFTWARE, Run
+from pyps.run.state import RunState
 from pyps.service.calls import Awaited
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget
@@ -41,6 +40,7 @@ from pyps.service.local import LocalServer
 from pyps.service.report import learning_rates_of
 from pyps.service.serializations import Serializations
 from pyps.statistics import Statistics, Tally
+from pyps.storage.folder import CheckpointFolder
 from pyps.work import Progress
 
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from pyps.run import Greeting, Run
-from pyps.run.handshake import Welcome, check_name
+from pyps.run.handshake import Greeting, Welcome, check_name
 from pyps.run.initialization import Initialization
+from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Context, guarded, receive
 from pyps.service.frames import ExchangeAnswer, ReceiptAnswer

@@ -7,7 +7,7 @@ from functools import partial
 
 from pyps.core.shard import Shard
 from pyps.core.whole_model import WholeModel
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Context, Writer
 from pyps.service.leasing import Ask, LeaseCall

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from pyps.core.gradient import EXTENTS_MAX, Gradient
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Context, receive
 from pyps.service.frames import PushAnswer

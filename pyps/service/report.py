@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps import _kernels
-from pyps.checkpoint import CheckpointFolder
 from pyps.checksum import checksum_of
 from pyps.core.membership import Member
 from pyps.core.shard import Shard
 from pyps.core.warmup import Staged
-from pyps.run import Run
-from pyps.run.run import SOFTWARE
+from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
 from pyps.statistics import Tally
+from pyps.storage.folder import CheckpointFolder
 from pyps.tensor_summary import TensorSummary
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.partition import Partition, Tensor

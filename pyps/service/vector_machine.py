@@ -11,17 +11,17 @@ from typing import Any
 import grpc
 
 from pyps import logs
-from pyps.core.aggregation import Sandblaster
-from pyps.core.instructions import Instruction, Operation, Precision
-from pyps.core.program import INSTRUCTIONS_MAX, LISTED_MAX
-from pyps.core.vector_machine import Plan, Program, StagePart, VectorMachine, one_after_the_other
-from pyps.core.vectors import Answer
-from pyps.run import Run, RunState
+from pyps.run.run import Run
+from pyps.run.state import RunState
 from pyps.service.calls import Context, guarded, receive
 from pyps.service.convert import parse, parse_frame
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.together import run_together
 from pyps.service.workbench import Workbench
+from pyps.vectors.machine import Plan, VectorMachine, one_after_the_other
+from pyps.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Precision, Program
+from pyps.vectors.shard_vectors import Answer
+from pyps.vectors.stages import StagePart
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE
@@ -152,10 +152,10 @@ class VectorMachineService:
         run = self._run
         if run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
-        if run.aggregation.name != Sandblaster.name:
+        if not run.aggregation.coordinated:
             raise BadRequest(
                 f"the protocol in force is {run.aggregation.name}, under which workers push gradients: start the "
-                f"servers with --protocol {Sandblaster.name} for a coordinator"
+                f"servers with --protocol sandblaster for a coordinator"
             )
         machine = run.machine
         if machine is None:

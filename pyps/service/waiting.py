@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Callable
 
 from pyps.core.shard import Shard
-from pyps.run import Run, RunState
+from pyps.run.run import Run
+from pyps.run.state import RunState
 from pyps.run.waits import Wait
 from pyps.service.workbench import Workbench
 from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut

@@ -9,8 +9,9 @@ from typing import Any
 
 import grpc
 
-from pyps.run import Run, RunState
 from pyps.run.handshake import check_name, check_run
+from pyps.run.run import Run
+from pyps.run.state import RunState
 from pyps.service import convert
 from pyps.service.calls import Context, guarded
 from pyps.service.leasing import (

@@ -12,13 +12,12 @@ from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Gradient
 from pyps.core.receipt import Receipt
+from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import RunRecorder
 from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
 from pyps.run.run import Run
-from pyps.run.settings import RuleSettings
-from pyps.simulation.event import Event, Kind
-from pyps.simulation.scheduler import Scheduler
+from pyps.simulation.event import Event, Kind, Scheduler
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.partition import PARALLEL_SHARD_SIZE_MIN, Model, Tensor
 

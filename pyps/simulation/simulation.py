@@ -9,11 +9,10 @@ import numpy as np
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Receipt
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run.content import RunRecorder
-from pyps.run.settings import RuleSettings
-from pyps.simulation.event import Event, Kind
-from pyps.simulation.scheduler import Scheduler
+from pyps.simulation.event import Event, Kind, Scheduler
 from pyps.simulation.server import ServerPlan, VirtualServer
 from pyps.simulation.worker import Compute, VirtualWorker, WorkerPlan
 

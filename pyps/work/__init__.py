@@ -1,15 +1,13 @@
 """Work on a data set: portions handed out to workers, pass after pass. No gRPC, clock, files or threads.
 
-    data_spec.py     what the data set is
-    portions.py      how it is cut, and which portions nobody has
-    work_pass.py     one pass: which portion is with whom
-    crew.py          the workers, where each is and how fast; estimate.py, how long a pass still takes
-    waiting.py       who is woken when it is worth asking again
-    work_state.py    all of this together; answers.py, what comes of it
-    work_queue.py    the queue: one lock around it, and what may be asked
-    delivery_log.py  who delivered what
-
-Beside the queue, for the coordinator of Sandblaster: `lbfgs.py` and `line_search.py` over `machine.py`.
+data_spec.py     what the data set is
+portions.py      how it is cut, and which portions nobody has
+work_pass.py     one pass: which portion is with whom
+crew.py          the workers, where each is and how fast; estimate.py, how long a pass still takes
+waiting.py       who is woken when it is worth asking again
+work_state.py    all of this together; answers.py, what comes of it
+work_queue.py    the queue: one lock around it, and what may be asked
+delivery_log.py  who delivered what
 """
 
 from pyps.work.answers import (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from client_support import addresses, make_client
-from pyps.checkpoint import Checkpoint
+from pyps.storage.checkpoint import Checkpoint
 from pyps_client.session import Session
 from pyps_client.vectors import Vector
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH, Receipt

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.timing import fixed
-from pyps.simulation.worker import WorkerPlan
+from pyps.simulation.worker import WorkerPlan, fixed
 from simulated import Cluster, cluster, worker_plans
 
 FOLDER = Path(__file__).parent

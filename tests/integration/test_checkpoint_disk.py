@@ -13,8 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder
-from pyps.checkpoint.disk import Disk
+from pyps.storage.checkpoint import Checkpoint, CheckpointError
+from pyps.storage.disk import Disk
+from pyps.storage.folder import CheckpointFolder
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.partition import Model, Tensor

@@ -14,10 +14,10 @@ import psutil
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from pyps.checkpoint import newest
 from pyps.cli.main import app
 from pyps.cli.run import Kept
 from pyps.config import ConfigError
+from pyps.storage.folder import newest
 from pyps_wire.errors import PypsError
 from support import PythonProcess, wait_until
 

@@ -24,7 +24,7 @@ from pyps.core.aggregation import PROTOCOLS
 from pyps.core.arrays import Floats
 from pyps.core.staleness import POLICIES
 from pyps.core.update_rules import RULES
-from pyps.update_log import log_paths, replay
+from pyps.storage.replay import log_paths, replay
 from pyps_client import Client, Observer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyps.cli.coordination.link import Link
-from pyps.cli.coordination.reports import Reports
+from pyps.cli.coordination.link import Link, Reports
 from pyps.launcher.ports import free_port
 from pyps_client import Client
 from pyps_client.launch import Launch

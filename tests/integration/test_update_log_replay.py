@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from client_support import addresses, gradients_like, make_client, start_servers
-from pyps.update_log import LoggedPush, ShardLog, log_paths, replay
-from pyps.update_log.lines import decode, encode
+from pyps.storage.replay import LoggedPush, ShardLog, log_paths, replay
+from pyps.storage.update_log import decode, encode
 from support import ServerThread, checksums, shell
 from wire_worker import WireWorker
 

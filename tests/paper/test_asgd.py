@@ -19,8 +19,7 @@ from pyps.core.shard import Shard
 from pyps.core.update_rules import Sgd
 from pyps.core.whole_model import WholeModel
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.timing import fixed
-from pyps.simulation.worker import Computed, Step
+from pyps.simulation.worker import Computed, Step, fixed
 from shards import digest, gradient, make_behaviour, make_shard, pull, push, roster, run_together
 from simulated import cluster, worker_plans
 

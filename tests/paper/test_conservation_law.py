@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
-from pyps.simulation.timing import exponential
+from pyps.simulation.worker import exponential
 from simulated import Cluster, cluster, worker_plans
 
 PROTOCOLS = (

@@ -12,8 +12,7 @@ import pytest
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.timing import fixed, lognormal
-from pyps.simulation.worker import WorkerPlan
+from pyps.simulation.worker import WorkerPlan, fixed, lognormal
 from shards import pull, replay
 from simulated import Cluster, cluster, name, noisy, worker_plans
 

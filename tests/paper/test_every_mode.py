@@ -22,8 +22,7 @@ from pyps.core.shard_state import ShardState
 from pyps.core.staleness import POLICIES
 from pyps.core.update_rule import WeightedGradient
 from pyps.core.update_rules import RULES, validate
-from pyps.simulation.timing import lognormal
-from pyps.simulation.worker import Computed, Step, WorkerPlan
+from pyps.simulation.worker import Computed, Step, WorkerPlan, lognormal
 from shards import digest, gradient, replay, roster
 from simulated import Cluster, cluster, name, noisy
 

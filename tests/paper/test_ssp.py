@@ -17,8 +17,7 @@ import pytest
 from pyps.core.receipt import Outcome
 from pyps.simulation.event import Kind
 from pyps.simulation.server import ServerPlan
-from pyps.simulation.timing import Timing, exponential, fixed, lognormal
-from pyps.simulation.worker import Computed, Step, WorkerPlan
+from pyps.simulation.worker import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal
 from simulated import Cluster, cluster, name, noisy, worker_plans
 
 L = 5

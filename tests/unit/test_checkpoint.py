@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pyps.checkpoint import CheckpointError, CheckpointFolder, RunHeader
 from pyps.cli.export import from_checkpoints
 from pyps.config import ServerConfig, resolve
 from pyps.core.receipt import Outcome
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
-from pyps.run import RuleSettings, Run
+from pyps.run.run import Run
+from pyps.run_header import RunHeader
+from pyps.storage.checkpoint import CheckpointError
+from pyps.storage.folder import CheckpointFolder
 from pyps_wire.errors import BadRequest, NotInitialized, RunMismatch
 from pyps_wire.partition import Model, partition
 from replicas import CUT, vectors_of, whole_tensors
@@ -68,7 +71,7 @@ def test_a_restored_shard_goes_on_as_the_old_one_would(folder: CheckpointFolder)
 
 
 def test_a_protocol_that_is_told_anew_brings_its_policy_and_no_other_changes_it(folder: CheckpointFolder) -> None:
-    folder.write(dataclasses.replace(HEADER, told=HEADER.behaviour), adagrad_shards())
+    write_checkpoint(folder, header=dataclasses.replace(HEADER, told=HEADER.behaviour))
     for given, policy in (({}, "divide"), ({"protocol": "downpour"}, "none"), ({"protocol": "softsync:n=2"}, "divide")):
         run = restored_run(folder, resolve(given, {}, warn=print))
         assert run.behaviour.staleness.text == policy, given
@@ -78,7 +81,7 @@ def test_a_run_goes_on_with_the_momentum_that_it_had(folder: CheckpointFolder) -
     settings = RuleSettings.make("adam", ({},))
     shards = {i: make_shard(np.zeros(16), shard_id=i, rule="adam", epoch=3) for i in (0, 1)}
     push(shards[1], np.ones(16), epoch=3, momentum=0.5)
-    folder.write(dataclasses.replace(HEADER, optimizer=settings), shards)
+    write_checkpoint(folder, shards, header=dataclasses.replace(HEADER, optimizer=settings))
     assert [shard.hyperparameters["beta1"] for shard in restored_run(folder).shards.values()] == [0.9, 0.5]
 
 
@@ -170,7 +173,7 @@ def test_two_lives_of_a_server_never_serve_under_one_epoch(folder: CheckpointFol
     # The server adds one to each: 4, 5, 6, though no checkpoint was written in between.
     assert epochs == [3, 4, 5]
     # Nor under that of a checkpoint whose parameters are damaged.
-    damaged = folder.write(dataclasses.replace(HEADER, epoch=9), adagrad_shards()).path / "parameters.safetensors"
+    damaged = write_checkpoint(folder, header=dataclasses.replace(HEADER, epoch=9)) / "parameters.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert restored_run(folder).epoch == 10
 
@@ -180,14 +183,14 @@ def test_a_forgotten_run_leaves_nothing_to_resume(folder: CheckpointFolder) -> N
     write_checkpoint(folder)
     run = restored_run(folder)
     with pytest.raises(RunMismatch):
-        folder.forget(run, "another")
+        folder.forget("another", reset=run.reset)
     assert len(list(folder.path.glob("checkpoint-*"))) == 2
-    folder.forget(run, "run-1")
+    folder.forget("run-1", reset=run.reset)
     assert folder.resume() is None
     assert folder.newest is None
     folder.require_empty()
     with pytest.raises(NotInitialized):
-        folder.save(run)
+        folder.save(run.snapshot)
     assert sorted(path.name for path in folder.path.glob("f*")) == ["forgotten-00000001", "forgotten-00000002"]
     assert write_checkpoint(folder).name == "checkpoint-00000003"
 
@@ -223,7 +226,7 @@ def test_the_checkpoints_of_all_servers_give_the_tensors_whole_and_those_of_one_
 ) -> None:
     for index in range(2):
         folder = CheckpointFolder(tmp_path / f"server-{index}")
-        folder.write(replace(CUT_HEADER, server_index=index), shards_of_server(index))
+        write_checkpoint(folder, shards_of_server(index), header=replace(CUT_HEADER, server_index=index))
     tensors = from_checkpoints([tmp_path])
     assert list(tensors) == ["up", "down", "scale"]
     for name, values in whole_tensors().items():
@@ -234,6 +237,6 @@ def test_the_checkpoints_of_all_servers_give_the_tensors_whole_and_those_of_one_
 
 def test_a_checkpoint_of_a_model_without_one_of_its_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    folder.write(replace(CUT_HEADER, model=Model(CUT.tensors[:-1])), shards_of_server(0))
+    write_checkpoint(folder, shards_of_server(0), header=replace(CUT_HEADER, model=Model(CUT.tensors[:-1])))
     with pytest.raises(BadRequest, match=r"parts of tensor 'down' .* are missing"):
         from_checkpoints([tmp_path])

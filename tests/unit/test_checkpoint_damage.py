@@ -15,8 +15,9 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from pyps.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, CheckpointFolder, newest
-from pyps.checkpoint.disk import Disk
+from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
+from pyps.storage.disk import Disk
+from pyps.storage.folder import CheckpointFolder, newest
 from shards import adagrad_shards, checkpoint_folder, make_shard, push, restored_run, waiting, write_checkpoint
 
 folder = checkpoint_folder
@@ -97,7 +98,7 @@ def test_a_checkpoint_that_cannot_be_set_aside_is_named(folder: CheckpointFolder
     folder.close()
     stuck = CheckpointFolder(folder.path, disk=FixedNames())
     with pytest.raises(CheckpointError, match=f"run 'run-1' is forgotten, but its checkpoint {path} could not"):
-        stuck.forget(run, "run-1")
+        stuck.forget("run-1", reset=run.reset)
     stuck.close()
 
 

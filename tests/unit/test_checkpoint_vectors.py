@@ -7,15 +7,18 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pyps.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, RestoredRun
-from pyps.core.instructions import Instruction, Operation, Precision
-from pyps.core.vector_machine import VectorMachine
-from pyps.run import RuleSettings
+from pyps.core.rule_settings import RuleSettings
+from pyps.run_header import RestoredRun, Snapshot
+from pyps.storage.checkpoint import Checkpoint, CheckpointError
+from pyps.storage.folder import CheckpointFolder
+from pyps.vectors.machine import VectorMachine
+from pyps.vectors.program import Instruction, Operation, Precision
 from sandblaster import BYTES_MAX, Driver, make_machine, make_shards
 from shards import HEADER, run_together
 
@@ -55,8 +58,8 @@ def iterate(driver: Driver, k: int) -> None:
     )
 
 
-def save(folder: CheckpointFolder, driver: Driver, **others: object) -> Path:
-    return folder.write(HEAD, driver.shards, driver.machine, **others).path
+def save(folder: CheckpointFolder, driver: Driver, **others: Any) -> Path:
+    return folder.save(lambda: Snapshot(HEAD, driver.shards, driver.machine, **others)).path
 
 
 def resumed(folder: CheckpointFolder) -> RestoredRun:

@@ -132,6 +132,7 @@ BAD_VALUES = [
     ({"protocol": "backup:b=4", "expected_workers": "4"}, {}, ["--protocol", "backup:b=4", "nobody", "4 workers"]),
     ({"warmup": "updates=20,protocol=async"}, {}, ["--warmup", "'async'", "serial or hardsync"]),
     ({"warmup": "protocol=serial"}, {}, ["--warmup", "updates", "at least 1"]),
+    ({"protocol": "sandblaster", "warmup": "updates=5"}, {}, ["--warmup", "sandblaster", "nobody pushes"]),
     ({"schedule": "step:evry=5"}, {}, ["--schedule", "'evry=5'", "every="]),
     ({"schedule": "step:every=1,factor=0.5,unit=epochs"}, {}, ["--schedule", "--epoch-examples"]),
     ({"batch_growth": "start=8,maximum=64"}, {}, ["--batch-growth", "--epoch-examples"]),

@@ -11,14 +11,12 @@ import pytest
 
 from pyps.cli.coordination.drive import CoordinationSettings
 from pyps.cli.coordination.flags import spelled_coordination
-from pyps.cli.coordination.memory import Fold, MemoryPlan
-from pyps.cli.coordination.remote_machine import RemoteMachine
-from pyps.cli.coordination.traffic import TrafficMeter
+from pyps.cli.coordination.link import TrafficMeter
+from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine
 from pyps.cli.sandblaster import worker_command
 from pyps.config import ConfigError
-from pyps.core.instructions import Instruction, Operation, Precision
-from pyps.core.program import num_answers
-from pyps.work.lbfgs import LbfgsSettings
+from pyps.lbfgs.optimizer import LbfgsSettings
+from pyps.vectors.program import Instruction, Operation, Precision, num_answers
 from pyps_wire import vector_machine_pb2 as pb
 from pyps_wire.common_pb2 import Sender
 from shards import refusal

@@ -92,11 +92,18 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps.simulation")
         and not ((i.is_stdlib and not i.is_of(*OUTSIDE_WORLD)) or i.is_of("numpy", "pyps.simulation", *OF_A_RUN))
     ),
-    "work imports the standard library, numpy, the core's instructions and the errors, and no clock": lambda i: (
-        i.is_by("pyps.work")
+    "work and lbfgs import the standard library, numpy, programs of vectors and the errors, and no clock": lambda i: (
+        i.is_by("pyps.work", "pyps.lbfgs")
         and not (
             (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
-            or i.is_of("numpy", "pyps.core.instructions", "pyps_wire.errors", "pyps.work")
+            or i.is_of("numpy", "pyps.vectors.program", "pyps_wire.errors", "pyps.work", "pyps.lbfgs")
+        )
+    ),
+    "vectors import the standard library, numpy, the kernels, the core and the errors, and no clock": lambda i: (
+        i.is_by("pyps.vectors")
+        and not (
+            (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
+            or i.is_of("numpy", "pyps._kernels", "pyps.core", "pyps_wire.errors", "pyps.vectors")
         )
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
@@ -167,3 +174,14 @@ def test_the_client_loads_without_torch_and_without_the_server():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_the_commands_help_loads_neither_numpy_nor_the_kernels() -> None:
+    code = (
+        "import sys\nfrom pyps.cli.main import app\nsys.argv = ['pyps', '--help']\n"
+        "try: app()\n"
+        "except SystemExit: print([name for name in ('numpy', 'pyps._kernels', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert "serve" in done.stdout

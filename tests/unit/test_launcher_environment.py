@@ -14,7 +14,7 @@ import pytest
 from pyps import logs
 from pyps.launcher import ports
 from pyps.launcher.environment import Group, visible_gpus, worker_environment
-from pyps.launcher.server_output import ServerLines
+from pyps.launcher.output import ServerLines
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-11111111-2222-3333-4444-555555555555)

@@ -14,7 +14,7 @@ import pytest
 from pyps.config import ServerConfig
 from pyps.core.gradient import Codec, Gradient
 from pyps.core.reply import Reply
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer, local_server
 from pyps.service.local.exchange import SegmentAnswer

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from pyps.config import resolve
-from pyps.run import Greeting, Run
-from pyps.run.handshake import Welcome
+from pyps.run.handshake import Greeting, Welcome
+from pyps.run.run import Run
 from pyps.service import convert, hosting
 from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget

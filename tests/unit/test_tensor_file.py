@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load, load_file, save
 
-from pyps.checkpoint.tensor_file import TensorFile, TensorReader
+from pyps.storage.tensor_file import TensorFile, TensorReader
 
 
 def test_the_library_reads_what_was_written_in_parts(tmp_path: Path) -> None:

@@ -15,24 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyps.checkpoint import RunHeader
 from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.gradient import Extent
 from pyps.core.receipt import Outcome
+from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
-from pyps.run import RuleSettings
-from pyps.update_log import (
-    Configured,
-    Ended,
-    LoggedPush,
-    Pulled,
-    ShardLog,
-    UpdateLog,
-    UpdateLogError,
-    log_paths,
-    replay,
-)
-from pyps.update_log.lines import decode, encode
+from pyps.run_header import RunHeader
+from pyps.storage.replay import Configured, Ended, LoggedPush, Pulled, ShardLog, log_paths, replay
+from pyps.storage.update_log import UpdateLog, UpdateLogError, decode, encode
 from pyps_wire.partition import Model, Tensor
 from replicas import CUT
 from shards import gradient, make_behaviour, make_shard, nothing, pull, push, roster

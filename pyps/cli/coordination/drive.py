@@ -6,13 +6,10 @@ import threading
 from dataclasses import dataclass, field
 
 from pyps.cli.control import SAVE_TIMEOUT_SECONDS, Control
-from pyps.cli.coordination.link import Link, ServerRestarted
-from pyps.cli.coordination.memory import Fold, MemoryPlan
+from pyps.cli.coordination.link import Link, Reports, ServerRestarted
 from pyps.cli.coordination.progress import Progress
-from pyps.cli.coordination.remote_machine import RemoteMachine
-from pyps.cli.coordination.remote_objective import PassSettings, RemoteObjective
-from pyps.cli.coordination.reports import Reports
-from pyps.work.lbfgs import IterationReport, Lbfgs, LbfgsSettings, Summary
+from pyps.cli.coordination.remote import Fold, MemoryPlan, PassSettings, RemoteMachine, RemoteObjective
+from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
 from pyps_wire import inspector_pb2 as pb

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from pyps.cli.coordination.drive import CoordinationSettings
-from pyps.cli.coordination.memory import Fold
-from pyps.work.lbfgs import LbfgsSettings
-from pyps.work.lbfgs_settings import LINE_SEARCHES
+from pyps.cli.coordination.remote import Fold
+from pyps.lbfgs.optimizer import LINE_SEARCHES, LbfgsSettings
 from pyps_wire.errors import BadRequest
 
 # More copies of one portion than this are never of use.

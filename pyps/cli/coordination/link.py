@@ -1,25 +1,85 @@
-"""A coordinator's way to the servers of its run: every call goes on through lost connections."""
+"""A coordinator's way to the servers: its calls, what it learns from server 0, and what all of it weighs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from pyps.cli.coordination.traffic import Traffic, TrafficMeter
+from pyps.cli.control import Control
 from pyps_client import log
 from pyps_client.channel import Channel
 from pyps_client.connection import CALL_SECONDS, Connection
 from pyps_client.handshake import Handshake
 from pyps_client.launch import Launch
-from pyps_client.retry import RetryPolicy
+from pyps_client.retry import RetryPolicy, Wait
 from pyps_client.servers import Operation, Servers
+from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.errors import BadRequest, ModelMismatch, PypsError, ServerUnavailable
+from pyps_wire.errors import BadRequest, ModelMismatch, PypsError, ServerUnavailable, WaitTimedOut
 from pyps_wire.parameter_server_pb2 import HelloReply
+from pyps_wire.work_pb2 import GetWorkRequest, WorkProgress
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages and their bytes, both ways, without gRPC's own. A message and its answer count as one.
+
+    Greetings are not counted, nor what is asked at control ports: they have no part in any iteration's figures.
+    """
+
+    # Of instructions on vectors: as many for a small model as for a large one.
+    instruction_messages: int = 0
+    instruction_bytes: int = 0
+    # Of passes over the data set: 8 bytes a staged sum, and progress, which has a line a worker and is told of more
+    # often in a pass that takes longer.
+    pass_messages: int = 0
+    pass_bytes: int = 0
+
+    @property
+    def messages(self) -> int:
+        return self.instruction_messages + self.pass_messages
+
+    @property
+    def bytes(self) -> int:
+        return self.instruction_bytes + self.pass_bytes
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(
+            self.instruction_messages - earlier.instruction_messages,
+            self.instruction_bytes - earlier.instruction_bytes,
+            self.pass_messages - earlier.pass_messages,
+            self.pass_bytes - earlier.pass_bytes,
+        )
+
+
+class TrafficMeter:
+    """Adds up messages. Any thread may count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = Traffic()
+
+    @property
+    def total(self) -> Traffic:
+        return self._total
+
+    def count(self, request: Message, reply: Message, *, of_instructions: bool) -> None:
+        """Counts one call."""
+        num_bytes = request.ByteSize() + reply.ByteSize()
+        with self._lock:
+            of = self._total
+            self._total = Traffic(
+                of.instruction_messages + of_instructions,
+                of.instruction_bytes + num_bytes * of_instructions,
+                of.pass_messages + (not of_instructions),
+                of.pass_bytes + num_bytes * (not of_instructions),
+            )
+
 
 Reply = TypeVar("Reply", bound=Message)
 T = TypeVar("T")
@@ -175,3 +235,40 @@ def _require_protocol(name: str, reply: HelloReply) -> None:
             f"the protocol of {name} is {reply.protocol!r}, and a coordinator needs {PROTOCOL!r}: start the servers "
             f"with --protocol {PROTOCOL}, or use `pyps sandblaster`"
         )
+
+
+class Reports:
+    """Reads server 0, and waits for it where it is gone for a while.
+
+    Raises ServerUnavailable once it was gone for the launch's `loss_wait_seconds`.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def work(self) -> WorkProgress:
+        """Where the work stands."""
+        work: WorkProgress = self._ask("GetWork", GetWorkRequest())
+        return work
+
+    def num_workers(self) -> int:
+        """Workers that are alive."""
+        status: pb.Status = self._ask("GetStatus", pb.GetStatusRequest())
+        return status.workers_alive
+
+    def _ask(self, method: str, request: Any) -> Any:
+        launch = self._link.launch
+        policy = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
+        wait: Wait | None = None
+        while True:
+            try:
+                # Made anew for each try: a server that comes back may have another control port.
+                with Control(launch.servers[0], token=launch.token) as control:
+                    reply = control.call(method, request)
+            except (ServerUnavailable, WaitTimedOut) as error:
+                wait = wait or policy.begin(self._link.name(0), stop=threading.Event())
+                wait.pause(str(error))
+                continue
+            if wait is not None:
+                wait.end()
+            return reply

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from pyps.cli.coordination.traffic import Traffic
-from pyps.work.lbfgs import IterationReport, Summary
+from pyps.cli.coordination.link import Traffic
+from pyps.lbfgs.optimizer import IterationReport, Summary
 from pyps_wire.work_pb2 import WorkProgress
 
 # A terminal's line is drawn no more often.

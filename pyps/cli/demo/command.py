@@ -24,7 +24,6 @@ from pyps.cli.demo.scores import Scores
 from pyps.cli.demo.screen import Screen, final_table, in_words
 from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
-from pyps.core.aggregation import Sandblaster
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
 from pyps.launcher.output import counted
@@ -77,7 +76,7 @@ def demo(
         "expected_workers": str(workers),
     }
     told = check_servers_flags(flags, num_servers=servers)
-    if told.behaviour.aggregation.name == Sandblaster.name:
+    if told.behaviour.aggregation.coordinated:
         raise ConfigError(
             f"--protocol is {protocol!r}, but the demo's workers push gradients, which sandblaster refuses: "
             "`pyps sandblaster examples/sandblaster_digits.py` shows that one"

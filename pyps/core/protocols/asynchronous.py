@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import PayloadKind
+from pyps.core.member import parts_in_words
 from pyps.core.protocols.base import Aggregation
 from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Decision, Part
 from pyps.core.roster import Roster
@@ -58,3 +59,17 @@ class Asgd(Async):
     @property
     def whole_model(self) -> bool:
         return self.mutex == "whole"
+
+    def check_servers(self, num_servers: int) -> None:
+        if self.whole_model and num_servers > 1:
+            raise BadRequest(
+                f"{self.text} holds one mutex over the whole model, which needs one server, and the run has "
+                f"{num_servers}: start one server, or take asgd:mutex=shard"
+            )
+
+    def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
+        if self.whole_model and parts:
+            raise BadRequest(
+                f"{self.text} holds one mutex over the whole model, and worker {worker_id!r} holds only "
+                f"{parts_in_words(parts)} of it: take asgd:mutex=shard, or workers that hold the whole model"
+            )

@@ -57,6 +57,18 @@ class Aggregation(ABC):
     def check(self, num_workers: int) -> None:  # noqa: B027 - most protocols work with any number
         """Raises BadRequest where the protocol cannot work with so many workers; 0 for not known."""
 
+    def check_servers(self, num_servers: int) -> None:  # noqa: B027 - most protocols work with any number
+        """Raises BadRequest where the protocol cannot work with the model on so many servers."""
+
+    def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:  # noqa: B027
+        """Raises BadRequest where the protocol cannot work with that worker.
+
+        `parts` are those of the model that it holds, () for all; `replica` is what it is a process of, if anything.
+        """
+
+    def check_change(self, before: Aggregation) -> None:  # noqa: B027
+        """Raises BadRequest where a run under `before` cannot go on under this protocol."""
+
     def warnings(self, num_workers: int) -> tuple[str, ...]:
         """Returns what people should know about the protocol with so many workers, in sentences."""
         return ()
@@ -79,6 +91,11 @@ class Aggregation(ABC):
     @property
     def whole_model(self) -> bool:
         """Whether one mutex is held for all shards of a push or a pull."""
+        return False
+
+    @property
+    def coordinated(self) -> bool:
+        """Whether a coordinator moves the parameters, and nobody pushes."""
         return False
 
     @property

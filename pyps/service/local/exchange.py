@@ -10,7 +10,7 @@ from pyps.core.gradient import Gradient, item_bytes, require_few_extents
 from pyps.core.receipt import Receipt
 from pyps.core.reply import Reply, brings_parameters
 from pyps.core.shard import Shard
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.local.attachment import Attachment, Vectors
 from pyps.service.local.segment import Segment

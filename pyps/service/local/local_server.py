@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from pyps import logs
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service.limits import ByteBudget
 from pyps.service.local.connection import Connection
 from pyps.service.local.listener import Listener, is_own_user

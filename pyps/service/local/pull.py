@@ -8,7 +8,7 @@ from pyps import _kernels
 from pyps.core.arrays import Floats
 from pyps.core.gradient import item_bytes
 from pyps.core.shard import Shard
-from pyps.run import Run
+from pyps.run.run import Run
 from pyps.service.local.attachment import Attachment
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire

@@ -6,7 +6,8 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from pyps.run import Run, RunState
+from pyps.run.run import Run
+from pyps.run.state import RunState
 from pyps.service.limits import ByteBudget
 from pyps.service.local.attachment import Attachment, Content, check_layout
 from pyps.service.local.exchange import Exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyps.run.settings import RuleSettings, settle
+from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.errors import OptimizerMismatch, UnsupportedOptimizer
 from shards import refusal
 

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps.checkpoint import RunHeader
 from pyps.core.gradient import Codec
 from pyps.core.shard import Shard
 from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
+from pyps.run_header import RunHeader
 from pyps_wire.errors import Superseded
 from pyps_wire.partition import partition
 from shards import MODEL, make_run

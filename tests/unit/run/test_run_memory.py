@@ -6,11 +6,10 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-from pyps.checkpoint import Checkpoint
-from pyps.checkpoint.checkpoint import write
-from pyps.checkpoint.disk import Disk
 from pyps.config import resolve
-from pyps.run import Run
+from pyps.run.run import Run
+from pyps.storage.checkpoint import Checkpoint, write
+from pyps.storage.disk import Disk
 from pyps_wire.partition import Model, Tensor
 from shards import serving as serve
 
@@ -45,7 +44,7 @@ def test_first_parameters_are_held_once_and_the_message_at_hand_beside_them() ->
 
 def test_a_restored_model_is_held_once(tmp_path: Path) -> None:
     run = serving()
-    write(tmp_path, run.header(), run.shards, disk=Disk())
+    write(tmp_path, run.snapshot(), disk=Disk())
 
     def restored() -> Run:
         fresh = Run(resolve({}, {}, warn=print))

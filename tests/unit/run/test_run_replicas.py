@@ -10,7 +10,7 @@ import pytest
 
 from pyps.core.gradient import Gradient
 from pyps.core.receipt import Outcome
-from pyps.run import Greeting
+from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition

@@ -12,7 +12,8 @@ from pyps.core.finding import Finding, first_of
 from pyps.core.gradient import Codec, Gradient
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.reply import Reply
-from pyps.update_log import Pulled, ShardLog, UpdateLog, log_paths, replay
+from pyps.storage.replay import Pulled, ShardLog, log_paths, replay
+from pyps.storage.update_log import UpdateLog
 from pyps_wire.errors import BadRequest, RunMismatch
 from shards import SHARD_SIZE, serving
 

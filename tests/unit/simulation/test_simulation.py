@@ -7,10 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pyps.simulation.event import Kind
-from pyps.simulation.scheduler import Scheduler
-from pyps.simulation.timing import Timing, exponential, fixed, lognormal, normal, scripted
-from pyps.simulation.worker import Computed, Step, WorkerPlan
+from pyps.simulation.event import Kind, Scheduler
+from pyps.simulation.worker import Computed, Step, Timing, WorkerPlan, exponential, fixed, lognormal, normal, scripted
 from simulated import cluster, noisy, ones, worker_plans
 
 

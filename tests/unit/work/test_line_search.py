@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from pyps.work.lbfgs_settings import LbfgsSettings
-from pyps.work.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
+from pyps.lbfgs.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
+from pyps.lbfgs.optimizer import LbfgsSettings
 from shards import refusal
 
 Curve = Callable[[float], tuple[float, float]]

@@ -9,35 +9,218 @@ steps, bit for bit, as long as a pass gives the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pyps.core.instructions import PARAMETERS
-from pyps.work.formulas import (
+from pyps.lbfgs.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
+from pyps.lbfgs.machine import (
+    DIRECTION,
     GRADIENT,
     GRADIENT_CHANGE,
     POINT,
     POINT_CHANGE,
     TRIAL_GRADIENT,
+    Evaluation,
+    Machine,
+    Objective,
+    ServerStanding,
+    add_scaled,
     allocate,
+    combine,
     copy,
+    dot,
     drop_oldest,
     fold,
     move,
+    norm1,
     norm_inf,
+    products,
     push_history,
+    scale,
+    subtract,
 )
-from pyps.work.lbfgs_settings import LbfgsSettings
-from pyps.work.lbfgs_state import LbfgsState, Pair
-from pyps.work.line_search import Found, LineSearch, Start
-from pyps.work.machine import Machine, Objective, ServerStanding
-from pyps.work.resume import take_up
-from pyps.work.trials import Measures, Trials
-from pyps.work.two_loop import steepest, two_loop
-from pyps.work.vector_free import vector_free
-from pyps_wire.errors import NotFinite
+from pyps.lbfgs.resume import LbfgsState, Pair, take_up
+from pyps.vectors.program import PARAMETERS
+from pyps_wire.errors import BadRequest, NotFinite
 
-__all__ = ["IterationReport", "Lbfgs", "LbfgsSettings", "Summary"]
+LINE_SEARCHES = ("armijo", "wolfe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LbfgsSettings:
+    """Settings of L-BFGS; the defaults are those of a first attempt. Raises BadRequest for a value out of range."""
+
+    # Pairs of differences that the direction is made of, m.
+    history: int = 10
+    # "armijo": shorter steps until the loss falls enough. "wolfe": until the slope has flattened as well.
+    line_search: str = "armijo"
+    # How much of the first slope's fall the loss must show, and what the slope must have come down to.
+    c1: float = 1e-4
+    c2: float = 0.9
+    # armijo: each step is so much of the one before.
+    backtrack: float = 0.5
+    # Steps tried along one direction, each a pass over the data set.
+    trials_max: int = 20
+    iterations_max: int = 20
+    # Ends where no element of the gradient is larger.
+    gradient_tolerance: float = 1e-5
+    # Ends where an iteration lowers the loss by no more than this part of it; less is noise where models are float32.
+    loss_tolerance: float = 1e-7
+    # The direction from one table of products, in 2 messages an iteration in place of 2m.
+    vector_free: bool = False
+    # A pair is kept where s.y is larger than this times |s| |y|.
+    curvature: float = 1e-10
+
+    def __post_init__(self) -> None:
+        for name in ("history", "trials_max", "iterations_max"):
+            value = getattr(self, name)
+            _check(value >= 1, name, value, expected="at least 1")
+        _check(self.line_search in LINE_SEARCHES, "line_search", self.line_search, expected="armijo or wolfe")
+        _check(0.0 < self.c1 < 1.0, "c1", self.c1, expected="a number between 0 and 1")
+        _check(self.c1 < self.c2 < 1.0, "c2", self.c2, expected=f"a number between c1, {self.c1}, and 1")
+        _check(0.0 < self.backtrack < 1.0, "backtrack", self.backtrack, expected="a number between 0 and 1")
+        for name in ("gradient_tolerance", "loss_tolerance", "curvature"):
+            value = getattr(self, name)
+            _check(0.0 <= value < math.inf, name, value, expected="a finite number of at least 0")
+
+    def make_line_search(self) -> LineSearch:
+        """Returns the search that is named."""
+        if self.line_search == "wolfe":
+            return StrongWolfe(c1=self.c1, c2=self.c2, trials_max=self.trials_max)
+        return Armijo(c1=self.c1, backtrack=self.backtrack, trials_max=self.trials_max)
+
+
+def _check(holds: bool, setting: str, value: float | str, *, expected: str) -> None:
+    if not holds:
+        raise BadRequest(f"{setting} is {value}; expected {expected}")
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What is known of the gradient at a trial point, and of the pair that it would make."""
+
+    slope: float  # t.d
+    gradient_norm: float  # the largest element of t
+    sy: float
+    ss: float
+    yy: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradient can be gone on with."""
+        return math.isfinite(self.gradient_norm) and math.isfinite(self.slope)
+
+
+class Trials:
+    """The line of `line_search.Line`, with the servers' parameters at the trial last asked for."""
+
+    def __init__(self, machine: Machine, objective: Objective, note: Mapping[str, float]) -> None:
+        self.passes = 0
+        self.measures: Measures | None = None  # of the slope last asked for
+        self._machine = machine
+        self._objective = objective
+        self._note = note
+        self._evaluation: Evaluation | None = None
+
+    def loss(self, step: float) -> float:
+        """Moves the parameters to x + step d and makes a pass; nothing is folded yet."""
+        self._machine.execute(move(POINT, step, DIRECTION))
+        self._evaluation = self._objective.evaluate({**self._note, "step_length": step})
+        self.passes += 1
+        return self._evaluation.loss
+
+    def slope(self) -> float:
+        """Folds the trial's gradient, and measures in the same message all that a commit would want to know."""
+        assert self._evaluation is not None, "slope() follows loss()"
+        self.measures = Measures(
+            *self._machine.execute(
+                fold(TRIAL_GRADIENT, self._evaluation.stage_ids, self._evaluation.example_count),
+                # What the parameters changed by, after rounding.
+                subtract(POINT_CHANGE, PARAMETERS, POINT),
+                subtract(GRADIENT_CHANGE, TRIAL_GRADIENT, GRADIENT),
+                dot(TRIAL_GRADIENT, DIRECTION),
+                norm_inf(TRIAL_GRADIENT),
+                dot(POINT_CHANGE, GRADIENT_CHANGE),
+                dot(POINT_CHANGE, POINT_CHANGE),
+                dot(GRADIENT_CHANGE, GRADIENT_CHANGE),
+            )
+        )
+        return self.measures.slope if self.measures.finite else math.nan
+
+
+def two_loop(machine: Machine, pairs: Sequence[Pair]) -> float:
+    """Makes d = -H g from at least one pair, oldest first; returns its slope, d.g, or NaN where a scalar is not finite.
+
+    Nocedal and Wright 2006, algorithm 7.4; H is the inverse Hessian that the m pairs stand for. 4m + 4 instructions in
+    2m + 1 messages: each product depends on the one before.
+    """
+    alphas: list[float] = []
+    program = [copy(DIRECTION, GRADIENT)]
+    for pair in reversed(pairs):
+        (product,) = machine.execute(*program, dot(pair.s, DIRECTION))
+        alphas.append(product / pair.sy)
+        program = [add_scaled(DIRECTION, -alphas[-1], pair.y)]
+        if not math.isfinite(alphas[-1]):
+            return math.nan
+    gamma = pairs[-1].sy / pairs[-1].yy  # the scale of the first guess of H
+    program.append(scale(DIRECTION, gamma))
+    for pair in pairs:
+        (product,) = machine.execute(*program, dot(pair.y, DIRECTION))
+        share = alphas.pop() - product / pair.sy
+        program = [add_scaled(DIRECTION, share, pair.s)]
+        if not math.isfinite(share):
+            return math.nan
+    (slope,) = machine.execute(*program, scale(DIRECTION, -1.0), dot(DIRECTION, GRADIENT))
+    return slope
+
+
+def steepest(machine: Machine) -> tuple[float, float]:
+    """Makes d = -g; returns its slope, d.g, and the sum of the elements of |g|."""
+    slope, norm = machine.execute(
+        copy(DIRECTION, GRADIENT), scale(DIRECTION, -1.0), dot(DIRECTION, GRADIENT), norm1(GRADIENT)
+    )
+    return slope, norm
+
+
+def vector_free(machine: Machine, pairs: Sequence[Pair]) -> float:
+    """Makes the direction that `two_loop` makes, but for rounding; returns its slope, d.g,
+    or NaN where a coefficient is not finite.
+
+    Chen, Wang and Zhou 2014: every vector of the recursion is a combination of s_1..s_m, y_1..y_m and g, so it needs
+    only their products. Those of two s never occur. 3 instructions in 2 messages, whatever m is.
+    """
+    num_pairs = len(pairs)
+    columns = [*(pair.y for pair in pairs), GRADIENT]
+    names = [*(pair.s for pair in pairs), *columns]
+    scalars = machine.execute(products(names, columns))
+    width = len(columns)
+    table = [scalars[row * width : (row + 1) * width] for row in range(len(names))]
+    s_products, y_products = table[:num_pairs], table[num_pairs:]
+    # q = the sum of s_part[i] s_i, y_part[i] y_i and the last of y_part times g.
+    s_part, y_part = [0.0] * num_pairs, [0.0] * num_pairs + [1.0]
+    alphas = [0.0] * num_pairs
+    for i in reversed(range(num_pairs)):
+        alphas[i] = _sum_of_products(y_part, s_products[i]) / pairs[i].sy
+        y_part[i] -= alphas[i]
+    gamma = pairs[-1].sy / pairs[-1].yy  # the scale of the first guess of H
+    y_part = [gamma * part for part in y_part]
+    for i in range(num_pairs):
+        s_side = _sum_of_products(s_part, [row[i] for row in s_products])
+        beta = (s_side + _sum_of_products(y_part, y_products[i])) / pairs[i].sy
+        s_part[i] += alphas[i] - beta
+    scalars = [-part for part in (*s_part, *y_part)]
+    if not all(map(math.isfinite, scalars)):
+        return math.nan
+    (slope,) = machine.execute(combine(DIRECTION, names, scalars), dot(DIRECTION, GRADIENT))
+    return slope
+
+
+def _sum_of_products(left: Sequence[float], right: Sequence[float]) -> float:
+    # Not by sum(): from Python 3.12 on it rounds otherwise, and a coordinator that comes back must find the same bits.
+    total = 0.0
+    for a, b in zip(left, right, strict=True):
+        total += a * b
+    return total
 
 
 @dataclass(frozen=True)

@@ -17,21 +17,15 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
 from pyps import logs
-from pyps.checkpoint.checkpoint import Checkpoint, RestoredRun, write
-from pyps.checkpoint.disk import FILE_MODE, FOLDER_MODE, Disk
-from pyps.checkpoint.header import RunHeader
-from pyps.checkpoint.manifest import CheckpointDamaged, CheckpointError
-from pyps.core.shard import Shard
-from pyps.core.vector_machine import VectorMachine
-
-if TYPE_CHECKING:
-    from pyps.run import Run
+from pyps.run_header import RestoredRun, Snapshot
+from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError, write
+from pyps.storage.disk import FILE_MODE, FOLDER_MODE, Disk
 
 log = logs.get("pyps.checkpoint")
 
@@ -51,9 +45,20 @@ class Saved:
 class CheckpointFolder:
     """Owns a server's checkpoint folder until closed, or until the process ends. Any thread may use it."""
 
-    def __init__(self, path: Path, *, keep: int = 3, disk: Disk | None = None):
-        """Takes the folder. Raises CheckpointError when it cannot be used or another server has it."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep: int = 3,
+        disk: Disk | None = None,
+        tell: Callable[[str, bool], object] = lambda text, is_warning: None,
+    ):
+        """Takes the folder. Raises CheckpointError when it cannot be used or another server has it.
+
+        `tell` hears, as a sentence, that checkpoints cannot be written (a warning), and that they can again.
+        """
         self.path = path
+        self._tell = tell
         self._keep = keep
         self._disk = disk or Disk()
         self._lock_file = _take(path)
@@ -102,47 +107,34 @@ class CheckpointFolder:
             "restore the files, or name another folder"
         )
 
-    def save(self, run: Run) -> Saved:
-        """Writes a checkpoint of the run. Raises CheckpointError when it cannot; older ones stay.
+    def save(self, take: Callable[[], Snapshot]) -> Saved:
+        """Writes a checkpoint of what `take` gives, then removes the oldest beyond what is kept.
 
-        A failure is an event of the run too: once, until one is written again.
+        Raises CheckpointError when it cannot; older ones stay. A failure is told once, until one is written again.
         """
-        # The run is looked at under the lock: one that is being forgotten is not written once more.
+        # Taken under the lock: a run that is being forgotten is not written once more.
         with self._saving:
-            # The queue before the shards: an example is rather trained twice than lost.
-            work = None if run.work.spec is None else run.work.state()
-            shards = dict(run.shards)
+            snapshot = take()
             try:
-                saved = self._write(run.header(), shards, run.machine, work)
+                saved = self._write(snapshot)
             except CheckpointError as error:
                 if not self.failure:
-                    run.events.add("checkpoint", str(error), warning=True)
+                    self._tell(str(error), True)
                 self.failure = str(error)
                 self.failures += 1
                 raise
             if self.failure:
-                run.events.add("checkpoint", "checkpoints can be written again", path=saved.path)
+                self._tell(f"checkpoints can be written again: {saved.path}", False)
             self.failure = ""
             return saved
 
-    def write(
-        self,
-        header: RunHeader,
-        shards: Mapping[int, Shard],
-        machine: VectorMachine | None = None,
-        work: Mapping[str, Any] | None = None,
-    ) -> Saved:
-        """Writes a checkpoint of these shards, then removes the oldest beyond what is kept."""
-        with self._saving:
-            return self._write(header, shards, machine, work)
+    def forget(self, run_id: str, *, reset: Callable[[str], object]) -> None:
+        """Has the run reset and sets its checkpoints aside, so that no later start resumes it; none is removed.
 
-    def forget(self, run: Run, run_id: str) -> None:
-        """Resets the run and sets its checkpoints aside, so that no later start resumes it; none is removed.
-
-        Raises what `Run.reset` raises, and CheckpointError when a checkpoint cannot be renamed.
+        Raises what `reset` raises, and CheckpointError when a checkpoint cannot be renamed.
         """
         with self._saving:
-            run.reset(run_id)
+            reset(run_id)
             self._newest = None
             # The newest last: a process that ends midway has either forgotten the run or not.
             for path in reversed(checkpoint_paths(self.path)):
@@ -161,13 +153,7 @@ class CheckpointFolder:
         """Gives the folder back."""
         self._lock_file.close()
 
-    def _write(
-        self,
-        header: RunHeader,
-        shards: Mapping[int, Shard],
-        machine: VectorMachine | None,
-        work: Mapping[str, Any] | None,
-    ) -> Saved:
+    def _write(self, snapshot: Snapshot) -> Saved:
         started = time.monotonic()
         temporary: Path | None = None
         try:
@@ -176,7 +162,7 @@ class CheckpointFolder:
             temporary = self.path / f".writing-{number:08d}"
             final = self.path / f"checkpoint-{number:08d}"
             self._disk.make_folder(temporary)
-            written = write(temporary, header, shards, disk=self._disk, machine=machine, work=work)
+            written = write(temporary, snapshot, disk=self._disk)
             self._disk.sync_folder(temporary)
             self._disk.rename(temporary, final)
             self._disk.sync_folder(self.path)
@@ -187,7 +173,7 @@ class CheckpointFolder:
             raise CheckpointError(self._failure(reason)) from None
         self._newest = final
         for shard_id, version in written.versions.items():
-            shards[shard_id].durable_version = version
+            snapshot.shards[shard_id].durable_version = version
         self._remove_old()
         saved = Saved(final, written.num_bytes, time.monotonic() - started)
         log.info("checkpoint written", path=final, bytes=saved.num_bytes, seconds=saved.seconds)

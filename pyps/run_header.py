@@ -1,4 +1,4 @@
-"""What a run is, as checkpoints and update logs keep it beside the shards."""
+"""What a run is called and holds, as values: what checkpoints and update logs keep, and a server goes on from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyps.core.behaviour import Behaviour, BehaviourTexts
-from pyps.run.settings import RuleSettings
+from pyps.core.rule_settings import RuleSettings
+from pyps.core.shard import Shard, ShardState
+from pyps.vectors.machine import MachineState, VectorMachine
 from pyps_wire.partition import Model, Tensor
 
 
@@ -60,6 +62,31 @@ class RunHeader:
             behaviour=Behaviour.parse(**plain["behaviour"]).texts,
             told=Behaviour.parse(**plain["told"]).texts,
         )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint is made of: a run's head, and what it consists of, which goes on changing."""
+
+    header: RunHeader
+    shards: Mapping[int, Shard]
+    # A coordinator's vectors and the queue of portions; None where there are none.
+    machine: VectorMachine | None = None
+    work: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """A run as read from a checkpoint. `header.epoch` is the last one in use: serve under the next.
+
+    The run that goes on from it takes its arrays over.
+    """
+
+    header: RunHeader
+    shards: Mapping[int, ShardState]
+    # The queue of portions, and the machine of a coordinator; None where the checkpoint holds none.
+    work: Mapping[str, Any] | None = None
+    machine: MachineState | None = None
 
 
 def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:

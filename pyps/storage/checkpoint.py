@@ -7,54 +7,166 @@ checkpoint-00000007/
   pending.bin              the payloads of the gradients that wait, end to end in the order of the lines
   vectors.safetensors      a coordinator's gradient and history: "shard-000012.g", "shard-000012.s7"; if there was one
   manifest.json            written last: everything else, and the checksums of all this
+
+Of a coordinator's vectors is kept what one that comes back cannot compute anew: the gradient at the accepted point and
+the history. The accepted point itself is what the checkpoint holds as the shards' parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pyps.checkpoint.disk import Disk
-from pyps.checkpoint.header import RunHeader
-from pyps.checkpoint.manifest import MANIFEST, CheckpointDamaged, read_manifest, write_manifest
-from pyps.checkpoint.tensor_file import FLOAT32, TensorFile, TensorReader
-from pyps.checkpoint.vectors import VECTORS, VectorsWriter, machine_state_from, with_vectors
+from pyps import __version__
 from pyps.checksum import checksum_of
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.shard import Shard, ShardState
 from pyps.core.update_rules import find
-from pyps.core.vector_machine import MachineState, VectorMachine
-from pyps.plain import contribution_from_plain, contribution_to_plain, split_payloads
+from pyps.run_header import RestoredRun, RunHeader, Snapshot
+from pyps.storage.disk import Disk
+from pyps.storage.plain import contribution_from_plain, contribution_to_plain, split_payloads
+from pyps.storage.tensor_file import FLOAT32, TensorFile, TensorReader, Writable
+from pyps.vectors.machine import MachineState, VectorMachine
+from pyps.vectors.program import Precision, Standing
 from pyps_wire.errors import PypsError
+
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+
+
+class CheckpointError(PypsError):
+    """Raised when a checkpoint cannot be written or used; the message says which and why."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class CheckpointDamaged(CheckpointError):
+    """Raised when a checkpoint is incomplete or not what was written. An older one may be whole."""
+
+    status = "DATA_LOSS"
+
+
+def write_manifest(path: Path, body: dict[str, Any], disk: Disk) -> None:
+    """Writes the manifest of the checkpoint in that folder."""
+    manifest = {
+        "format": "pyps checkpoint",
+        "format_version": FORMAT_VERSION,
+        "software": f"pyps {__version__}",
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        **body,
+    }
+    manifest["checksum"] = _checksum(manifest)
+    with disk.create(path / MANIFEST) as file:
+        disk.write(file, json.dumps(manifest, indent=1).encode())
+        disk.sync(file)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Reads the manifest of the checkpoint in that folder. Raises CheckpointDamaged."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path} has no {MANIFEST}: it was never completed") from None
+    except OSError as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
+    if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
+        raise CheckpointDamaged(f"{file} is not what was written: its checksum differs")
+    if manifest["format_version"] != FORMAT_VERSION:
+        raise CheckpointDamaged(
+            f"{path} has format version {manifest['format_version']}, this software reads {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
+
+
+VECTORS = "vectors.safetensors"
+_DTYPES: Mapping[Precision, np.dtype[Any]] = {
+    Precision.FLOAT32: np.dtype("<f4"),
+    Precision.FLOAT64: np.dtype("<f8"),
+}
+# Reads a tensor by name, type and checksum.
+ReadTensor: TypeAlias = Callable[[str, np.dtype[Any], str], npt.NDArray[Any]]
+
+
+class VectorsWriter:
+    """Appends a machine's vectors to a checkpoint, shard by shard; to be used within `VectorMachine.durable`."""
+
+    def __init__(self, machine: VectorMachine, file: Writable, lengths: Mapping[int, int]) -> None:
+        """`lengths` are the shards' numbers of parameters, in the order in which they will come."""
+        self._machine = machine
+        self._state = machine.state()
+        kept = self._state.standing.kept
+        names = [(shard_id, name) for shard_id in lengths for name in kept]
+        self._file = TensorFile(
+            file,
+            {_name(shard_id, name): (lengths[shard_id],) for shard_id, name in names},
+            dtypes={_name(shard_id, name): _DTYPES[kept[name]] for shard_id, name in names},
+        )
+        self._checksums: dict[str, str] = {}
+
+    def add(self, shard_id: int) -> None:
+        """Writes the vectors of the next shard."""
+        for name, values in self._machine.vectors_to_keep(shard_id).items():
+            self._file.write(_name(shard_id, name), values)
+            self._checksums[_name(shard_id, name)] = checksum_of(values)
+
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of it, once all shards are written."""
+        state, standing = self._state, self._state.standing
+        return {
+            "coordinator_epoch": state.coordinator_epoch,
+            "iteration": state.iteration,
+            "state": state.text,
+            "vectors": {name: precision.name for name, precision in standing.vectors.items()},
+            "history": {"oldest": standing.oldest, "newest": standing.newest},
+            "checksums": self._checksums,
+        }
+
+
+def machine_state_from(entry: Mapping[str, Any]) -> MachineState:
+    """Returns what the manifest tells of a machine, without the vectors."""
+    history = entry["history"]
+    vectors = {name: Precision[precision] for name, precision in entry["vectors"].items()}
+    standing = Standing(vectors, history["oldest"], history["newest"])
+    return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], standing)
+
+
+def with_vectors(
+    state: MachineState, entry: Mapping[str, Any], shard_ids: Iterable[int], read: ReadTensor
+) -> MachineState:
+    """Returns the state with the vectors that the manifest's entry names, as `read` gives them."""
+    vectors = {
+        shard_id: {
+            name: read(_name(shard_id, name), _DTYPES[precision], entry["checksums"][_name(shard_id, name)])
+            for name, precision in state.standing.kept.items()
+        }
+        for shard_id in shard_ids
+    }
+    return dataclasses.replace(state, vectors=vectors)
+
 
 PARAMETERS = "parameters.safetensors"
 SLOTS = "slots.safetensors"
 LEDGER = "ledger.jsonl"
 PENDING = "pending.bin"
-
-
-@dataclass(frozen=True)
-class RestoredRun:
-    """A run as read from a checkpoint. `header.epoch` is the last one in use: serve under the next.
-
-    The run that goes on from it takes its arrays over.
-    """
-
-    header: RunHeader
-    shards: Mapping[int, ShardState]
-    # The queue of portions, and the machine of a coordinator; None where the checkpoint holds none.
-    work: Mapping[str, Any] | None = None
-    machine: MachineState | None = None
 
 
 class Checkpoint:
@@ -155,8 +267,7 @@ class Checkpoint:
         with _opened(self.path / SLOTS) as tensors:
             return {
                 shard_id: {
-                    name: self._array(tensors, SLOTS, f"{_name(shard_id)}.{name}", shard["checksums"][name])
-                    for name in names
+                    name: self._array(tensors, SLOTS, _name(shard_id, name), shard["checksums"][name]) for name in names
                 }
                 for shard_id, shard in self._shards.items()
             }
@@ -203,21 +314,14 @@ class Written:
     versions: Mapping[int, int]
 
 
-def write(
-    path: Path,
-    header: RunHeader,
-    shards: Mapping[int, Shard],
-    *,
-    disk: Disk,
-    machine: VectorMachine | None = None,
-    work: Mapping[str, Any] | None = None,
-) -> Written:
+def write(path: Path, snapshot: Snapshot, *, disk: Disk) -> Written:
     """Writes a checkpoint's files into an empty folder, the manifest last; returns when they are on the disk.
 
     Shards are copied one at a time, each under its lock, and written before the next: they may be of
     different moments, which is what asynchronous workers see anyway, and memory grows by one shard. What a coordinator
     keeps in the machine is of one iteration on all of them, and so are the parameters then.
     """
+    header, shards, machine = snapshot.header, snapshot.shards, snapshot.machine
     # A machine to which nobody ever came has nothing to keep.
     machine = machine if machine is not None and machine.coordinator_epoch else None
     slot_names = find(header.optimizer.rule).slot_names
@@ -232,9 +336,9 @@ def write(
             disk.sync(file)
         sizes = {name: file.tell() for name, file in files.items()}
     body = {**header.to_json(), "shards": entries, "files": sizes, **writer.machine_entry()}
-    if work is not None:
+    if snapshot.work is not None:
         # As it will be read: the manifest's checksum is of that.
-        body["work"] = json.loads(json.dumps(work))
+        body["work"] = json.loads(json.dumps(snapshot.work))
     write_manifest(path, body, disk)
     return Written(sum(sizes.values()), {entry["shard_id"]: entry["version"] for entry in entries})
 
@@ -258,9 +362,7 @@ class _Writer:
             metadata={"format": "pyps shards", "run_id": header.run_id},
         )
         slot_names = find(header.optimizer.rule).slot_names
-        shapes = {
-            f"{_name(shard_id)}.{name}": (shard.length,) for shard_id, shard in shards.items() for name in slot_names
-        }
+        shapes = {_name(shard_id, name): (shard.length,) for shard_id, shard in shards.items() for name in slot_names}
         self._slots = TensorFile(_Appender(disk, files[SLOTS]), shapes) if slot_names else None
         self._pending_bytes = 0
         self._machine = machine
@@ -286,7 +388,7 @@ class _Writer:
         checksums = {"parameters": checksum_of(parameters)}
         for name, slot in state.slots.items():
             assert self._slots is not None
-            self._slots.write(f"{_name(shard_id)}.{name}", slot)
+            self._slots.write(_name(shard_id, name), slot)
             checksums[name] = checksum_of(slot)
         line = _ledger_line(state)
         self._disk.write(self._files[LEDGER], line + b"\n")
@@ -319,8 +421,8 @@ class _Appender:
         self._disk.write(self._file, data)
 
 
-def _name(shard_id: int) -> str:
-    return f"shard-{shard_id:06d}"
+def _name(shard_id: int, array: str = "") -> str:
+    return f"shard-{shard_id:06d}" + (f".{array}" if array else "")
 
 
 def _ledger_line(state: ShardState) -> bytes:
