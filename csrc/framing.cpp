@@ -190,7 +190,8 @@ std::size_t count_fields(const unsigned char* data, std::size_t size,
       total += count_fields(inside, bytes.size, &field->inner);
     } else {
       const auto is_last = [](unsigned char byte) { return byte < 0x80; };
-      const std::size_t varints = std::count_if(inside, inside + bytes.size, is_last);
+      const auto varints =
+          static_cast<std::size_t>(std::count_if(inside, inside + bytes.size, is_last));
       field->count += varints;
       total += varints;
     }
