@@ -72,7 +72,7 @@ class Shard:
         self.durable_version = version
         # Whether the schedule's owner, or whoever runs the servers, set the rate: provisional ones then hold no more.
         # Each shard's own, as the owner's first push does not reach all of them at once.
-        self.rate_is_set = False
+        self.rate_is_set = learning_rate is not None
         self._recorder = recorder
         self._lock = threading.Lock()
         # Guarded by _lock.

@@ -137,8 +137,6 @@ class Conduct:
         """Waits no longer for the step of a worker or replica; its rounds are completed by `complete_rounds`."""
         self.pacing.depart(name)
         if self.owner.release(name):
-            for shard in self._content.shards.values() if self._content is not None else ():
-                shard.rate_is_set = False
             self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
 
     def complete_rounds(self) -> None:

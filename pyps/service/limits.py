@@ -48,7 +48,7 @@ class ByteBudget:
                     "raise --max-in-flight-bytes"
                 )
             held, free = self._bytes_by_caller[caller], self.bytes_max - self._bytes
-            if held > own and held + num_bytes > free:
+            if num_bytes and held > own and held + num_bytes > free:
                 who = f"worker {caller!r}" if caller else "observers"
                 raise LimitExceeded(
                     f"{num_bytes} bytes more would make {held + num_bytes} bytes held by several calls of {who}, and"

@@ -235,6 +235,8 @@ def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None
         with pytest.raises(LimitExceeded, match=f"several calls of worker '{greedy}'"):
             while True:
                 budget.account(greedy).hold(10)
+        # A short message takes nothing, and is taken.
+        budget.account(greedy).hold(0)
     budget.account("honest").hold(100)
 
 

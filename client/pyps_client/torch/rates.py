@@ -54,19 +54,22 @@ class GroupRates:
         """Group -> rate, for the push that begins now; empty where the servers have been told all."""
         now = self._now()
         changes = {index: rate for index, rate in enumerate(now) if rate != self._told[index]}
-        if not self._moved and any("initial_lr" in group for group in self._param_groups):
+        has_scheduler = any("initial_lr" in group for group in self._param_groups)
+        if not self._moved and has_scheduler:
             # A scheduler is there: claims the schedule before it first moves, so that a second owner is refused at
             # once.
             changes = dict(enumerate(now))
-        if not self._owns_schedule:
-            changes = {index: rate._replace(provisional=True) for index, rate in changes.items()}
-            if changes and not self._moved:
-                logger.info(
-                    "the learning rate or momentum moves here too, which has no effect on the servers once the worker "
-                    "that owns the schedule has pushed (owns_schedule=True would make it this one)"
-                )
+        if not self._owns_schedule and changes and not self._moved:
+            logger.info(
+                "the learning rate or momentum moves here too, which has no effect on the servers%s: another worker "
+                "owns the schedule (owns_schedule=True would make it this one)",
+                " once that one's scheduler has" if has_scheduler else "",
+            )
         self._moved = self._moved or bool(changes)
         self._told = now
+        if not self._owns_schedule:
+            # What is moved by hand, or by a plateau, is this worker's alone: nobody else's need move at all.
+            return {index: rate._replace(provisional=True) for index, rate in changes.items() if has_scheduler}
         return changes
 
     def _now(self) -> list[GroupRate]:

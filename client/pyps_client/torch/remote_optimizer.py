@@ -119,7 +119,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over
         the workers ("average"), or follow those of the first ("first"); the same for all workers.
         `owns_schedule`: True where this worker's changes of learning rate and momentum count, for all workers; by
-        default that is the worker with index 0, or one without an index. Until it has pushed, each worker's own count.
+        default that is the worker with index 0, or one without an index. Until it has pushed, each worker's scheduler
+        counts.
         `shard_size`: the largest number of parameters in a shard; the same for all workers.
         `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
         a RemoteOptimizer over what they hold, and take the same steps.

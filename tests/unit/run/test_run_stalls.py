@@ -59,7 +59,7 @@ def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_unti
     assert driver.push("a", learning_rate=0.25, base_version=2).rate == 0.25
 
 
-def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_while_nobody_does():
+def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_until_somebody_sets_one():
     driver = RunDriver("a", "b")
     theirs = {"learning_rate": 0.25, "provisional": True}
     assert driver.push("b", **theirs).rate == 0.25
@@ -68,8 +68,9 @@ def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_whil
     assert driver.push("b", base_version=2, **theirs).rate == 0.5
     # The owner's first push is still on its way to the other shard.
     assert driver.push("b", shard_id=1, **theirs).rate == 0.25
+    # It stays where its owner left it.
     driver.run.leave("r", "a", 1, failed=False, message="")
-    assert driver.push("b", base_version=3, **theirs).rate == 0.25
+    assert driver.push("b", base_version=3, **theirs).rate == 0.5
 
 
 def test_a_server_with_a_schedule_of_its_own_takes_no_rate():

@@ -65,15 +65,21 @@ def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before)
         scheduler.step()
 
 
-def test_another_workers_change_is_sent_as_provisional_and_said_once(caplog) -> None:
-    optimizer = sgd(momentum=0.5)
-    rates = rates_of(optimizer, owns_schedule=False)
-    with caplog.at_level(logging.INFO, logger="pyps_client"):
-        for rate in (0.5, 0.25, 0.125):
-            optimizer.param_groups[0].update(lr=rate, momentum=rate)
-            assert rates.take_changes() == ({} if rate == 0.5 else {0: (rate, rate, True)})
-    said = [record.getMessage() for record in caplog.records if "no effect on the servers" in record.getMessage()]
-    assert len(said) == 1
+def test_another_workers_change_is_sent_as_provisional_where_a_scheduler_makes_it_and_said_once(caplog) -> None:
+    for by_scheduler in (True, False):
+        optimizer = sgd(momentum=0.5)
+        rates = rates_of(optimizer, owns_schedule=False)
+        if by_scheduler:
+            optimizer.param_groups[0]["initial_lr"] = 0.5
+            rates.take_changes()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="pyps_client"):
+            for rate in (0.25, 0.125):
+                optimizer.param_groups[0].update(lr=rate, momentum=rate)
+                # Nobody else's need move by hand.
+                assert rates.take_changes() == ({0: (rate, rate, True)} if by_scheduler else {})
+        said = [record.getMessage() for record in caplog.records if "no effect on the servers" in record.getMessage()]
+        assert len(said) == (not by_scheduler)
 
 
 def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
