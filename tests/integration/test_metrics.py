@@ -184,6 +184,8 @@ def test_readers_that_are_slow_are_cut_off_without_a_word(
             wait_until(lambda: num_readers() == 0, what="the end of all readers")
             assert half.recv(1) == b""
             assert deaf.recv(1) == b"H"
+        # Others have their time on a busy machine.
+        monkeypatch.undo()
         assert value(scrape(server), "pyps_shards") == 100
     assert "Traceback" not in server.output() + "".join(capfd.readouterr())
 
