@@ -144,13 +144,13 @@ py::tuple count_fields_of(py::handle message, const py::dict& tree) {
   return py::make_tuple(total, counts);
 }
 
-// A message of header, tag, length and room for `payload_size` bytes of payload, which begins at
+// A message of room for a header, tag, length and room for `payload_size` bytes of payload, which begins at
 // `*payload_offset`.
-py::bytes frame_with_room(const Bytes& header, std::uint32_t field_number, std::size_t payload_size,
+py::bytes frame_with_room(std::size_t header_size, std::uint32_t field_number, std::size_t payload_size,
                           std::size_t* payload_offset) {
   unsigned char prefix[payload_prefix_size_max];
   const std::size_t prefix_size = write_payload_prefix(field_number, payload_size, prefix);
-  *payload_offset = header.size() + prefix_size;
+  *payload_offset = header_size + prefix_size;
   const std::size_t total = *payload_offset + payload_size;
   if (total > INT32_MAX) {
     throw py::value_error("the message would take " + std::to_string(total) +
@@ -158,8 +158,7 @@ py::bytes frame_with_room(const Bytes& header, std::uint32_t field_number, std::
   }
   unsigned char* out = nullptr;
   py::bytes message = new_bytes(total, &out);
-  std::memcpy(out, header.data(), header.size());
-  std::memcpy(out + header.size(), prefix, prefix_size);
+  std::memcpy(out + header_size, prefix, prefix_size);
   return message;
 }
 
@@ -168,30 +167,44 @@ py::bytes join_frame(const py::bytes& header, std::int64_t field_number, py::han
   const Codec codec = to_codec(codec_number);
   const std::uint32_t number = to_field_number(field_number);
   const Floats v(values, "values", Access::read);
+  const Bytes head(header, "header");
   std::size_t offset = 0;
-  py::bytes message =
-      frame_with_room(Bytes(header, "header"), number, v.count() * size_of(codec), &offset);
-  auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(message.ptr())) + offset;
+  py::bytes message = frame_with_room(head.size(), number, v.count() * size_of(codec), &offset);
+  auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(message.ptr()));
+  std::memcpy(out, head.data(), head.size());
   const Kernels& table = kernels();
   {
     py::gil_scoped_release release;
-    table.encode(out, v.data(), codec, v.count());
+    table.encode(out + offset, v.data(), codec, v.count());
   }
   return message;
 }
 
-py::tuple new_frame(const py::bytes& header, std::int64_t field_number, std::size_t count,
+py::tuple new_frame(std::size_t room, std::int64_t field_number, std::size_t count,
                     int codec_number) {
   const Codec codec = to_codec(codec_number);
   const std::uint32_t number = to_field_number(field_number);
-  if (count > INT32_MAX) {
-    throw py::value_error("count is " + std::to_string(count) +
+  if (count > INT32_MAX || room > INT32_MAX) {
+    throw py::value_error("count is " + std::to_string(count) + " and room " +
+                          std::to_string(room) +
                           "; a message of that many values is beyond protobuf's 2 GiB");
   }
   std::size_t offset = 0;
-  const py::bytes message =
-      frame_with_room(Bytes(header, "header"), number, count * size_of(codec), &offset);
+  const py::bytes message = frame_with_room(room, number, count * size_of(codec), &offset);
   return py::make_tuple(message, offset);
+}
+
+bool write_header(const py::bytes& frame, std::size_t room, const py::bytes& header) {
+  const Bytes whole(frame, "frame");
+  const Bytes head(header, "header");
+  if (whole.size() < room) {
+    throw py::value_error("frame has " + std::to_string(whole.size()) + " bytes, fewer than its room of " +
+                          std::to_string(room));
+  }
+  auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(frame.ptr()));
+  if (!pad_header(head.size(), room, out)) return false;
+  std::memcpy(out, head.data(), head.size());
+  return true;
 }
 
 void encode_into(py::handle values, py::handle reply) {
@@ -246,10 +259,9 @@ PYBIND11_MODULE(_kernels, module) {
   module.def("join_frame", &pyps::join_frame, arg("header"), arg("field_number"), arg("values"),
              arg("codec") = static_cast<int>(pyps::Codec::float32),
              "Returns header, tag, length and encoded values as one bytes object.");
-  module.def("new_frame", &pyps::new_frame, arg("header"), arg("field_number"), arg("count"),
-             arg("codec"),
-             "Returns (header, tag, length and uninitialised values as one bytes object, the "
-             "values' offset).");
+  module.def("new_frame", &pyps::new_frame, arg("room"), arg("field_number"), arg("count"),
+             arg("codec"));
+  module.def("write_header", &pyps::write_header, arg("frame"), arg("room"), arg("header"));
   module.def("encode_into", &pyps::encode_into, arg("values"), arg("reply"),
              "Writes the values, encoded, to where a reply is wanted.");
 }

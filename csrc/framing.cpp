@@ -1,6 +1,7 @@
 #include "framing.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace pyps {
 namespace {
@@ -204,6 +205,24 @@ std::size_t write_payload_prefix(std::uint32_t field_number, std::uint64_t paylo
   const std::size_t tag_size =
       write_varint(std::uint64_t{field_number} << 3 | length_delimited, out);
   return tag_size + write_varint(payload_size, out + tag_size);
+}
+
+bool pad_header(std::size_t header_size, std::size_t room, unsigned char* out) {
+  // A tag of one byte, a length of one or, longer than it need be, of two.
+  constexpr std::size_t padding_max = 3 + 0x3FFF;
+  if (header_size == room) return true;
+  if (header_size > room || room - header_size == 1 || room - header_size > padding_max) {
+    return false;
+  }
+  const std::size_t gap = room - header_size;
+  unsigned char* const padding = out + header_size;
+  std::memset(padding, 0, gap);
+  padding[0] = static_cast<unsigned char>(padding_field_number << 3 | length_delimited);
+  if (gap > 2) {
+    padding[1] = static_cast<unsigned char>((gap - 3) & 0x7F | 0x80);
+    padding[2] = static_cast<unsigned char>((gap - 3) >> 7);
+  }
+  return true;
 }
 
 }  // namespace pyps

@@ -71,4 +71,11 @@ constexpr std::size_t payload_prefix_size_max = 5 + 10;
 std::size_t write_payload_prefix(std::uint32_t field_number, std::uint64_t payload_size,
                                  unsigned char* out);
 
+// The number of a field that no message has: readers skip it.
+constexpr std::uint32_t padding_field_number = 15;
+
+// Fills what a header of `header_size` bytes leaves of its room, at `out`, with a field that
+// readers skip; false where that cannot be: the header is longer, or one byte shorter.
+bool pad_header(std::size_t header_size, std::size_t room, unsigned char* out);
+
 }  // namespace pyps

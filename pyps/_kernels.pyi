@@ -204,10 +204,16 @@ def count_fields(message: Buffer, tree: Mapping[int, Any]) -> tuple[int, list[in
 def join_frame(header: bytes, field_number: int, values: Floats, codec: int = ...) -> bytes:
     """Returns header, the payload field's tag and length, and the encoded values as one message."""
 
-def new_frame(header: bytes, field_number: int, count: int, codec: int) -> tuple[bytes, int]:
-    """Returns (header, the payload field's tag and length, and `count` uninitialised values; the values' offset).
+def new_frame(room: int, field_number: int, count: int, codec: int) -> tuple[bytes, int]:
+    """Returns (room for a header, the payload field's tag and length, `count` uninitialised values; their offset).
 
-    Whoever made the message writes the values, before anybody else sees it.
+    Whoever made the message writes the values and `write_header`, before anybody else sees it.
+    """
+
+def write_header(frame: bytes, room: int, header: bytes) -> bool:
+    """Writes the header of a new frame; what is left of its room is a field that readers skip.
+
+    False, and nothing is written, where it does not fit: it is longer than the room, or one byte shorter.
     """
 
 def encode_into(values: Floats, reply: Reply) -> None:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from pyps.run.standstill import Standstill
 from pyps.run.state import RunState
 from pyps.service import hosting
 from pyps.service.calls import LATE_MIN, Awaited
+from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
@@ -41,7 +41,6 @@ from pyps.service.security import load_token
 from pyps.service.serializations import Serializations
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
-from pyps.service.workbench import Workbench
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.update_log import UpdateLog
@@ -108,10 +107,9 @@ class Server:
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._awaited = Awaited(max(config.max_workers, LATE_MIN))
         self._threads = config.threads or len(os.sched_getaffinity(0))
-        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="kernel")
-        self._work = Workbench(self._executor, logged=self._update_log is not None)
+        self._work = KernelExecutor(self._threads, logged=self._update_log is not None)
         self._serializations = Serializations()
-        self._local = LocalServer(self._run, work=self._work, budget=self._budget, threads=self._threads)
+        self._local = LocalServer(self._run, work=self._work, budget=self._budget)
         self._health = Health()
         self._stop = asyncio.Event()
         self._stop_reason = ""
@@ -282,7 +280,7 @@ class Server:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
             # Not here: it may have to make updates. The time is of here: a stop on the way counts against nobody.
-            await self._work.off_loop(partial(self._run.tick, self._run.clock()))
+            await self._work.begin(partial(self._run.tick, self._run.clock()))
             self._serializations.tidy(self._run.shards)
             if self._config.exit_when_done and self._run.done:
                 self._run.finish("all workers are done")
@@ -363,7 +361,7 @@ class Server:
         await self._calls_end(began + _CALLS_SHARE * self._config.drain_seconds)
         await self._local.stop(began + _CALLS_SHARE * self._config.drain_seconds - self._clock())
         await data.stop(0.1)
-        await asyncio.to_thread(self._executor.shutdown)
+        await asyncio.to_thread(self._work.shutdown)
         saved = await asyncio.to_thread(self._save)
         if not saved and self._checkpoints is not None:
             log.error("the server ends without its last checkpoint", reason=self._checkpoints.failure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from threading import Lock
@@ -152,9 +152,7 @@ class Statistics:
         self._lock = Lock()
         # Guarded by _lock. The first holds what belongs to no shard.
         self._beside = Tally()
-        self._workers: OrderedDict[str, Tally] = OrderedDict()
-        # Of the same workers.
-        self._contacts: dict[str, _Shards] = {}
+        self._workers: OrderedDict[str, tuple[Tally, _Shards]] = OrderedDict()
         self._shards: dict[int, Tally] = {}
         self._recent: deque[LoggedReceipt] = deque(maxlen=RECENT_RECEIPTS_MAX)
         self._last_update: float | None = None
@@ -170,21 +168,22 @@ class Statistics:
         payload_bytes: int,
         examples: int,
         now: float,
+        update: Update | None = None,
         answer_bytes: int = 0,
         apply_seconds: float | None = None,
     ) -> None:
-        """Counts one answered push.
+        """Counts one answered push, and the gradients of the update that it made.
 
         `answer_bytes` are those of the parameters that went back with its receipt, `apply_seconds` its time in the
         shard, wait for the lock included.
         """
         logged = LoggedReceipt(worker_id, receipt, now)
         with self._lock:
-            worker, shard = self._worker(worker_id), self._shard(shard_id)
+            worker, contacts = self._workers.get(worker_id) or self._worker(worker_id)
+            shard = self._shards.get(shard_id) or self._shard(shard_id)
             self._workers.move_to_end(worker_id)
             worker.add(receipt, payload_bytes=payload_bytes, examples=examples)
             shard.add(receipt, payload_bytes=payload_bytes, examples=examples)
-            contacts = self._contacts[worker_id]
             if shard_id not in contacts.pushed:
                 _note(contacts.pushed, shard_id)
             self._recent.append(logged)
@@ -195,46 +194,43 @@ class Statistics:
                     _note(contacts.pulled, shard_id)
             if receipt.version_after > receipt.version_before and not receipt.duplicate:
                 self._last_update = now
+            if update is not None:
+                parts = update.parts
+                if len(parts) == 1 and parts[0].contribution.gradient.kind != PayloadKind.NOTHING:
+                    worker.rate_scale_count += 1
+                    worker.rate_scale_sum += receipt.rate_scale
+                    shard.rate_scale_count += 1
+                    shard.rate_scale_sum += receipt.rate_scale
+                else:
+                    self._count_parts(shard, update)
             if apply_seconds is not None:
                 self._apply_counts[bisect_left(APPLY_SECONDS_BOUNDS, apply_seconds)] += 1
                 self._apply_sum += apply_seconds
-
-    def applied(self, shard_id: int, update: Update) -> None:
-        """Counts what staleness left of the step size for each of an update's gradients; called as it is made.
-
-        Only then is it known for a gradient that has waited: it may depend on the others.
-        """
-        with self._lock:
-            for part in update.parts:
-                gradient = part.contribution.gradient
-                if gradient.kind == PayloadKind.NOTHING:
-                    continue
-                rate_scale = update.rate_scale(part)
-                for tally in (self._worker(gradient.worker_id), self._shard(shard_id)):
-                    tally.rate_scale_count += 1
-                    tally.rate_scale_sum += rate_scale
 
     def pulled(self, worker_id: str, payload_bytes: int, *, shard_ids: Iterable[int] = ()) -> None:
         """Counts the payload of these shards, sent to a worker or observer."""
         with self._lock:
             self._beside.bytes_out += payload_bytes
-            self._worker(worker_id).bytes_out += payload_bytes
-            contacts = self._contacts[worker_id]
+            worker, contacts = self._worker(worker_id)
+            worker.bytes_out += payload_bytes
             for shard_id in shard_ids:
                 _note(contacts.pulled, shard_id)
 
-    def updated(self, shard_id: int, count: int, *, now: float) -> None:
+    def updated(self, shard_id: int, updates: Sequence[Update], *, now: float) -> None:
         """Counts updates that no push brought about: a round completed as it was, pending gradients settled."""
-        if not count:
+        if not updates:
             return
         with self._lock:
-            self._shard(shard_id).updates += count
+            shard = self._shard(shard_id)
+            shard.updates += len(updates)
+            for update in updates:
+                self._count_parts(shard, update)
             self._last_update = now
 
     def blocked(self, worker_id: str, seconds: float) -> None:
         """Counts the end of a wait for other workers."""
         with self._lock:
-            for tally in (self._beside, self._worker(worker_id)):
+            for tally in (self._beside, self._worker(worker_id)[0]):
                 tally.blocked_seconds += seconds
 
     def restore_examples(self, examples: Mapping[int, int]) -> None:
@@ -254,12 +250,13 @@ class Statistics:
     def worker(self, worker_id: str) -> Tally:
         """The counts of one worker, zeros for one never heard of."""
         with self._lock:
-            return self._workers.get(worker_id, Tally()).copy()
+            counted = self._workers.get(worker_id)
+            return Tally() if counted is None else counted[0].copy()
 
     def contacts(self, worker_id: str) -> Contacts:
         """The shards that one worker has pushed to and pulled, none for one never heard of."""
         with self._lock:
-            shards = self._contacts.get(worker_id, _Shards())
+            _, shards = self._workers.get(worker_id) or (None, _Shards())
             return Contacts(tuple(sorted(shards.pushed)), tuple(sorted(shards.pulled)))
 
     def shard(self, shard_id: int) -> Tally:
@@ -299,15 +296,27 @@ class Statistics:
 
     # What follows is called under the lock.
 
-    def _worker(self, worker_id: str) -> Tally:
-        tally = self._workers.get(worker_id)
-        if tally is None:
-            tally = self._workers[worker_id] = Tally()
-            self._contacts[worker_id] = _Shards()
+    def _worker(self, worker_id: str) -> tuple[Tally, _Shards]:
+        counted = self._workers.get(worker_id)
+        if counted is None:
+            counted = self._workers[worker_id] = Tally(), _Shards()
             if len(self._workers) > WORKERS_MAX:
-                forgotten, _ = self._workers.popitem(last=False)
-                del self._contacts[forgotten]
-        return tally
+                self._workers.popitem(last=False)
+        return counted
+
+    def _count_parts(self, shard: Tally, update: Update) -> None:
+        """Counts what staleness left of the step size for each of an update's gradients.
+
+        Only with the update is it known for a gradient that has waited: it may depend on the others.
+        """
+        for part in update.parts:
+            gradient = part.contribution.gradient
+            if gradient.kind == PayloadKind.NOTHING:
+                continue
+            rate_scale = update.rate_scale(part)
+            for tally in (self._worker(gradient.worker_id)[0], shard):
+                tally.rate_scale_count += 1
+                tally.rate_scale_sum += rate_scale
 
     def _shard(self, shard_id: int) -> Tally:
         tally = self._shards.get(shard_id)

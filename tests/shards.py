@@ -22,6 +22,7 @@ from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
+from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
@@ -142,12 +143,16 @@ def arrival(
 
 def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, **fields: Any) -> Receipt:
     """Pushes a gradient computed on the shard's present version, unless the fields say otherwise."""
-    return shard.push(gradient(values, **{"base_version": shard.version, **fields}), roster=workers or roster())
+    pushed = gradient(values, **{"base_version": shard.version, **fields})
+    return shard.push(pushed, roster=workers or roster()).receipt
 
 
 def pull(shard: Shard, worker_id: str | None = None) -> tuple[int, Floats]:
     """Returns the shard's version and a copy of its parameters."""
-    return shard.read(lambda version, parameters: (version, parameters.copy()), worker_id=worker_id)
+    parameters = np.empty(shard.length, np.float32)
+    version = shard.pull(Reply(parameters.view(np.uint8).data, 0, Codec.FLOAT32), worker_id=worker_id)
+    assert version is not None, "whoever holds no version gets the newest"
+    return version, parameters
 
 
 def refusal(call: Callable[..., object], *arguments: Any, error: type[PypsError] = BadRequest, **more: Any) -> str:
@@ -239,7 +244,7 @@ def replay(log: Log, shard: Shard) -> list[str]:
     for event in log.events[shard.shard_id]:
         version = shard.version
         if isinstance(event, Pushed):
-            assert shard.push(event.gradient, roster=event.roster) == event.receipt
+            assert shard.push(event.gradient, roster=event.roster).receipt == event.receipt
         elif isinstance(event, Completed):
             assert version == event.version
             shard.complete(event.roster)
@@ -385,7 +390,7 @@ class RunDriver:
         payload = np.full(self.run.shards[shard_id].length, value, np.float32).tobytes()
         fields = {"example_count": 1, **fields}
         gradient = Gradient(name, 1, self._sequences[name], base_version, 0, Codec.FLOAT32, payload, **fields)
-        return self.run.push(gradient, shard_id, run_id="r")
+        return self.run.push(PushPlan(shard_id, gradient), run_id="r").receipt
 
     def may_proceed(self, name: str, clock: int = 0, **call: Any) -> bool:
         return self.run.may_proceed("r", name, 1, clock=clock, **{"wake": lambda: None, **call})

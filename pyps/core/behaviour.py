@@ -45,7 +45,8 @@ class Behaviour:
     clip_norm: float = 0.0
     batch_growth: BatchGrowth | None = None
     epoch_examples: int = 0
-    # What the two settings above come to, picked once.
+    # What the settings above come to, picked once.
+    constant_rate: bool = field(init=False, repr=False, compare=False)
     clipping: NoClipping = field(init=False, repr=False, compare=False)
     growth_factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
 
@@ -57,6 +58,7 @@ class Behaviour:
         growth_factor = self.batch_growth.rate_factor if self.batch_growth else _no_growth
         object.__setattr__(self, "clipping", Clipping(self.clip_norm) if self.clip_norm else NoClipping())
         object.__setattr__(self, "growth_factor", growth_factor)
+        object.__setattr__(self, "constant_rate", not self.schedule.terms and self.batch_growth is None)
 
     @classmethod
     def parse(

@@ -138,6 +138,21 @@ class Membership:
                 member.scalars = dict(scalars)
             return was_gone
 
+    def pushed_again(self, worker_id: str, incarnation: int, *, now: float, clock: int) -> Roster | None:
+        """Notes a push of a worker that counts already and returns the workers that count; None of any other.
+
+        That is nearly every push: nothing changes by it but when the worker was heard of. A clock of 0 says nothing.
+        """
+        with self._lock:
+            member = self._members.get(worker_id)
+            # Who counts is alive.
+            if member is None or not member.counts or member.incarnation != incarnation or member.pushed_at is None:
+                return None
+            member.heard_at = member.pushed_at = max(now, member.heard_at)
+            if clock:
+                member.clock = clock
+            return self._roster
+
     def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None) -> Roster:
         """Notes a push, which makes the worker count, and returns the workers that count now; raises as `renew`."""
         with self._lock:

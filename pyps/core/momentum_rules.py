@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pyps import _kernels
 from pyps.core.arrays import Floats
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 from pyps.core.update_rule import WEIGHT_DECAY, Hyperparameter, Slots, UpdateRule, WeightedGradient
 
 _MOMENTUM = Hyperparameter(default=0.9, below=1.0)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pyps import _kernels
 from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
-from pyps.core.finding import Finding, scan
+from pyps.core.finding import FINITE, Finding, scan
 from pyps.core.gradient import Gradient, require_rate
-from pyps.core.ledger import FORGOTTEN, Ledger
+from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
+from pyps.core.pending import PendingBudget
+from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
-from pyps.core.reply import Answer, Reply
 from pyps.core.roster import Roster
 from pyps.core.shard_state import ShardState, first_slots
 from pyps.core.staleness import WeighingContext
@@ -26,9 +27,19 @@ from pyps.core.update_rules import UpdateRule, validate
 from pyps.core.waiters import Waiter, Waiters, call_all
 from pyps_wire.errors import BadRequest
 
-__all__ = ["Shard", "ShardState"]
+__all__ = ["Pushed", "Shard", "ShardState"]
 
 T = TypeVar("T")
+
+
+class Pushed(NamedTuple):
+    """What became of a push."""
+
+    receipt: Receipt
+    # The version whose parameters were written to its reply; None where none were.
+    version: int | None = None
+    # The update that it made; None for none.
+    update: Update | None = None
 
 
 class Shard:
@@ -56,12 +67,14 @@ class Shard:
         learning_rate: float | None = None,
         momentum: float | None = None,
         recorder: Recorder | None = None,
+        budget: PendingBudget | None = None,
         take_over: bool = False,
     ) -> None:
         """Copies the parameters, and the slots where a restored shard brings them.
 
         With `take_over` they are the shard's own from now on, and copied only where they do not lie as it needs them.
-        `learning_rate` and `momentum` are in force where they are no longer those of the hyperparameters.
+        `learning_rate` and `momentum` are in force where they are no longer those of the hyperparameters. Gradients
+        that wait count against `budget`.
         """
         take = aligned if take_over else aligned_copy
         self.shard_id = shard_id
@@ -88,18 +101,32 @@ class Shard:
         self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
         self._ledger = Ledger() if ledger is None else ledger
         self._pending = pending
+        # The size of the gradients that wait. Read without the lock.
+        self.pending_bytes = _bytes_of(pending)
+        self._budget = PendingBudget() if budget is None else budget
+        self._budget.restore(self.pending_bytes)
         self._waiters = Waiters()
 
     def push(
-        self, gradient: Gradient, *, roster: Roster, answer: Answer | None = None, finding: Finding | None = None
-    ) -> Receipt:
-        """Handles a gradient and returns its receipt; a push that was answered before gets the first answer.
+        self,
+        gradient: Gradient,
+        *,
+        roster: Roster,
+        reply: Reply | None = None,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        finding: Finding | None = None,
+    ) -> Pushed:
+        """Handles a gradient; a push that was answered before gets the first answer.
 
-        `answer` is given the parameters to go on with, whatever became of the push. `finding` is what `scan` said where
-        it has run already, of this gradient or of another part of a push that is taken as a whole or not at all.
+        Parameters newer than `held_version` are written to `reply`, whatever became of the push, unless its worker has
+        to wait for its round: the pull that follows brings what the round made. `memory` is the worker's, where the
+        gradient or the reply lies in such. `finding` is what `scan` said where it has run already, of this gradient or
+        of another part of a push that is taken as a whole or not at all.
 
-        Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied here. A push
-        that is refused, either way, changes no parameter and no slot.
+        Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied here,
+        ServerUnavailable where `memory` is attached no longer, LimitExceeded where it would wait and there is no room.
+        A push that is refused, in whichever way, changes no parameter and no slot.
         """
         # The scans take as long as an update. The payload cannot change, or is looked at again when it is applied.
         if finding is None:
@@ -109,41 +136,49 @@ class Shard:
                 f"shard {self.shard_id}: worker {gradient.worker_id!r} sent a momentum, but {self.rule.name} has none:"
                 " send the learning rate alone"
             )
-        norm = self._behaviour.clipping.norm_of(gradient)
+        norm = self._behaviour.clipping.norm_of(gradient) if self._behaviour.clip_norm else None
         with self._lock:
-            receipt = self._answered(gradient, roster) or self._refused(gradient, roster, finding)
-            if receipt is None:
-                if gradient.provisional:
-                    # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
-                    gradient = gradient.decided(holds=not self.rate_is_set and not self._behaviour.schedule.terms)
-                elif gradient.schedules:
-                    self.rate_is_set = True
-                receipt = self._decide(gradient, roster, norm, answer)
-            else:
-                self._answer(answer, receipt, gradient.worker_id)
+            if memory is not None:
+                memory.require_attached()
+            receipt = self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)
+            refusal = self._refusal(gradient, receipt, finding)
+            if refusal is not None:
+                receipt = self._rejected(refusal, gradient, roster)
+            if receipt is not None:
+                assert receipt is not FORGOTTEN, "what is forgotten is refused"
+                if refusal is None:
+                    receipt = receipt._replace(duplicate=True)
+                return Pushed(receipt, self._bring(reply, held_version, receipt, gradient.worker_id))
+            if gradient.provisional:
+                # Decided here, so that log, replay and checkpoints know of ordinary rates alone.
+                gradient = gradient.decided(holds=not self.rate_is_set and not self._behaviour.schedule.terms)
+            elif gradient.learning_rate is not None or gradient.momentum is not None:
+                self.rate_is_set = True
+            pushed = self._decide(gradient, roster, norm, reply, held_version)
+            if not self._waiters.waiting:
+                return pushed
             reached = self._waiters.take_reached(self._version)
         call_all(reached)
-        return receipt
+        return pushed
 
-    def complete(self, roster: Roster) -> int:
-        """Makes the updates that are due now that other workers count, and returns how many.
+    def complete(self, roster: Roster) -> list[Update]:
+        """Makes the updates that are due now that other workers count, and returns them.
 
         To be called when a worker stops counting: it may have been the one that the others waited for.
         """
-        updates = 0
+        updates: list[Update] = []
         with self._lock:
             while (decision := self._completed(roster)) is not None:
-                if updates == 0 and self._recorder is not None:
+                if not updates and self._recorder is not None:
                     self._recorder.completed(self.shard_id, roster, self._version)
-                self._update(decision)
-                updates += 1
+                updates.append(self._update(decision))
             reached = self._waiters.take_reached(self._version)
         call_all(reached)
         return updates
 
     def configure(
         self, *, roster: Roster, behaviour: Behaviour | None = None, learning_rate: float | None = None
-    ) -> int:
+    ) -> list[Update]:
         """Replaces the behaviour or the base rate from the next push on; returns the updates made.
 
         Gradients that wait for a protocol that goes become one last update under the old behaviour (its
@@ -154,15 +189,14 @@ class Shard:
             require_rate(learning_rate)
         if behaviour is not None:
             behaviour.aggregation.check(roster.num_expected)
-        updates = 0
+        updates: list[Update] = []
         with self._lock:
             if self._recorder is not None:
                 self._recorder.configured(self.shard_id, behaviour, learning_rate, roster, self._version)
             if behaviour is not None:
                 decision = self._settled(behaviour)
                 if decision is not None:
-                    self._update(decision)
-                    updates = 1
+                    updates.append(self._update(decision))
                 self._behaviour = behaviour
             if learning_rate is not None:
                 self._learning_rate = learning_rate
@@ -171,17 +205,45 @@ class Shard:
         call_all(reached)
         return updates
 
-    def read(self, reader: Callable[[int, Floats], T], *, worker_id: str | None = None) -> T:
+    def pull(
+        self,
+        reply: Reply,
+        *,
+        held_version: int = -1,
+        memory: SharedMemory | None = None,
+        worker_id: str | None = None,
+    ) -> int | None:
+        """Writes the parameters to `reply` where they are newer than `held_version`; returns their version, or None.
+
+        A pull names its worker and is recorded; an observer's look is not. Raises ServerUnavailable where `memory`,
+        in which the reply lies, is attached no longer.
+        """
+        with self._lock:
+            if memory is not None:
+                memory.require_attached()
+            if self._version <= held_version:
+                return None
+            _kernels.encode_into(self._parameters, reply)
+            if worker_id is not None and self._recorder is not None:
+                self._recorder.pulled(self.shard_id, worker_id, self._version)
+            return self._version
+
+    def note_pull(self, version: int, *, worker_id: str | None) -> bool:
+        """Records the pull of a version that was read before; False where the shard has moved on since."""
+        with self._lock:
+            if self._version != version:
+                return False
+            if worker_id is not None and self._recorder is not None:
+                self._recorder.pulled(self.shard_id, worker_id, version)
+            return True
+
+    def read(self, reader: Callable[[int, Floats], T]) -> T:
         """Returns what `reader(version, parameters)` makes of the parameters, all of one version.
 
         It is called under the lock: it must copy what it wants and not keep the array, which is read-only.
-        A pull names its worker and is recorded; an observer's look is not.
         """
         with self._lock:
-            result = reader(self._version, self._readable)
-            if worker_id is not None and self._recorder is not None:
-                self._recorder.pulled(self.shard_id, worker_id, self._version)
-            return result
+            return reader(self._version, self._readable)
 
     def rewrite(self, writer: Callable[[Floats], object]) -> None:
         """Lets `writer` write the parameters, all of them, as one update that no gradient brought about.
@@ -209,9 +271,13 @@ class Shard:
         """The base rate: before schedule, batch growth and staleness."""
         return self._learning_rate
 
-    def rate_after(self, version: int) -> float:
-        """Returns the step size of the update that follows so many updates, before staleness."""
-        return self._learning_rate * self._behaviour.rate_factor(version, self._examples)
+    @property
+    def next_rate(self) -> float:
+        """The step size of the next update, before staleness."""
+        behaviour = self._behaviour
+        return self._learning_rate * (
+            1.0 if behaviour.constant_rate else behaviour.rate_factor(self._version, self._examples)
+        )
 
     @property
     def behaviour(self) -> Behaviour:
@@ -232,11 +298,6 @@ class Shard:
     def contributors(self) -> set[str]:
         """The workers whose gradients wait."""
         return {waiting.gradient.worker_id for waiting in self._pending}
-
-    @property
-    def pending_bytes(self) -> int:
-        """The size of the gradients that wait."""
-        return sum(memoryview(waiting.gradient.payload).nbytes for waiting in self._pending)
 
     @property
     def slots_bytes(self) -> int:
@@ -307,30 +368,39 @@ class Shard:
 
     # What follows is called under the lock.
 
-    def _answered(self, gradient: Gradient, roster: Roster) -> Receipt | None:
-        answer = self._ledger.lookup(gradient.worker_id, gradient.incarnation, gradient.sequence)
-        if answer is FORGOTTEN:
-            return self._rejected(verdict.forgotten(gradient, shard_id=self.shard_id), gradient, roster)
-        return None if answer is None else answer._replace(duplicate=True)
+    def _refusal(self, gradient: Gradient, known: Receipt | Forgotten | None, finding: Finding) -> Refuse | None:
+        """Returns why a push cannot be used and leaves no trace, not even in the ledger; None where it may be."""
+        if known is FORGOTTEN:
+            return verdict.forgotten(gradient, shard_id=self.shard_id)
+        version, newest = self._version, gradient.newest_base_version or 0
+        usual = not self._finished and gradient.epoch == self.epoch and finding is FINITE
+        if known is not None or (usual and 0 <= gradient.base_version <= version and newest <= version):
+            return None
+        of = {"shard_id": self.shard_id, "epoch": self.epoch, "version": version}
+        return verdict.unusable(gradient, finding, finished=self._finished, **of)
 
-    def _refused(self, gradient: Gradient, roster: Roster, finding: Finding) -> Receipt | None:
-        """Returns the receipt of a push that cannot be used and leaves no trace, not even in the ledger."""
-        of = {"shard_id": self.shard_id, "epoch": self.epoch, "version": self._version}
-        refusal = verdict.unusable(gradient, finding, finished=self._finished, **of)
-        return None if refusal is None else self._rejected(refusal, gradient, roster)
-
-    def _decide(self, gradient: Gradient, roster: Roster, norm: float | None, answer: Answer | None) -> Receipt:
-        aggregation = self._behaviour.aggregation.at(self._version)
-        contribution = self._weigh(gradient, roster, aggregation.split(roster), norm)
-        arrival = Arrival(contribution, self._pending, self._version, roster)
+    def _decide(
+        self, gradient: Gradient, roster: Roster, norm: float | None, reply: Reply | None, held_version: int
+    ) -> Pushed:
+        behaviour, version = self._behaviour, self._version
+        aggregation = behaviour.aggregation.at(version)
+        context = WeighingContext(gradient.worker_id, len(roster.workers), version, aggregation.split(roster))
+        staleness = version - gradient.base_version
+        weighing = behaviour.staleness.weigh(staleness, context)
+        if behaviour.clip_norm:
+            weighing = behaviour.clipping.clip(weighing, gradient, norm)
+        contribution = Contribution(gradient, staleness, weighing)
+        arrival = Arrival(contribution, self._pending, version, roster)
         decision = aggregation.decide(arrival)
-        if not contribution.weighing.accept and isinstance(decision, Apply | Park):
-            decision = verdict.too_stale(contribution, policy=self._behaviour.staleness.name, version=self._version)
+        if not weighing.accept and isinstance(decision, Apply | Park):
+            decision = verdict.too_stale(contribution, policy=behaviour.staleness.name, version=version)
         if gradient.volatile and isinstance(decision, Park):
-            return self._decide_on_copy(gradient, roster, answer)
+            return self._decide_on_copy(gradient, roster, reply, held_version)
         learning_rate = self._learning_rate if gradient.learning_rate is None else gradient.learning_rate
         rate = self._rate(learning_rate)
-        update_scale = self._update_scale(decision.parts) if isinstance(decision, Apply) else 1.0
+        update_scale = 1.0
+        if behaviour.staleness.scales_updates and isinstance(decision, Apply):
+            update_scale = self._update_scale(decision.parts)
         receipt = verdict.receipt_of(
             decision,
             arrival,
@@ -338,57 +408,61 @@ class Shard:
             epoch=self.epoch,
             rate=rate,
             update_scale=update_scale,
-            waiting_for=verdict.waited_for(decision, arrival, aggregation),
+            waiting_for=verdict.waited_for(decision, arrival, aggregation) if isinstance(decision, Park) else (),
         )
-        reply = None if answer is None else answer.place(receipt, receipt.version_after)
+        waits_bytes = len(gradient.payload) if isinstance(decision, Park) else 0
+        if waits_bytes:
+            self._budget.take(waits_bytes)
         if self._recorder is not None:
-            self._recorder.pushed(self.shard_id, gradient, receipt, roster)
+            try:
+                self._recorder.pushed(self.shard_id, gradient, receipt, roster)
+            except BaseException:
+                self._budget.give_back(waits_bytes)
+                raise
         # Rate and momentum are the run's, not the gradient's: they hold even where the gradient is not needed.
         self._learning_rate = learning_rate
         if gradient.momentum is not None:
             self.hyperparameters = MappingProxyType(
                 {**self.hyperparameters, self.rule.momentum_name: gradient.momentum}
             )
+        update = None
         if isinstance(decision, Apply):
-            left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=reply)
-            receipt = verdict.telling(receipt, gradient, left_out=left_out)
+            brings = reply if receipt.version_after > held_version else None
+            update, left_out = self._apply(decision.parts, rate=rate, update_scale=update_scale, reply=brings)
+            if left_out:
+                receipt = verdict.telling(receipt, gradient, left_out=left_out)
         elif isinstance(decision, Park):
             self._pending = (*self._pending, contribution)
+            self.pending_bytes += waits_bytes
         elif isinstance(decision, Acknowledge):
             self._examples += gradient.example_count
         self._ledger.record(gradient.worker_id, gradient.incarnation, receipt)
-        self._replied(reply, gradient.worker_id, written=isinstance(decision, Apply))
-        return receipt
+        brought = None
+        if reply is not None:
+            brought = self._bring(reply, held_version, receipt, gradient.worker_id, written=update is not None)
+        return Pushed(receipt, brought, update)
 
-    def _decide_on_copy(self, gradient: Gradient, roster: Roster, answer: Answer | None) -> Receipt:
+    def _decide_on_copy(self, gradient: Gradient, roster: Roster, reply: Reply | None, held_version: int) -> Pushed:
         """Decides on a gradient that has to wait, while its worker goes on writing where it lies."""
         private = gradient.private()
         finding = scan(private, shard_id=self.shard_id, shard_length=self.length)
         if finding.finite:
-            return self._decide(private, roster, None, answer)
+            return self._decide(private, roster, None, reply, held_version)
         receipt = self._rejected(verdict.not_finite(finding, private, shard_id=self.shard_id), private, roster)
-        self._answer(answer, receipt, gradient.worker_id)
-        return receipt
+        return Pushed(receipt, self._bring(reply, held_version, receipt, gradient.worker_id))
 
-    def _answer(self, answer: Answer | None, receipt: Receipt, worker_id: str) -> None:
-        """Gives the parameters that there are to whose push changed nothing."""
-        if answer is not None:
-            self._replied(answer.place(receipt, self._version), worker_id, written=False)
-
-    def _replied(self, reply: Reply | None, worker_id: str, *, written: bool) -> None:
-        if reply is None:
-            return
+    def _bring(
+        self, reply: Reply | None, held_version: int, receipt: Receipt, worker_id: str, *, written: bool = False
+    ) -> int | None:
+        """Gives whoever pushed the parameters, unless its update has; returns their version, None where none came."""
+        version = self._version
+        if reply is None or version <= held_version or receipt.min_version > version:
+            return None
         if not written:
             _kernels.encode_into(self._parameters, reply)
         if self._recorder is not None:
-            self._recorder.pulled(self.shard_id, worker_id, self._version)
-
-    def _weigh(self, gradient: Gradient, roster: Roster, split: float, norm: float | None) -> Contribution:
-        behaviour = self._behaviour
-        staleness = self._version - gradient.base_version
-        context = WeighingContext(gradient.worker_id, roster.num_workers, self._version, split)
-        weighing = behaviour.staleness.weigh(staleness, context)
-        return Contribution(gradient, staleness, behaviour.clipping.clip(weighing, gradient, norm))
+            self._recorder.pulled(self.shard_id, worker_id, version)
+        return version
 
     def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
         return verdict.rejection(refusal, gradient, self._version, roster, shard_id=self.shard_id, epoch=self.epoch)
@@ -405,27 +479,41 @@ class Shard:
         return aggregation.at(self._version).settle(self._pending)
 
     def _rate(self, learning_rate: float) -> float:
-        return learning_rate * self._behaviour.rate_factor(self._version, self._examples)
+        behaviour = self._behaviour
+        if behaviour.constant_rate:
+            return learning_rate
+        return learning_rate * behaviour.rate_factor(self._version, self._examples)
 
     def _update_scale(self, parts: Sequence[Part]) -> float:
         return self._behaviour.staleness.update_scale([part.contribution.staleness for part in parts])
 
-    def _update(self, decision: Apply) -> None:
+    def _update(self, decision: Apply) -> Update:
         """Makes an update that no push brought about."""
         rate, update_scale = self._rate(self._learning_rate), self._update_scale(decision.parts)
-        self._apply(decision.parts, rate=rate, update_scale=update_scale)
+        return self._apply(decision.parts, rate=rate, update_scale=update_scale)[0]
 
-    def _apply(self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None) -> int:
-        """Makes an update; returns how many numbers were left out, as they were finite no more."""
+    def _apply(
+        self, parts: Sequence[Part], *, rate: float, update_scale: float, reply: Reply | None = None
+    ) -> tuple[Update, int]:
+        """Makes an update; returns it, and how many numbers were left out, as they were finite no more."""
         target = Target(self._parameters, self._slots, self.rule, self.hyperparameters, rate, self._version)
         left_out = apply_update(target, parts, update_scale=update_scale, reply=reply)
         self._version += 1
         for part in parts:
             self._examples += part.contribution.gradient.example_count
         if self._pending:
-            applied = {id(part.contribution) for part in parts}
-            self._pending = tuple(waiting for waiting in self._pending if id(waiting) not in applied)
+            self._forget_pending(parts)
+        update = Update(self._version, rate, update_scale, tuple(parts))
         if self._recorder is not None:
-            update = Update(self._version, rate, update_scale, tuple(parts))
             self._recorder.updated(self.shard_id, update, self._readable)
-        return left_out
+        return update, left_out
+
+    def _forget_pending(self, parts: Sequence[Part]) -> None:
+        applied = {id(part.contribution) for part in parts}
+        self._pending = tuple(waiting for waiting in self._pending if id(waiting) not in applied)
+        before, self.pending_bytes = self.pending_bytes, _bytes_of(self._pending)
+        self._budget.give_back(before - self.pending_bytes)
+
+
+def _bytes_of(pending: Sequence[Contribution]) -> int:
+    return sum(len(waiting.gradient.payload) for waiting in pending)

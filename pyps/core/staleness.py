@@ -50,6 +50,8 @@ class StalenessPolicy(ABC):
     __slots__ = ()
 
     name: ClassVar[str]
+    # Whether `update_scale` says anything.
+    scales_updates: ClassVar[bool] = False
 
     @abstractmethod
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
@@ -120,6 +122,7 @@ class PerUpdate(StalenessPolicy):
     """
 
     name: ClassVar[str] = "per_update"
+    scales_updates: ClassVar[bool] = True
 
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         return Weighing()

@@ -10,7 +10,7 @@ from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Extent, Gradient, PayloadKind, item_bytes
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 from pyps.core.staleness import Weighing
 from pyps.core.update_rules import AddDelta, Slots, UpdateRule, WeightedGradient
 
@@ -59,6 +59,10 @@ def apply_update(
 
     Returns how many numbers of volatile gradients were left out, because they were no longer finite.
     """
+    if len(parts) == 1 and parts[0].share == 1.0:
+        contribution = parts[0].contribution
+        if not contribution.gradient.extents and contribution.gradient.kind in _GRADIENTS:
+            return _apply_one(target, contribution, update_scale, reply)
     if _whole_gradients(parts):
         return _apply_whole(target, parts, update_scale, reply)
     passes = list(_passes(target, parts, update_scale))
@@ -110,6 +114,26 @@ def _whole_gradients(parts: Sequence[Part]) -> bool:
         if gradient.extents or gradient.kind not in _GRADIENTS:
             return False
     return bool(parts)
+
+
+def _apply_one(target: Target, contribution: Contribution, update_scale: float, reply: Reply | None) -> int:
+    """Makes the update of most pushes: one gradient's own. Equal, to the bit, to what `_apply_whole` makes of it."""
+    gradient, _, weighing = contribution
+    factor, rate = weighing.weight, target.rate
+    if target.rule.adaptive:
+        rate *= weighing.rate_scale * update_scale
+    else:
+        factor = factor * weighing.rate_scale * update_scale
+    return target.rule.apply(
+        target.parameters,
+        target.slots,
+        [WeightedGradient(gradient.payload, gradient.codec, factor)],
+        rate=rate,
+        version=target.version,
+        hyperparameters=target.hyperparameters,
+        reply=reply,
+        guarded=gradient.volatile,
+    )
 
 
 def _apply_whole(target: Target, parts: Sequence[Part], update_scale: float, reply: Reply | None) -> int:

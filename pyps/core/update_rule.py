@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 
 Slots = dict[str, Floats]
 

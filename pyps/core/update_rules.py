@@ -15,7 +15,7 @@ import numpy as np
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.momentum_rules import HeavyBall, Momentum, Nesterov
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 from pyps.core.update_rule import WEIGHT_DECAY, Hyperparameter, Slots, UpdateRule, WeightedGradient
 from pyps_wire.errors import UnsupportedOptimizer
 

@@ -48,7 +48,7 @@ def receipt_of(
         rate=rate_of(contribution, rate=rate, update_scale=update_scale),
         rate_scale=weighing.rate_scale * update_scale,
         weight=weight,
-        num_workers=roster.num_workers,
+        num_workers=len(roster.workers),
         epoch=epoch,
         min_version=min_version,
         waiting_for=waiting_for[:WAITING_FOR_MAX],

@@ -27,28 +27,28 @@ class Waiters:
     """The waits for a shard's versions. Guarded by its shard's lock."""
 
     def __init__(self) -> None:
-        self._waiting: list[Waiter] = []
+        self.waiting: list[Waiter] = []
 
     def add(self, waiter: Waiter) -> None:
         """Keeps the wait until it is taken or removed."""
-        self._waiting.append(waiter)
+        self.waiting.append(waiter)
 
     def remove(self, waiter: Waiter) -> bool:
         """Forgets the wait; False where it was taken already."""
-        still_waiting = waiter in self._waiting
+        still_waiting = waiter in self.waiting
         if still_waiting:
-            self._waiting.remove(waiter)
+            self.waiting.remove(waiter)
         return still_waiting
 
     def take_reached(self, version: int) -> list[Waiter]:
         """Returns the waits that end at that version, and keeps the others."""
-        if not self._waiting:
+        if not self.waiting:
             return []
-        reached = [waiter for waiter in self._waiting if waiter.min_version <= version]
-        self._waiting = [waiter for waiter in self._waiting if waiter.min_version > version]
+        reached = [waiter for waiter in self.waiting if waiter.min_version <= version]
+        self.waiting = [waiter for waiter in self.waiting if waiter.min_version > version]
         return reached
 
     def take_all(self) -> list[Waiter]:
         """Returns all waits."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         return waiting

@@ -5,17 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
-from pyps.core.arrays import Floats
 from pyps.core.finding import Finding
-from pyps.core.gradient import Gradient, require_fitting, require_possible_version
-from pyps.core.receipt import Receipt
-from pyps.core.reply import Answer
+from pyps.core.gradient import require_fitting, require_possible_version
+from pyps.core.plan import PushPlan
 from pyps.core.roster import Roster
-from pyps.core.shard import Shard
-
-T = TypeVar("T")
+from pyps.core.shard import Pushed, Shard
 
 
 class WholeModel:
@@ -31,50 +26,29 @@ class WholeModel:
         self._on_lock = on_lock
         self._mutex = threading.Lock()
 
-    def push(
-        self,
-        gradients: Sequence[tuple[int, Gradient]],
-        *,
-        roster: Roster,
-        answers: Mapping[int, Answer] | None = None,
-        finding: Finding | None = None,
-    ) -> list[Receipt]:
-        """Handles the parts of a push, (shard_id, gradient) each, as one; returns their receipts in order.
+    def push(self, parts: Sequence[PushPlan], *, roster: Roster, finding: Finding | None = None) -> list[Pushed]:
+        """Handles the parts of a push as one; returns what became of each, in order.
 
-        `answers`, by shard, and `finding` are as for `Shard.push`; what they are given is one state of the model.
+        `finding` is as for `Shard.push`; the parameters that they are answered with are one state of the model.
         Raises as `Shard.push`, and then has applied none of them. A part that is refused leaves the others alone.
         """
-        for shard_id, gradient in gradients:
-            require_fitting(gradient, shard_id=shard_id, shard_length=self.shards[shard_id].length)
+        for part in parts:
+            require_fitting(part.gradient, shard_id=part.shard_id, shard_length=self.shards[part.shard_id].length)
         with self.held():
-            for shard_id, gradient in gradients:
+            for shard_id, gradient, *_ in parts:
                 shard = self.shards[shard_id]
                 if gradient.epoch == shard.epoch:
                     require_possible_version(gradient, shard_id=shard_id, version=shard.version)
-            answer_of = (answers or {}).get
+            # Made or left with the first.
+            memory = parts[0].memory if parts else None
+            if memory is not None:
+                memory.require_attached()
             return [
-                self.shards[shard_id].push(gradient, roster=roster, answer=answer_of(shard_id), finding=finding)
-                for shard_id, gradient in gradients
+                self.shards[shard_id].push(
+                    gradient, roster=roster, reply=reply, held_version=held_version, finding=finding
+                )
+                for shard_id, gradient, reply, held_version, _ in parts
             ]
-
-    def read(
-        self,
-        readers: Mapping[int, Callable[[int, Floats], T]],
-        *,
-        worker_id: str | None = None,
-        provided: Callable[[], bool] = lambda: True,
-    ) -> dict[int, T]:
-        """Returns what each shard's `reader(version, parameters)` makes of it, all of one state of the model.
-
-        `provided` is called first, of the same moment: nothing is read where it says no.
-        """
-        with self.held():
-            if not provided():
-                return {}
-            return {
-                shard_id: self.shards[shard_id].read(reader, worker_id=worker_id)
-                for shard_id, reader in readers.items()
-            }
 
     @contextmanager
     def held(self) -> Iterator[None]:

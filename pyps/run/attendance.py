@@ -78,11 +78,9 @@ class Attendance:
             self._events.add("counts" if before.alive else "back", what, worker=worker_id, workers=roster.num_workers)
         return roster
 
-    def taken(self, worker_id: str, incarnation: int, *, now: float) -> None:
-        """Notes that a push was taken, which lets one count again that others had waited too long for."""
-        if self.membership.taken(worker_id, incarnation, now=now):
-            workers = self.membership.roster.num_workers
-            self._events.add("counts", "worker counts", worker=worker_id, workers=workers)
+    def counts_again(self, worker_id: str) -> None:
+        """Tells of a worker whose push was taken, and that others had waited too long for."""
+        self._events.add("counts", "worker counts", worker=worker_id, workers=self.membership.roster.num_workers)
 
     def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> list[str]:
         """Ends a membership at the worker's own word, and that of its replica where it failed.

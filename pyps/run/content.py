@@ -11,6 +11,7 @@ from pyps.core import update_rules
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
+from pyps.core.pending import PendingBudget
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
@@ -105,21 +106,28 @@ class ContentFactory:
     """Makes contents whose shards all behave alike."""
 
     behaviour: Behaviour
-    recorder: Recorder
+    recorder: Recorder | None
+    # Of the gradients that wait at all of them.
+    pending: PendingBudget
     epoch: int
     # Lives of workers whose receipts each shard remembers.
     lives_max: int
-    # The bound of a coordinator's vectors, and whether every update is logged.
+    # The bound of a coordinator's vectors.
     vector_bytes_max: int
-    logged: bool
 
     @classmethod
     def of(
-        cls, config: ServerConfig, behaviour: Behaviour, recorder: Recorder, *, epoch: int, logged: bool
+        cls,
+        config: ServerConfig,
+        behaviour: Behaviour,
+        recorder: Recorder | None,
+        pending: PendingBudget,
+        *,
+        epoch: int,
     ) -> ContentFactory:
-        """The factory of a server that was told this; `logged` where it logs its updates."""
+        """The factory of a server that was told this; `recorder` where it logs its updates."""
         lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
-        return cls(behaviour, recorder, epoch, lives_max, vector_bytes_max=config.max_vector_bytes, logged=logged)
+        return cls(behaviour, recorder, pending, epoch, lives_max, vector_bytes_max=config.max_vector_bytes)
 
     def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> Content:
         """The content that the first parameters make, those of an initialisation that is complete."""
@@ -167,7 +175,7 @@ class ContentFactory:
             hyperparameters = settings.groups[shard_range.group]
             shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
         whole = WholeModel(shards)
-        machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.logged)
+        machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
         return Content(run_id, plan, server_index, settings, shards, whole, machine, initializer, now)
 
     def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
@@ -186,6 +194,7 @@ class ContentFactory:
             learning_rate=state.learning_rate,
             momentum=state.momentum,
             recorder=self.recorder,
+            budget=self.pending,
             # A model is never held twice.
             take_over=True,
         )

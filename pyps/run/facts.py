@@ -15,12 +15,12 @@ from pyps.core.staleness import StalenessPolicy
 from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
-from pyps.run.conduct import Conduct
 from pyps.run.content import Content
 from pyps.run.ending import Ending
 from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Holding
 from pyps.run.measurement import is_measurement
+from pyps.run.rounds import RoundController
 from pyps.run.state import RunState
 from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
@@ -40,7 +40,7 @@ class RunFacts:
     clock: Callable[[], float]
     told: RuleSettings | None
     statistics: Statistics
-    conduct: Conduct
+    rounds: RoundController
     epoch: int
     # The data set, where workers ask server 0 for portions of it.
     work: WorkQueue
@@ -154,17 +154,17 @@ class RunFacts:
     @property
     def behaviour(self) -> Behaviour:
         """Protocol, staleness policy, schedule and their like, as they are in force."""
-        return self.conduct.behaviour
+        return self.rounds.behaviour
 
     @property
     def aggregation(self) -> Aggregation:
         """The protocol in force, a warm-up before it included."""
-        return self.conduct.behaviour.aggregation
+        return self.rounds.behaviour.aggregation
 
     @property
     def staleness(self) -> StalenessPolicy:
         """The staleness policy in force."""
-        return self.conduct.behaviour.staleness
+        return self.rounds.behaviour.staleness
 
     @property
     def whole(self) -> WholeModel | None:
@@ -190,7 +190,7 @@ class RunFacts:
 
     def epochs_ahead(self) -> int:
         """How many epochs of shared data free workers may begin ahead; none where steps wait for others' steps."""
-        return 0 if self.aggregation.barrier or self.conduct.pacing.asks else self.config.epochs_ahead
+        return 0 if self.aggregation.barrier or self.rounds.pacing.asks else self.config.epochs_ahead
 
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""

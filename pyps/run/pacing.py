@@ -18,10 +18,12 @@ class Pacing:
     for one step is asking once, so a worker may repeat a call whose answer was lost.
     """
 
-    def __init__(self, pacer: Pacer | None):
+    def __init__(self, pacer: Pacer | None = None):
         self._lock = Lock()
         # Guarded by _lock.
         self._pacer = pacer
+        # Whether there is a pacer. Read without the lock: most protocols have none, and their pushes pass by here.
+        self.paces = pacer is not None
         self._version = 0
         # Those of each worker's calls that wait.
         self._wakes: dict[str, list[Wake]] = {}
@@ -118,8 +120,6 @@ class Pacing:
 
     def advanced(self, version: int) -> None:
         """Notes a shard's version; the highest counts."""
-        if self._pacer is None and version <= self._version:
-            return
         with self._lock:
             self._version = max(self._version, version)
             if self._pacer is None:
@@ -135,8 +135,12 @@ class Pacing:
         self.expect(0)
 
     def replace(self, pacer: Pacer | None) -> None:
-        """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again."""
+        """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
+
+        It is to be told of the version next: while there was no pacer nobody may have.
+        """
         with self._lock:
+            self.paces = pacer is not None
             if pacer is not None and self._pacer is not None:
                 pacer.take_over(self._pacer)
             if pacer is not None:

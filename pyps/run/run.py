@@ -15,13 +15,11 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Gradient
 from pyps.core.membership import Membership
-from pyps.core.receipt import Receipt
-from pyps.core.reply import Answer
+from pyps.core.plan import PushPlan
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard
+from pyps.core.shard import Pushed, Shard
 from pyps.run import handshake
 from pyps.run.attendance import Attendance
-from pyps.run.conduct import Conduct, Settled
 from pyps.run.content import Content, ContentFactory, RunRecorder
 from pyps.run.ending import Ending
 from pyps.run.events import Events
@@ -29,6 +27,7 @@ from pyps.run.facts import RunFacts
 from pyps.run.gate import InitializationGate
 from pyps.run.handshake import Greeting, Pulse, Welcome
 from pyps.run.initialization import Initialization, Opening
+from pyps.run.rounds import RoundController, Settled
 from pyps.run.state import RunState
 from pyps.run.waits import Waits
 from pyps.statistics import Statistics
@@ -84,7 +83,7 @@ class Run(RunFacts):
             ),
             self.events,
         )
-        self.conduct = Conduct(
+        self.rounds = RoundController(
             config,
             attendance=self._attendance,
             statistics=self.statistics,
@@ -108,7 +107,8 @@ class Run(RunFacts):
         )
         self._attendance.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
         self._ending = Ending(config.stop_condition, on_end=self._ended)
-        self.conduct.on_update = partial(self._look_for_the_end, self._ending)
+        if config.stop_condition is not None:
+            self.rounds.on_update = partial(self._look_for_the_end, self._ending)
         self._content: Content | None = None
 
     # How workers come and go.
@@ -132,7 +132,7 @@ class Run(RunFacts):
                 return Welcome()
             greeting = handshake.with_parts(greeting, self.model, protocol=self.aggregation)
             if self._attendance.join(greeting, now=now):
-                self.conduct.departed(greeting.name)
+                self.rounds.departed(greeting.name)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
             is_over = self.membership.is_over
@@ -161,12 +161,12 @@ class Run(RunFacts):
         self._attendance.heard(worker_id, incarnation, now=self.clock())
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
-        """Ends a worker's membership; returns how many are left alive. `conduct.complete_rounds` is to follow."""
+        """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
         # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
         if self._content is None or run_id == self.run_id:
             now = self.clock()
             for name in self._attendance.leave(worker_id, incarnation, now=now, failed=failed, message=message):
-                self.conduct.departed(name)
+                self.rounds.departed(name)
         return self.membership.num_alive
 
     # How the first parameters come in.
@@ -233,14 +233,14 @@ class Run(RunFacts):
         with self._lock:
             self.epoch = header.epoch + 1
             # Gradients that wait are settled by the protocol that kept them, should another be told now.
-            self.conduct.adopt(kept)
+            self.rounds.adopt(kept)
             content = self._factory().restored(restored, now=self.clock())
             self.statistics.restore_examples({i: each.examples for i, each in content.shards.items()})
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._begin_log(content)
             self._set_content(content)
-        self.conduct.go_on(in_force, kept=kept, told=told)
+        self.rounds.go_on(in_force, kept=kept, told=told)
         self.on_ready()
 
     # How the run moves.
@@ -248,38 +248,28 @@ class Run(RunFacts):
     def scan(self, gradient: Gradient, shard_id: int, *, run_id: str | None = None) -> Finding:
         """Looks through one part of a push that is to be taken as a whole or not at all, and changes nothing.
 
-        Raises as `push` does for a part that does not fit. Scan all parts (several threads may), then push each,
-        answers and all, with `finding=first_of(findings)`: where one of them holds NaN or infinity every shard refuses
+        Raises as `push` does for a part that does not fit. Scan all parts (several threads may), then push each
+        with `finding=first_of(findings)`: where one of them holds NaN or infinity every shard refuses
         its part (NOT_FINITE), and no part is scanned twice.
         """
         shard = self._serving(run_id).shard(shard_id)
         return scan(gradient, shard_id=shard_id, shard_length=shard.length)
 
-    def push(
-        self,
-        gradient: Gradient,
-        shard_id: int,
-        *,
-        run_id: str | None = None,
-        answer: Answer | None = None,
-        finding: Finding | None = None,
-    ) -> Receipt:
+    def push(self, plan: PushPlan, *, run_id: str | None = None, finding: Finding | None = None) -> Pushed:
         """Handles one pushed shard; see `Shard.push`. `run_id` None trusts the caller to mean this run.
 
-        Parameters that `answer` is given are counted and logged as a pull of the worker.
+        Parameters that it brings are counted and logged as a pull of the worker.
         """
-        return self.conduct.pushes.push(self._serving(run_id), gradient, shard_id, answer=answer, finding=finding)
+        content = self._content
+        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
+            content = self._serving(run_id)
+        return self.rounds.push(content, plan, finding=finding)
 
     def push_whole(
-        self,
-        gradients: Sequence[tuple[int, Gradient]],
-        *,
-        run_id: str | None = None,
-        answers: Mapping[int, Answer] | None = None,
-        finding: Finding | None = None,
-    ) -> list[Receipt]:
-        """Handles all parts of one push, (shard_id, gradient) each, as one; see `WholeModel.push`."""
-        return self.conduct.pushes.push_whole(self._serving(run_id), gradients, answers=answers, finding=finding)
+        self, plans: Sequence[PushPlan], *, run_id: str | None = None, finding: Finding | None = None
+    ) -> list[Pushed]:
+        """Handles all parts of one push as one; see `WholeModel.push`."""
+        return self.rounds.push_whole(self._serving(run_id), plans, finding=finding)
 
     def may_proceed(
         self,
@@ -303,14 +293,14 @@ class Run(RunFacts):
             self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock)
         if self._ending.over:
             return True
-        return self.conduct.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
+        return self.rounds.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
 
     def configure(
         self, *, protocol: str = "", staleness: str = "", learning_rate: float | None = None, schedule: str = ""
     ) -> Settled:
-        """Changes what is named, on all shards, while the run goes on; see `Conduct.configure`."""
+        """Changes what is named, on all shards, while the run goes on; see `RoundController.configure`."""
         content = self._require_content()
-        settled = self.conduct.configure(
+        settled = self.rounds.configure(
             protocol=protocol,
             staleness=staleness,
             learning_rate=learning_rate,
@@ -347,7 +337,7 @@ class Run(RunFacts):
         It may run kernels, for rounds that others are done without: not for the event loop.
         """
         now, content = self.clock() if now is None else now, self._content
-        self.conduct.tick(now)
+        self.rounds.tick(now)
         self.work.tick(now)
         if content is not None:
             self._ending.after_seconds(now - content.ready_at, content.shards.values())
@@ -402,16 +392,14 @@ class Run(RunFacts):
         return False
 
     def _factory(self) -> ContentFactory:
-        return ContentFactory.of(
-            self.config, self.behaviour, self.conduct.account, epoch=self.epoch, logged=self.recorder is not None
-        )
+        return ContentFactory.of(self.config, self.behaviour, self.recorder, self.rounds.pending, epoch=self.epoch)
 
     def _begin_log(self, content: Content) -> None:
         if self.recorder is not None:
             self.recorder.begin(self._header(content), content.shards)
 
     def _set_content(self, content: Content) -> None:
-        self.conduct.begin(content)
+        self.rounds.begin(content)
         self._content = content
         self.gate.done()
         for shard in content.shards.values():

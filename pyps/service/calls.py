@@ -37,22 +37,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 log = logs.get("pyps.service")
 
 
-async def receive(context: Context, *, under_way: bool = False) -> bytes | None:
-    """The next message, None after the last.
-
-    A caller that leaves a push unfinished (`under_way`) for long loses its call, and what it held is free.
-    """
-    if not under_way:
-        message = await context.read()
-        return None if message is grpc.aio.EOF else message
-    try:
-        async with asyncio.timeout(READ_SECONDS):
-            message = await context.read()
-    except TimeoutError:
-        raise WaitTimedOut(f"the rest of the push did not come within {READ_SECONDS:g} s: send it again") from None
-    return None if message is grpc.aio.EOF else message
-
-
 class Awaited:
     """The calls that wait for a message. For the event loop, but for `num_late`.
 
@@ -76,33 +60,33 @@ class Awaited:
         late_since = time.monotonic() - LATE_SECONDS
         return sum(since <= late_since for since in list(self._since.values()))
 
-    async def read(self, context: Context) -> Any:
-        """The call's next message, or EOF; LimitExceeded where too many others are late as well."""
-        task = asyncio.current_task()
-        assert task is not None
+    def begin(self, task: asyncio.Task[Any]) -> None:
+        """Notes that a call's task waits for a message from now on."""
         self._since[task] = time.monotonic()
         if self._at_once:
             self._end_longest(len(self._since))
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look)
-        try:
-            return await context.read()
-        except asyncio.CancelledError:
-            if task not in self._ended:
-                raise
-            task.uncancel()
-            if self._at_once:
-                raise LimitExceeded(
-                    f"more than {self._late_max} calls that need no token waited for their messages, this one the "
-                    "longest: call again, and send the message at once"
-                ) from None
+
+    def end(self, task: asyncio.Task[Any]) -> None:
+        """Notes that it waits no longer."""
+        self._since.pop(task, None)
+        self._ended.discard(task)
+
+    def require_wanted(self, task: asyncio.Task[Any]) -> None:
+        """Raises LimitExceeded where a task was cancelled as too many others are late as well."""
+        if task not in self._ended:
+            return
+        task.uncancel()
+        if self._at_once:
             raise LimitExceeded(
-                f"more than {self._late_max} calls had waited for their messages for over {LATE_SECONDS:g} s, this one "
-                "the longest: call again, or raise --max-workers"
+                f"more than {self._late_max} calls that need no token waited for their messages, this one the "
+                "longest: call again, and send the message at once"
             ) from None
-        finally:
-            self._since.pop(task, None)
-            self._ended.discard(task)
+        raise LimitExceeded(
+            f"more than {self._late_max} calls had waited for their messages for over {LATE_SECONDS:g} s, this one "
+            "the longest: call again, or raise --max-workers"
+        ) from None
 
     def _look(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LATE_SECONDS, self._look) if self._since else None
@@ -116,26 +100,95 @@ class Awaited:
             task.cancel()
 
 
-class _ReadingContext:
-    """A streaming call's context, whose messages are awaited with those of the others."""
+class Call:
+    """A call's messages in and out, with what is known of how long they may take; else as gRPC's context.
 
-    def __init__(self, context: Context, awaited: Awaited):
+    A caller that takes no reply for long loses its call. One timer a call, not one a message: that would cost a small
+    message more than all else here.
+    """
+
+    def __init__(self, context: Context, awaited: Awaited, *, write_seconds: float = WRITE_SECONDS):
         self._context = context
         self._awaited = awaited
+        self._write_seconds = write_seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        # Who sends at the moment, and since when.
+        self._writer: asyncio.Task[Any] | None = None
+        self._since = 0.0
+        self._late = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def read(self) -> Any:
-        return await self._awaited.read(self._context)
+        """The next message, EOF after the last; LimitExceeded where too many calls wait for theirs."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._awaited.begin(task)
+        try:
+            return await self._context.read()
+        except asyncio.CancelledError:
+            self._awaited.require_wanted(task)
+            raise
+        finally:
+            self._awaited.end(task)
+
+    async def receive(self, *, under_way: bool = False) -> bytes | None:
+        """The next message, None after the last.
+
+        A caller that leaves a push unfinished (`under_way`) for long loses its call, and what it held is free.
+        """
+        try:
+            async with asyncio.timeout(READ_SECONDS if under_way else None):
+                message = await self.read()
+        except TimeoutError:
+            raise WaitTimedOut(f"the rest of the push did not come within {READ_SECONDS:g} s: send it again") from None
+        return None if message is grpc.aio.EOF else message
 
     async def messages(self) -> AsyncIterator[Any]:
+        """All messages to come."""
         while (message := await self.read()) is not grpc.aio.EOF:
             yield message
 
+    async def write(self, message: bytes) -> None:
+        """Sends a message; WaitTimedOut where the caller does not take it, and what it held is free again."""
+        self._writer, self._since = asyncio.current_task(), self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._write_seconds, self._look)
+        try:
+            await self._context.write(message)
+        except asyncio.CancelledError:
+            if not self._late:
+                raise
+            self._writer.uncancel()  # type: ignore[union-attr]
+            raise WaitTimedOut(f"the caller took no reply for {self._write_seconds:g} s: call again") from None
+        finally:
+            self._writer = None
+
+    def close(self) -> None:
+        """Ends the watch, with the call."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._writer is None:
+            # The next message starts the timer again.
+            return
+        left_seconds = self._since + self._write_seconds - self._loop.time()
+        if left_seconds > 0:
+            self._timer = self._loop.call_later(left_seconds, self._look)
+        else:
+            self._late = True
+            self._writer.cancel()
+
 
 class MessageReader(grpc.aio.ServerInterceptor):
-    """Takes in the messages of calls: gRPC would wait for them for ever, and tell of bad bytes as a bug."""
+    """Takes in the messages of calls, for which gRPC would wait for ever, and turns errors into statuses.
+
+    Ours go out as they are, any other as INTERNAL with a traceback in the log; gRPC would tell of bad bytes as a bug.
+    """
 
     def __init__(self, awaited: Awaited, budget: ByteBudget, *, open_awaited: Awaited | None = None):
         """Calls that need no token wait for their messages among `open_awaited`, where that is given."""
@@ -151,53 +204,74 @@ class MessageReader(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return handler
-        behavior: Any
-        if handler.request_streaming:
-            behavior, deserialize = handler.stream_stream or handler.stream_unary, handler.request_deserializer
+        is_open = details.method.startswith(OPEN_PREFIX)
+        many = handler.request_streaming
+        behavior: Any = (
+            handler.stream_stream or handler.stream_unary if many else handler.unary_stream or handler.unary_unary
+        )
 
-            async def call(_: object, context: Context) -> Any:
-                reading = _ReadingContext(context, self._awaited)
-                return await behavior(reading.messages(), reading)
-
-        else:
-            behavior, deserialize = handler.unary_stream or handler.unary_unary, None
-            is_open = details.method.startswith(OPEN_PREFIX)
-
-            async def call(_: object, context: Context) -> Any:
+        async def call(_: object, context: Context) -> Any:
+            taken = Call(context, self._open_awaited if is_open else self._awaited)
+            message: Any = None
+            request: Any = None
+            try:
+                if many:
+                    # Of a stream a message is read when somebody asks for it.
+                    return await behavior(taken.messages(), taken)
+                account = self._budget.account()
                 try:
-                    message: Any = await self._read(context, is_open=is_open)
-                    request = _parse(message, handler.request_deserializer)
+                    message = await _only_message(taken, seconds=OPEN_READ_SECONDS if is_open else READ_SECONDS)
                     # A short one takes no more than its call.
-                    with self._budget.account().holding(len(message) if len(message) > SHORT_BYTES else 0):
-                        return await behavior(request, context)
+                    held_bytes = len(message) if len(message) > SHORT_BYTES else 0
+                    account.hold(held_bytes)
                 except LimitExceeded as error:
                     # A client makes a call again that finds no server, and gives one up that goes beyond a limit.
-                    await abort(context, error if is_open else ServerUnavailable(str(error)))
-                except PypsError as error:
-                    await abort(context, error)
+                    raise error if is_open else ServerUnavailable(str(error)) from None
+                try:
+                    request = _parse(message, handler.request_deserializer)
+                    return await behavior(request, taken)
                 finally:
-                    # As in `guarded`.
-                    message = request = None
+                    account.release(held_bytes)
+            except grpc.aio.AbortError:
+                raise
+            except PypsError as error:
+                # gRPC keeps this frame until the garbage collector comes to it.
+                message = request = None
+                await abort(context, error)
+            except grpc.aio.InternalError:
+                # The caller has gone, and gRPC is about to cancel the call.
+                await asyncio.sleep(GONE_SECONDS)
+                raise
+            except Exception as error:
+                log.exception("a call failed by a bug in the server", call=details.method)
+                what = f"a bug in the server: {type(error).__name__}; see its log"
+                await context.abort(grpc.StatusCode.INTERNAL, what)
+            finally:
+                taken.close()
+                message = request = None
 
-        # Of a stream a message is read when somebody asks for it.
-        many = handler.response_streaming
-        make = grpc.stream_stream_rpc_method_handler if many else grpc.stream_unary_rpc_method_handler
+        deserialize = handler.request_deserializer if many else None
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
         return make(call, request_deserializer=deserialize, response_serializer=handler.response_serializer)
 
-    async def _read(self, context: Context, *, is_open: bool) -> bytes:
-        seconds, awaited = (OPEN_READ_SECONDS, self._open_awaited) if is_open else (READ_SECONDS, self._awaited)
-        try:
-            async with asyncio.timeout(seconds):
-                message = await awaited.read(context)
-                # What a call that waits for others sends on would be held meanwhile, and nobody wants it.
-                more = message is not grpc.aio.EOF and await awaited.read(context) is not grpc.aio.EOF
-        except TimeoutError:
-            raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None
-        if message is grpc.aio.EOF:
-            raise BadRequest("the call came without its message: send one")
-        if more:
-            raise BadRequest("the call came with more than one message: send one")
-        return message  # type: ignore[no-any-return]
+
+async def _only_message(call: Call, *, seconds: float) -> bytes:
+    try:
+        async with asyncio.timeout(seconds):
+            message = await call.read()
+            # What a call that waits for others sends on would be held meanwhile, and nobody wants it.
+            more = message is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF
+    except TimeoutError:
+        raise WaitTimedOut(f"the call's message did not come within {seconds:g} s: call again") from None
+    if message is grpc.aio.EOF:
+        raise BadRequest("the call came without its message: send one")
+    if more:
+        raise BadRequest("the call came with more than one message: send one")
+    return message  # type: ignore[no-any-return]
 
 
 def _parse(message: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
@@ -205,73 +279,3 @@ def _parse(message: bytes, deserialize: Callable[[bytes], Any] | None) -> Any:
         return deserialize(message) if deserialize is not None else message
     except DecodeError:
         raise MalformedFrame(f"the {len(message)} bytes received are no message of this call") from None
-
-
-class Writer:
-    """Sends a call's messages, one after the other; a caller that takes none for long loses its call.
-
-    One timer a call, not one a message: that would cost a small message more than all else here.
-    """
-
-    def __init__(self, context: Context, *, wait_seconds: float = WRITE_SECONDS):
-        self._context = context
-        self._wait_seconds = wait_seconds
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        # Who sends at the moment, and since when.
-        self._task: asyncio.Task[Any] | None = None
-        self._since = 0.0
-        self._late = False
-
-    async def send(self, message: bytes) -> None:
-        """Sends a message; WaitTimedOut where the caller does not take it, and what it held is free again."""
-        self._task, self._since = asyncio.current_task(), self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._wait_seconds, self._look)
-        try:
-            await self._context.write(message)
-        except asyncio.CancelledError:
-            if not self._late:
-                raise
-            self._task.uncancel()  # type: ignore[union-attr]
-            raise WaitTimedOut(f"the caller took no reply for {self._wait_seconds:g} s: call again") from None
-        finally:
-            self._task = None
-
-    def close(self) -> None:
-        """Ends the watch, with the call."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._task is None:
-            # The next message starts the timer again.
-            return
-        left_seconds = self._since + self._wait_seconds - self._loop.time()
-        if left_seconds > 0:
-            self._timer = self._loop.call_later(left_seconds, self._look)
-        else:
-            self._late = True
-            self._task.cancel()
-
-
-def guarded(behavior: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
-    """Turns errors into statuses: ours as they are, any other into INTERNAL with a traceback in the log."""
-
-    async def call(request: Any, context: Context) -> T:
-        try:
-            return await behavior(request, context)
-        except PypsError as error:
-            # gRPC keeps this frame until the garbage collector comes to it.
-            del request
-            await abort(context, error)
-        except grpc.aio.InternalError:
-            # The caller has gone, and gRPC is about to cancel the call.
-            await asyncio.sleep(GONE_SECONDS)
-            raise
-        except Exception as error:
-            log.exception("a call failed by a bug in the server", call=behavior.__name__)
-            await context.abort(grpc.StatusCode.INTERNAL, f"a bug in the server: {type(error).__name__}; see its log")
-
-    return call

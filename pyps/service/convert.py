@@ -158,45 +158,46 @@ SPARE_BYTES = 4096
 
 def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
     """A pushed gradient whose payload lies in the received bytes."""
-    require_few_extents(len(request.extents))
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
         # A gradient may wait long, and is charged for its payload: what came around it must not stay with it.
         payload = memoryview(bytes(payload))
     sender = request.sender
-    return gradient_of(
-        request, payload, worker_id=sender.worker_id, incarnation=sender.incarnation, codec=request.codec
-    )
+    return gradient_of(request, payload, sender.worker_id, sender.incarnation, request.codec)
 
 
 def gradient_of(
     request: wire.PushRequest,
     payload: bytes | memoryview,
-    *,
     worker_id: str,
     incarnation: int,
     codec: int,
+    *,
     volatile: bool = False,
 ) -> Gradient:
     """What a worker says of a gradient that lies in `payload`."""
+    extents: tuple[Extent, ...] = ()
+    if request.extents:
+        require_few_extents(len(request.extents))
+        extents = tuple(Extent(extent.offset, extent.length) for extent in request.extents)
     return Gradient(
-        worker_id=worker_id,
-        incarnation=incarnation,
-        sequence=request.sequence,
-        base_version=request.base_version,
-        epoch=request.epoch,
-        codec=codec,
-        payload=payload,
-        extents=tuple(Extent(extent.offset, extent.length) for extent in request.extents),
-        kind=request.kind,
-        example_count=request.example_count,
-        minibatch_count=request.minibatch_count or 1,
-        newest_base_version=request.newest_base_version or None,
-        clock=request.clock,
-        learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
-        momentum=request.momentum if request.HasField("momentum") else None,
-        provisional=request.provisional,
-        norm=request.gradient_norm,
-        volatile=volatile,
+        worker_id,
+        incarnation,
+        request.sequence,
+        request.base_version,
+        request.epoch,
+        codec,
+        payload,
+        extents,
+        request.kind,
+        request.example_count,
+        request.minibatch_count or 1,
+        request.newest_base_version or None,
+        request.clock,
+        request.learning_rate if request.HasField("learning_rate") else None,
+        request.momentum if request.HasField("momentum") else None,
+        request.provisional,
+        request.gradient_norm,
+        volatile,
     )
 
 
@@ -212,7 +213,7 @@ def codec_from(number: int) -> Codec:
 def receipt_to(receipt: Receipt) -> common.Receipt:
     """A receipt as it travels."""
     message = common.Receipt()
-    _write_receipt(message, receipt)
+    write_receipt(message, receipt)
     return message
 
 
@@ -222,20 +223,21 @@ def receipt_of(receipt: Receipt, run: Run, message: common.Receipt | None = None
     Written into `message`, which is empty, where there is one: part of a greater one, it need not be copied there.
     """
     message = common.Receipt() if message is None else message
-    _write_receipt(message, receipt)
-    if run.conduct.pacing.asks:
+    write_receipt(message, receipt)
+    rounds = run.rounds
+    if rounds.pacing.paces and rounds.pacing.asks:
         message.ask_to_proceed = True
-    if batch_size := run.batch_size:
+    if rounds.behaviour.batch_growth and (batch_size := run.batch_size):
         message.batch_size = batch_size
     if (shard := run.shards.get(receipt.shard_id)) is not None:
-        # In an exchange the receipt is ahead of the shard.
-        message.next_rate = shard.rate_after(max(shard.version, receipt.version_after))
+        message.next_rate = shard.next_rate
         if shard.durable_version:
             message.durable_version = shard.durable_version
     return message
 
 
-def _write_receipt(message: common.Receipt, receipt: Receipt) -> None:
+def write_receipt(message: common.Receipt, receipt: Receipt) -> None:
+    """Writes a receipt as it travels."""
     message.shard_id = receipt.shard_id
     message.sequence = receipt.sequence
     message.outcome = receipt.outcome  # type: ignore[assignment]
@@ -277,7 +279,7 @@ def settings_to(settings: RuleSettings) -> common.OptimizerSettings:
 def shard_versions(run: Run) -> list[common.ShardVersion]:
     """This server's shards and their versions."""
     return [
-        common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.rate_after(shard.version))
+        common.ShardVersion(shard_id=i, version=shard.version, next_rate=shard.next_rate)
         for i, shard in run.shards.items()
     ]
 
@@ -308,7 +310,7 @@ def hello_reply(
         shards=shard_versions(run),
         protocol=run.aggregation.text,
         staleness=spell_out(run.staleness.name, run.staleness),
-        ask_to_proceed=run.conduct.pacing.asks,
+        ask_to_proceed=run.rounds.pacing.asks,
         batch_size=run.batch_size,
         accumulate=run.aggregation.accumulate,
         clip_norm=run.behaviour.clip_norm,
@@ -339,7 +341,7 @@ def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
         staleness=spell_out(run.staleness.name, run.staleness),
         accumulate=run.aggregation.accumulate,
         current_version_only=run.aggregation.barrier,
-        ask_to_proceed=run.conduct.pacing.asks,
+        ask_to_proceed=run.rounds.pacing.asks,
         batch_size=run.batch_size,
     )
 

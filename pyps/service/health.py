@@ -7,7 +7,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pyps.service.calls import Context, guarded
+from pyps.service.calls import Context
 from pyps_wire.errors import LimitExceeded
 
 # Watches at once, and how long each lasts: orchestrators check, and who watches for longer asks again.
@@ -43,9 +43,6 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Tells a service's status and each change of it, for a while."""
-        await guarded(self._watch)(request, context)
-
-    async def _watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         if not self._watches_left:
             raise LimitExceeded(f"{WATCHES_MAX} watches of this server's health are open: check it, or try again later")
         self._watches_left -= 1

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pyps.process import resident_bytes
-from pyps.run.conduct import Settled
+from pyps.run.rounds import Settled
 from pyps.run.run import Run
 from pyps.run.state import RunState
-from pyps.service.calls import Awaited, Context, guarded
+from pyps.service.calls import Awaited, Context
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
@@ -51,12 +51,8 @@ def _answering(method: Callable[..., Any], *, kind: str = "ask") -> Callable[...
 
     @functools.wraps(method)
     async def answer(self: Inspector, request: Any, context: Context) -> Any:
-        @functools.wraps(method)
-        async def ask(request: Any, context: Context) -> Any:
-            threads = self._threads[kind]
-            return await asyncio.get_running_loop().run_in_executor(threads, method, self, request, context)
-
-        return await guarded(ask)(request, context)
+        threads = self._threads[kind]
+        return await asyncio.get_running_loop().run_in_executor(threads, method, self, request, context)
 
     return answer
 
@@ -231,7 +227,7 @@ class Inspector(InspectorServicer):
                 schedule=request.schedule,
             )
         if expects:
-            run.conduct.expect(request.expected_workers)
+            run.rounds.expect(request.expected_workers)
         texts = run.behaviour.texts
         return pb.ConfigureReply(
             protocol=texts["protocol"],
@@ -240,7 +236,7 @@ class Inspector(InspectorServicer):
             learning_rates=learning_rates_of(run),
             gradients_settled=settled.gradients,
             updates_made=settled.updates,
-            warnings=run.conduct.warnings_of_a_change,
+            warnings=run.rounds.warnings_of_a_change,
         )
 
     @_saving

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from pyps.run.run import Run
 from pyps.run.state import RunState
+from pyps.service.executor import KernelExecutor
 from pyps.service.waiting import Parking, names_in_words
-from pyps.service.workbench import Workbench
 from pyps.work import Ended, LeaseAnswer, NothingNow, WorkQueue
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
@@ -28,7 +28,7 @@ async def directly(ask: Ask) -> LeaseAnswer:
 class LeaseCall:
     """One request for a portion, on the event loop."""
 
-    def __init__(self, run: Run, work: Workbench, request: wire.LeaseRequest):
+    def __init__(self, run: Run, work: KernelExecutor, request: wire.LeaseRequest):
         check_few(len(request.held))
         self._run = run
         self._work = work

@@ -7,7 +7,7 @@ where it was received, and written where it is sent from. A call that waits is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,15 +17,14 @@ from pyps.run.handshake import Greeting, Welcome, check_name
 from pyps.run.initialization import Initialization
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.calls import Context, guarded, receive
-from pyps.service.frames import ExchangeAnswer, ReceiptAnswer
+from pyps.service.calls import Call
+from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import LEASES_MAX
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
 from pyps.service.serializations import Serializations
 from pyps.service.waiting import Parking, names_in_words
-from pyps.service.workbench import Workbench
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import BadRequest
@@ -63,7 +62,7 @@ class ParameterServer:
         run: Run,
         *,
         budget: ByteBudget,
-        work: Workbench,
+        work: KernelExecutor,
         serializations: Serializations,
         control_address: str,
         local: LocalOffers | None = None,
@@ -78,18 +77,18 @@ class ParameterServer:
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's handlers: bytes in, bytes out."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Hello": grpc.unary_unary_rpc_method_handler(guarded(self.hello)),
-            "Initialize": grpc.stream_unary_rpc_method_handler(guarded(self.initialize)),
-            "Push": grpc.stream_stream_rpc_method_handler(guarded(self.push)),
-            "Pull": grpc.unary_stream_rpc_method_handler(guarded(self.pull)),
-            "Exchange": grpc.stream_stream_rpc_method_handler(guarded(self.exchange)),
-            "Proceed": grpc.unary_unary_rpc_method_handler(guarded(self.proceed)),
-            "Heartbeat": grpc.unary_unary_rpc_method_handler(guarded(self.heartbeat)),
-            "Leave": grpc.unary_unary_rpc_method_handler(guarded(self.leave)),
+            "Hello": grpc.unary_unary_rpc_method_handler(self.hello),
+            "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize),
+            "Push": grpc.stream_stream_rpc_method_handler(self.push),
+            "Pull": grpc.unary_stream_rpc_method_handler(self.pull),
+            "Exchange": grpc.stream_stream_rpc_method_handler(self.exchange),
+            "Proceed": grpc.unary_unary_rpc_method_handler(self.proceed),
+            "Heartbeat": grpc.unary_unary_rpc_method_handler(self.heartbeat),
+            "Leave": grpc.unary_unary_rpc_method_handler(self.leave),
         }
         return grpc.method_handlers_generic_handler(PARAMETER_SERVER, methods)
 
-    async def hello(self, message: bytes, context: Context) -> bytes:
+    async def hello(self, message: bytes, context: Call) -> bytes:
         """Takes a caller in."""
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message))
@@ -104,10 +103,10 @@ class ParameterServer:
         reply = partial(convert.hello_reply, self._run, welcome, control_address=address, local=local)
         return (await self._off_loop_where(large, reply)).SerializeToString()
 
-    async def initialize(self, _: object, context: Context) -> bytes:
+    async def initialize(self, _: object, context: Call) -> bytes:
         """Takes the first parameters, shard by shard, and makes them the run's."""
         initialization: Initialization | None = None
-        while (message := await receive(context)) is not None:
+        while (message := await context.receive()) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             large = len(message) >= MODEL_BYTES_INLINE
             read = partial(convert.parse_frame, wire.InitializeRequest, message)
@@ -125,18 +124,18 @@ class ParameterServer:
         if initialization is None:
             raise BadRequest("Initialize came without a message: the model comes first, then each shard")
         # On a thread whatever the size: it copies this server's whole part of the model.
-        await self._work.off_loop(partial(self._run.commit, initialization))
+        await self._work.begin(partial(self._run.commit, initialization))
         return self._initialize_reply()
 
-    async def push(self, _: object, context: Context) -> None:
+    def push(self, _: object, call: Call) -> Awaitable[None]:
         """Answers each pushed shard with its receipt, in order."""
-        await PushStream(self._run, self._work, self._budget, context, ReceiptAnswer).serve()
+        return PushStream(self._run, self._work, self._budget, call, exchanges=False).serve()
 
-    async def exchange(self, _: object, context: Context) -> None:
+    def exchange(self, _: object, call: Call) -> Awaitable[None]:
         """Answers each pushed shard with its receipt and, where they are newer, its parameters."""
-        await PushStream(self._run, self._work, self._budget, context, ExchangeAnswer).serve()
+        return PushStream(self._run, self._work, self._budget, call, exchanges=True).serve()
 
-    async def pull(self, message: bytes, context: Context) -> None:
+    async def pull(self, message: bytes, context: Call) -> None:
         """Sends the shards that are newer than those held, each as soon as it has the version wanted."""
         num_shards = len(self._run.shards)
         listed_bytes = convert.ENTRY_BYTES_MAX * num_shards + convert.LEASE_BYTES_MAX * LEASES_MAX
@@ -149,7 +148,7 @@ class ParameterServer:
             self._run, self._work, self._budget, context, request, serializations=self._serializations
         ).serve()
 
-    async def proceed(self, message: bytes, context: Context) -> bytes:
+    async def proceed(self, message: bytes, context: Call) -> bytes:
         """Answers when the worker may begin its next step."""
         request = convert.parse(wire.ProceedRequest, message)
         run, sender, clock = self._run, request.sender, request.clock
@@ -157,7 +156,7 @@ class ParameterServer:
         name = run.membership.name_of(sender.worker_id)
 
         def describe() -> str:
-            others = names_in_words(run.conduct.waited_for_by(sender.worker_id))
+            others = names_in_words(run.rounds.waited_for_by(sender.worker_id))
             return f"{sender.worker_id} waits to begin step {clock + 1}, for {others}"
 
         parking = Parking(
@@ -166,7 +165,7 @@ class ParameterServer:
             worker_id=sender.worker_id,
             wait_seconds=request.wait_milliseconds / 1000,
             describe=describe,
-            waits_for=lambda: run.conduct.waited_for_by(sender.worker_id),
+            waits_for=lambda: run.rounds.waited_for_by(sender.worker_id),
         )
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
         cancelled = False
@@ -182,10 +181,10 @@ class ParameterServer:
             raise
         finally:
             # An answer that came too late is fetched by asking again; nobody asks again for one that was given up.
-            run.conduct.pacing.forget(name, parking.wake, withdraw=cancelled)
-        return wire.ProceedReply(ask_to_proceed=run.conduct.pacing.asks).SerializeToString()
+            run.rounds.pacing.forget(name, parking.wake, withdraw=cancelled)
+        return wire.ProceedReply(ask_to_proceed=run.rounds.pacing.asks).SerializeToString()
 
-    async def heartbeat(self, message: bytes, context: Context) -> bytes:
+    async def heartbeat(self, message: bytes, context: Call) -> bytes:
         """Renews a lease and tells what the server wants."""
         request = convert.parse(wire.HeartbeatRequest, message)
         if len(request.scalars) > SCALARS_MAX:
@@ -202,7 +201,7 @@ class ParameterServer:
         )
         return convert.heartbeat_reply(self._run, pulse).SerializeToString()
 
-    async def leave(self, message: bytes, context: Context) -> bytes:
+    async def leave(self, message: bytes, context: Call) -> bytes:
         """Ends a worker's membership."""
         request = convert.parse(wire.LeaveRequest, message)
         left = self._run.leave(
@@ -212,11 +211,11 @@ class ParameterServer:
             failed=request.cause == wire.LeaveRequest.CAUSE_FAILED,
             message=convert.for_people(request.message),
         )
-        await self._work.off_loop(self._run.conduct.complete_rounds)
+        await self._work.begin(self._run.rounds.complete_rounds)
         return wire.LeaveReply(num_workers=left).SerializeToString()
 
     async def _off_loop_where(self, large: bool, work: Callable[[], T]) -> T:
-        return await self._work.off_loop(work) if large else work()
+        return await self._work.begin(work) if large else work()
 
     def _welcome(self, message: bytes) -> tuple[Greeting, Welcome]:
         greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))

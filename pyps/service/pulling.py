@@ -9,14 +9,14 @@ from pyps.core.shard import Shard
 from pyps.core.whole_model import WholeModel
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.calls import Context, Writer
+from pyps.service.calls import Call
+from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import Ask, LeaseCall
 from pyps.service.limits import ByteBudget
-from pyps.service.replies import Replies
+from pyps.service.responses import OrderedResponses
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.waiting import Arrivals
 from pyps.service.work_messages import lease_reply
-from pyps.service.workbench import Workbench
 from pyps.work import LeaseAnswer, Leased
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
@@ -32,9 +32,9 @@ class PullStream:
     def __init__(
         self,
         run: Run,
-        work: Workbench,
+        work: KernelExecutor,
         budget: ByteBudget,
-        context: Context,
+        context: Call,
         request: wire.PullRequest,
         *,
         serializations: Serializations,
@@ -104,7 +104,7 @@ class PullStream:
         async def within(ask: Ask) -> LeaseAnswer:
             with self._account.holding(num_bytes):
                 # Not on the loop: the mutex may be held by a push.
-                answer, frames[:] = await self._work.off_loop(partial(self._lease_and_take, whole, wanted, ask))
+                answer, frames[:] = await self._work.begin(partial(self._lease_and_take, whole, wanted, ask))
             return answer
 
         answer = await call.answer(within)
@@ -112,24 +112,19 @@ class PullStream:
             await self._send([_lease_frame(answer), *frames])
 
     async def _send(self, messages: Sequence[bytes]) -> None:
-        writer = Writer(self._context)
-        try:
-            for message in messages:
-                await writer.send(message)
-        finally:
-            writer.close()
+        for message in messages:
+            await self._context.write(message)
 
     async def _send_each(self, arrivals: Arrivals) -> None:
-        async with Replies(self._context, self._work, self._account, ahead_max=FRAMES_MAX) as replies:
+        async with OrderedResponses(self._context, self._work, self._account, ahead_max=FRAMES_MAX) as replies:
             while (shard := await arrivals.next()) is not None:
                 await replies.room()
                 wanted = self._wanted(shard)
                 await replies.add(
                     shard.shard_id,
                     partial(self._take, wanted),
-                    num_bytes=wanted.payload_bytes,
+                    num_bytes=wanted.payload_bytes + shard.pending_bytes,
                     held_bytes=wanted.payload_bytes,
-                    shards=(shard,),
                 )
 
     def _take(self, wanted: Wanted) -> list[bytes]:
@@ -143,10 +138,11 @@ class PullStream:
     async def _send_whole(self, whole: WholeModel, shards: list[Shard]) -> None:
         """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
         wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
-        async with Replies(self._context, self._work, self._account, ahead_max=1) as replies:
+        async with OrderedResponses(self._context, self._work, self._account, ahead_max=1) as replies:
             num_bytes = sum(each.payload_bytes for each in wanted.values())
             job = partial(self._take_whole, whole, wanted)
-            await replies.add(-1, job, num_bytes=num_bytes, held_bytes=num_bytes, shards=shards)
+            pending_bytes = sum(shard.pending_bytes for shard in shards)
+            await replies.add(-1, job, num_bytes=num_bytes + pending_bytes, held_bytes=num_bytes)
 
     def _lease_and_take(
         self, whole: WholeModel, wanted: Mapping[int, Wanted], ask: Ask
@@ -172,13 +168,18 @@ class PullStream:
     def _take_whole(
         self, whole: WholeModel, wanted: Mapping[int, Wanted], *, provided: Callable[[], bool] = lambda: True
     ) -> list[bytes]:
-        readers = {shard_id: each.frame for shard_id, each in wanted.items()}
-        frames = whole.read(readers, worker_id=self._worker_id or None, provided=provided)
-        for shard_id, frame in frames.items():
-            if frame is not None:
-                num_bytes = wanted[shard_id].payload_bytes
-                self._run.statistics.pulled(self._worker_id or "observer", num_bytes, shard_ids=(shard_id,))
-        return [frame for frame in frames.values() if frame is not None]
+        """The messages of one state of the model; none where `provided`, which is asked in the same moment, says no."""
+        frames: list[bytes] = []
+        with whole.held():
+            if not provided():
+                return []
+            for each in wanted.values():
+                made = each.frame(worker_id=self._worker_id)
+                if made is not None:
+                    frames.append(made[1])
+                    shard_ids = (each.shard.shard_id,)
+                    self._run.statistics.pulled(self._worker_id or "observer", each.payload_bytes, shard_ids=shard_ids)
+        return frames
 
     def _wanted(self, shard: Shard) -> Wanted:
         of_round = self._min_versions.get(shard.shard_id, 0) > 0

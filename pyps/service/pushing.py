@@ -2,52 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
-from pyps.core.gradient import EXTENTS_MAX, Gradient
+import grpc.aio
+
+from pyps import _kernels
+from pyps.core.gradient import EXTENTS_MAX, ITEM_BYTES
+from pyps.core.plan import PushPlan, Reply
+from pyps.core.shard import Pushed, Shard
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.calls import Context, receive
-from pyps.service.frames import PushAnswer
+from pyps.service.calls import SHORT_BYTES, Call
+from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget, check_message_bytes
-from pyps.service.replies import ALL_SHARDS, Replies
-from pyps.service.workbench import Workbench
+from pyps.service.responses import ALL_SHARDS, OrderedResponses
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest
+from pyps_wire.framing import PAYLOAD_FIELD
 
 # Messages of one stream that wait for their replies: one is received while another is applied and a third answered.
 # They wait for processors and for their sender, never for another worker.
 READ_AHEAD_MAX = 3
+# What the receipt of a push that was taken and its parameters' version need in front of them.
+HEADER_ROOM = 192
+_PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
 
-# What a request is to be answered with.
-Answering: TypeAlias = Callable[[wire.PushRequest, Run], PushAnswer]
 
+class Message:
+    """One message of a push, from its bytes to those that answer it."""
 
-class Part(NamedTuple):
-    """One message of a push."""
+    __slots__ = ("exchanges", "frame", "held_bytes", "num_shards", "plan", "run_id", "shard")
 
-    run_id: str
-    worker_id: str
-    sequence: int
-    # How many messages the push has; 0 where the sender does not say.
-    num_shards: int
-    shard_id: int
-    gradient: Gradient
-    answer: PushAnswer
-    # The message and the parameters that answer it.
-    held_bytes: int
+    def __init__(self, message: bytes, shards: Mapping[int, Shard], *, exchanges: bool):
+        """`exchanges` says that the shard's parameters go back with the receipt, where they are newer."""
+        request, payload = convert.parse_frame(wire.PushRequest, message, bytes_max=_PUSH_HEADER_MAX)
+        self.run_id = request.sender.run_id
+        # How many messages the push has; 0 where the sender does not say.
+        self.num_shards = request.num_shards
+        self.exchanges = exchanges
+        self.frame: bytes | None = None
+        # The message and the parameters that answer it.
+        self.held_bytes = len(message)
+        gradient = convert.gradient_from(request, payload)
+        reply, held_version = None, -1
+        # None for a push to a shard that is not here, which is refused.
+        self.shard = shards.get(request.shard_id)
+        if exchanges and (shard := self.shard) is not None:
+            codec = convert.codec_from(request.reply_codec)
+            self.held_bytes += shard.length * ITEM_BYTES[codec]
+            # Memory that is not written costs nothing, should nothing newer be there.
+            self.frame, offset = _kernels.new_frame(HEADER_ROOM, PAYLOAD_FIELD, shard.length, codec)
+            reply = Reply(self.frame, offset, codec)
+            if request.HasField("held_version") and request.epoch == shard.epoch:
+                # A version of another epoch means nothing here: everything is newer.
+                held_version = request.held_version
+        self.plan = PushPlan(request.shard_id, gradient, reply, held_version)
 
     @property
     def push_id(self) -> tuple[str, int]:
         """The push that it is of."""
-        return self.worker_id, self.sequence
+        return self.plan.gradient.worker_id, self.plan.gradient.sequence
 
     def push(self, run: Run) -> list[bytes]:
         """Pushes it by itself; returns the message that answers it."""
-        receipt = run.push(self.gradient, self.shard_id, run_id=self.run_id, answer=self.answer.taker)
-        return [self.answer.message(receipt)]
+        return [self.answer(run.push(self.plan, run_id=self.run_id), run)]
+
+    def answer(self, pushed: Pushed, run: Run) -> bytes:
+        """The receipt, and in an exchange the parameters behind it where any came."""
+        receipt, version, _ = pushed
+        if not self.exchanges:
+            return convert.receipt_of(receipt, run).SerializeToString()
+        header = wire.ExchangeReply()
+        convert.receipt_of(receipt, run, header.receipt)
+        if version is None:
+            return header.SerializeToString()
+        frame, reply = self.frame, self.plan.reply
+        assert frame is not None and reply is not None, "parameters come to where they were wanted"
+        header.version, header.epoch, header.codec = version, receipt.epoch, reply.codec  # type: ignore[assignment]
+        fields = header.SerializeToString()
+        # A receipt that has much to say is longer than the room: those are few.
+        return frame if _kernels.write_header(frame, HEADER_ROOM, fields) else fields + frame[HEADER_ROOM:]
 
 
 class PushStream:
@@ -56,98 +91,92 @@ class PushStream:
     Reading goes on while updates run. Under one mutex for the model the parts of a push are held until it is all there.
     """
 
-    def __init__(self, run: Run, work: Workbench, budget: ByteBudget, context: Context, answering: Answering):
+    def __init__(self, run: Run, executor: KernelExecutor, budget: ByteBudget, call: Call, *, exchanges: bool):
         self._run = run
+        self._executor = executor
         self._account = budget.account()
-        self._context = context
-        self._answering = answering
-        self._replies = Replies(context, work, self._account, ahead_max=READ_AHEAD_MAX)
-        self._first = True
+        self._call = call
+        self._exchanges = exchanges
+        self._responses = OrderedResponses(call, executor, self._account, ahead_max=READ_AHEAD_MAX)
         # The parts so far of a push that is to be applied as a whole.
-        self._staged: list[Part] = []
+        self._staged: list[Message] = []
         # The push whose parts are applied one by one. It goes on so when one mutex comes into force meanwhile: it could
         # not become whole any more.
         self._singly: tuple[str, int] | None = None
 
     async def serve(self) -> None:
         """Answers messages until the sender has no more."""
+        run, call, responses = self._run, self._call, self._responses
+        bytes_max = run.config.max_message_bytes
+        # A longer message counts among the bytes in flight.
+        inline_bytes_max = min(SHORT_BYTES, self._executor.inline_bytes_max)
         try:
-            async with self._replies:
-                while await self._serve_one():
-                    await self._replies.room()
+            async with responses:
+                while True:
+                    received = await (call.receive(under_way=True) if self._staged else call.read())
+                    if received is None or received is grpc.aio.EOF:
+                        break
+                    if len(received) > bytes_max:
+                        check_message_bytes(len(received), bytes_max=bytes_max)
+                    message = Message(received, run.shards, exchanges=self._exchanges)
+                    gradient, shard = message.plan.gradient, message.shard
+                    num_bytes = message.held_bytes + (0 if shard is None else shard.pending_bytes)
+                    if not self._account.caller:
+                        # The whole stream counts for it, whoever else may send in it.
+                        self._account.caller = gradient.worker_id
+                    whole = run.rounds.behaviour.aggregation.whole_model
+                    if self._staged or (whole and message.push_id != self._singly):
+                        await self._stage(message)
+                    elif responses.under_way or num_bytes > inline_bytes_max:
+                        self._singly = message.push_id
+                        await responses.add(
+                            message.plan.shard_id,
+                            partial(message.push, run),
+                            num_bytes=_work_bytes(message),
+                            held_bytes=message.held_bytes,
+                        )
+                    else:
+                        # A small model's round: neither task nor thread nor account.
+                        self._singly = gradient.worker_id, gradient.sequence
+                        await call.write(message.answer(run.push(message.plan, run_id=message.run_id), run))
+                    # Nothing here holds its memory while the next is waited for.
+                    del received, message, gradient, shard
+                    if responses.under_way:
+                        await responses.room()
                 if self._staged:
                     _require_all(self._staged)
                     await self._push_staged()
         finally:
             self._release_staged()
 
-    async def _serve_one(self) -> bool:
-        """Takes one message, whose memory nothing here holds afterwards; False after the last."""
-        message = await receive(self._context, under_way=bool(self._staged))
-        if message is None:
-            return False
-        part = self._part(message)
-        if self._first:
-            # The whole stream counts for it, whoever else may send in it.
-            self._account.caller, self._first = part.worker_id, False
-        if self._staged or (self._run.whole is not None and part.push_id != self._singly):
-            await self._stage(part)
-        else:
-            self._singly = part.push_id
-            shard = self._run.shards.get(part.shard_id)
-            await self._replies.add(
-                part.shard_id,
-                partial(part.push, self._run),
-                num_bytes=len(part.gradient.payload),
-                held_bytes=part.held_bytes,
-                shards=() if shard is None else (shard,),
-            )
-        return True
-
-    def _part(self, message: bytes) -> Part:
-        check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
-        header_bytes = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
-        request, payload = convert.parse_frame(wire.PushRequest, message, bytes_max=header_bytes)
-        gradient, answer = convert.gradient_from(request, payload), self._answering(request, self._run)
-        return Part(
-            request.sender.run_id,
-            gradient.worker_id,
-            gradient.sequence,
-            request.num_shards,
-            request.shard_id,
-            gradient,
-            answer,
-            len(message) + answer.payload_bytes,
-        )
-
     # Under one mutex for the model.
 
-    async def _stage(self, part: Part) -> None:
+    async def _stage(self, message: Message) -> None:
         # Before anything of it is held: names that nobody has joined by could be any number.
-        self._run.heard(part.run_id, part.worker_id, part.gradient.incarnation)
-        if self._staged and self._staged[0].push_id != part.push_id:
+        gradient = message.plan.gradient
+        self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation)
+        if self._staged and self._staged[0].push_id != message.push_id:
             _require_all(self._staged)
             await self._push_staged()
-        _require_possible([*self._staged, part], num_shards=len(self._run.shards))
-        self._account.hold(part.held_bytes)
-        self._staged.append(part)
+        _require_possible([*self._staged, message], num_shards=len(self._run.shards))
+        self._account.hold(message.held_bytes)
+        self._staged.append(message)
         if self._run.whole is None:
             # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
-            self._singly = part.push_id
-        if self._run.whole is None or len(self._staged) == part.num_shards:
+            self._singly = message.push_id
+        if self._run.whole is None or len(self._staged) == message.num_shards:
             await self._push_staged()
 
     async def _push_staged(self) -> None:
         parts = self._staged
         # No job of this stream may come between the parts, nor any of them between its shards' pushes.
-        await self._replies.none_under_way()
+        await self._responses.none_under_way()
         self._release_staged()
-        await self._replies.add(
+        await self._responses.add(
             ALL_SHARDS,
             partial(_push_whole, self._run, parts),
-            num_bytes=sum(len(part.gradient.payload) for part in parts),
+            num_bytes=sum(map(_work_bytes, parts)),
             held_bytes=sum(part.held_bytes for part in parts),
-            shards=list(self._run.shards.values()),
         )
 
     def _release_staged(self) -> None:
@@ -155,27 +184,31 @@ class PushStream:
         self._staged = []
 
 
-def _push_whole(run: Run, parts: Sequence[Part]) -> list[bytes]:
-    answers = {part.shard_id: taker for part in parts if (taker := part.answer.taker) is not None}
-    gradients = [(part.shard_id, part.gradient) for part in parts]
-    receipts = run.push_whole(gradients, run_id=parts[0].run_id, answers=answers)
-    return [part.answer.message(receipt) for part, receipt in zip(parts, receipts, strict=True)]
+def _work_bytes(message: Message) -> int:
+    """The bytes that its update is about: who makes it may have to make one of all the gradients that wait there."""
+    return len(message.plan.gradient.payload) + (0 if message.shard is None else message.shard.pending_bytes)
 
 
-def _require_all(parts: Sequence[Part]) -> None:
+def _push_whole(run: Run, parts: Sequence[Message]) -> list[bytes]:
+    pushed = run.push_whole([part.plan for part in parts], run_id=parts[0].run_id)
+    return [part.answer(each, run) for part, each in zip(parts, pushed, strict=True)]
+
+
+def _require_all(parts: Sequence[Message]) -> None:
     """Refuses a push of which messages are missing: under one mutex for the model it is applied whole or not at all."""
     first = parts[0]
     if len(parts) < first.num_shards:
+        gradient = first.plan.gradient
         raise BadRequest(
-            f"push {first.sequence} of worker {first.worker_id!r} ended after {len(parts)} of its"
+            f"push {gradient.sequence} of worker {gradient.worker_id!r} ended after {len(parts)} of its"
             f" {first.num_shards} messages, and nothing of it was applied: send them all in one stream"
         )
 
 
-def _require_possible(parts: Sequence[Part], *, num_shards: int) -> None:
+def _require_possible(parts: Sequence[Message], *, num_shards: int) -> None:
     """Refuses parts that cannot become one push: its memory would be held for what never comes."""
     last = parts[-1]
     if last.num_shards > num_shards:
         raise BadRequest(f"a push has num_shards {last.num_shards}, and this server holds {num_shards} shards")
-    if any(part.shard_id == last.shard_id for part in parts[:-1]):
-        raise BadRequest(f"a push holds shard {last.shard_id} twice: send each shard once in a push")
+    if any(part.plan.shard_id == last.plan.shard_id for part in parts[:-1]):
+        raise BadRequest(f"a push holds shard {last.plan.shard_id} twice: send each shard once in a push")

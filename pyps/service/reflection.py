@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from pyps.service.calls import Context, guarded
+from pyps.service.calls import Call
 
 ALPHA = reflection.SERVICE_NAME
 V1 = ALPHA.replace("v1alpha", "v1")
@@ -28,12 +28,12 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
     names = [*services, ALPHA, V1]
     servicer: Any = reflection.aio.ReflectionServicer(names)
 
-    async def answer(requests: Any, context: Context) -> None:
+    async def answer(requests: Any, context: Call) -> None:
         async for reply in servicer.ServerReflectionInfo(requests, context):
             await context.write(reply)
 
     handler = grpc.stream_stream_rpc_method_handler(
-        guarded(answer),
+        answer,
         request_deserializer=_question,
         response_serializer=_with_json_names,
     )

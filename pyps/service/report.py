@@ -64,7 +64,7 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
         return []
     first_shards = {partition.shard(shard_id).group: shards[shard_id] for shard_id in sorted(shards, reverse=True)}
     return [
-        pb.LearningRate(group=group, base=shard.learning_rate, current=shard.rate_after(shard.version))
+        pb.LearningRate(group=group, base=shard.learning_rate, current=shard.next_rate)
         for group, shard in sorted(first_shards.items())
     ]
 
@@ -95,7 +95,7 @@ def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
         staleness_mean=tally.staleness_mean,
         staleness_max=tally.staleness_max,
         step_lost=tally.step_lost,
-        learning_rate=shard.rate_after(shard.version),
+        learning_rate=shard.next_rate,
         examples=shard.examples,
         part=part,
         num_workers=roster.num_workers,
@@ -188,8 +188,8 @@ def _tell_behaviour(status: pb.Status, run: Run) -> None:
     status.warming_up = isinstance(staged, Staged) and status.version_min < staged.warm_up.updates
     status.batch_growth, status.batch_size = texts["batch_growth"], run.batch_size
     status.clip_norm = behaviour.clip_norm
-    status.warnings.extend(run.conduct.warnings)
-    status.schedule_owner = run.conduct.owner.worker_id
+    status.warnings.extend(run.rounds.warnings)
+    status.schedule_owner = run.rounds.owner.worker_id
 
 
 def _tell_counts(status: pb.Status, run: Run) -> None:

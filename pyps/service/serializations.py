@@ -8,13 +8,15 @@ from threading import Lock
 from typing import NamedTuple
 
 from pyps import _kernels
-from pyps.core.arrays import Floats
 from pyps.core.gradient import Codec, item_bytes
+from pyps.core.plan import Reply
 from pyps.core.shard import Shard
-from pyps.service.workbench import INLINE_BYTES_MAX
+from pyps.service.executor import INLINE_BYTES_MAX
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.framing import PAYLOAD_FIELD
 
+# What the numbers of a message need in front of its parameters.
+HEADER_ROOM = 48
 # For the workers of a round, who all wait for the same versions.
 ROUND_BYTES_MAX = 64 * 2**20
 # For those who happen to pull at the same time: their neighbours' frames are worth little memory.
@@ -36,9 +38,12 @@ class Wanted(NamedTuple):
         """The size of the shard's parameters as they are sent."""
         return self.shard.length * item_bytes(self.codec)
 
-    def frame(self, version: int, parameters: Floats) -> bytes | None:
-        """The message; None when the caller's version is as new. Called under the shard's lock."""
-        if version <= self.held_version:
+    def frame(self, *, worker_id: str) -> tuple[int, bytes] | None:
+        """The shard's version and message, None when the caller's version is as new. A worker's pull is recorded."""
+        frame, offset = _kernels.new_frame(HEADER_ROOM, PAYLOAD_FIELD, self.shard.length, self.codec)
+        reply = Reply(frame, offset, self.codec)
+        version = self.shard.pull(reply, held_version=self.held_version, worker_id=worker_id or None)
+        if version is None:
             return None
         header = wire.Parameters(
             shard_id=self.shard.shard_id,
@@ -46,7 +51,9 @@ class Wanted(NamedTuple):
             epoch=self.shard.epoch,
             codec=int(self.codec),  # type: ignore[arg-type]
         )
-        return _kernels.join_frame(header.SerializeToString(), PAYLOAD_FIELD, parameters, self.codec)
+        written = _kernels.write_header(frame, HEADER_ROOM, header.SerializeToString())
+        assert written, "the header's numbers fit"
+        return version, frame
 
 
 class _Kept(NamedTuple):
@@ -64,6 +71,8 @@ class Serializations:
         # Guarded by _lock. What was made last stands last.
         self._frames: OrderedDict[tuple[Shard, Codec], _Kept] = OrderedDict()
         self._bytes = 0
+        # Held while a frame is made; taken before the shard's own.
+        self._making: dict[tuple[Shard, Codec], Lock] = {}
 
     @property
     def bytes_held(self) -> int:
@@ -72,17 +81,23 @@ class Serializations:
 
     def take(self, wanted: Wanted, *, worker_id: str) -> bytes | None:
         """The shard's message, None when the caller's version is as new. Only pulls of a worker are recorded."""
-
-        def read(version: int, parameters: Floats) -> bytes | None:
-            # Under the shard's lock: two who ask at once make one frame. A small one is sooner made than found.
-            if version <= wanted.held_version or wanted.payload_bytes < INLINE_BYTES_MAX:
-                return wanted.frame(version, parameters)
-            frame = self._find(wanted, version)
-            if frame is None and (frame := wanted.frame(version, parameters)) is not None:
-                self._keep(wanted, version, frame)
-            return frame
-
-        return wanted.shard.read(read, worker_id=worker_id or None)
+        if wanted.payload_bytes < INLINE_BYTES_MAX:
+            # It is sooner made than found.
+            made = wanted.frame(worker_id=worker_id)
+            return None if made is None else made[1]
+        # Two who ask at once make one frame.
+        with self._making_of(wanted):
+            if wanted.shard.version <= wanted.held_version:
+                return None
+            with self._lock:
+                kept = self._frames.get((wanted.shard, wanted.codec))
+            if kept is not None and wanted.shard.note_pull(kept.version, worker_id=worker_id or None):
+                return kept.frame
+            made = wanted.frame(worker_id=worker_id)
+            if made is None:
+                return None
+            self._keep(wanted, *made)
+            return made[1]
 
     def tidy(self, shards: Mapping[int, Shard]) -> None:
         """Lets go what nobody will ask for: frames of shards that have moved on, or are no longer these."""
@@ -90,11 +105,13 @@ class Serializations:
             for (shard, codec), kept in list(self._frames.items()):
                 if shard.version != kept.version or shards.get(shard.shard_id) is not shard:
                     self._drop(shard, codec)
+            for shard, codec in list(self._making):
+                if shards.get(shard.shard_id) is not shard:
+                    del self._making[shard, codec]
 
-    def _find(self, wanted: Wanted, version: int) -> bytes | None:
+    def _making_of(self, wanted: Wanted) -> Lock:
         with self._lock:
-            kept = self._frames.get((wanted.shard, wanted.codec))
-            return kept.frame if kept is not None and kept.version == version else None
+            return self._making.setdefault((wanted.shard, wanted.codec), Lock())
 
     def _keep(self, wanted: Wanted, version: int, frame: bytes) -> None:
         bytes_max = self._round_bytes_max if wanted.of_round else self._recent_bytes_max

@@ -13,11 +13,10 @@ import grpc
 from pyps import logs
 from pyps.run.run import Run
 from pyps.run.state import RunState
-from pyps.service.calls import Context, guarded, receive
+from pyps.service.calls import Call
 from pyps.service.convert import parse, parse_frame
+from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget, check_message_bytes
-from pyps.service.together import run_together
-from pyps.service.workbench import Workbench
 from pyps.vectors.machine import Plan, VectorMachine, one_after_the_other
 from pyps.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Precision, Program
 from pyps.vectors.shard_vectors import Answer
@@ -43,7 +42,7 @@ log = logs.get("pyps.service")
 class VectorMachineService:
     """The calls of pyps.v1.VectorMachine."""
 
-    def __init__(self, run: Run, *, work: Workbench, budget: ByteBudget):
+    def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget):
         self._run = run
         self._work = work
         self._budget = budget
@@ -53,13 +52,13 @@ class VectorMachineService:
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's handlers: bytes in, bytes out."""
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Attach": grpc.unary_unary_rpc_method_handler(guarded(self.attach)),
-            "Execute": grpc.unary_unary_rpc_method_handler(guarded(self.execute)),
-            "Stage": grpc.stream_unary_rpc_method_handler(guarded(self.stage)),
+            "Attach": grpc.unary_unary_rpc_method_handler(self.attach),
+            "Execute": grpc.unary_unary_rpc_method_handler(self.execute),
+            "Stage": grpc.stream_unary_rpc_method_handler(self.stage),
         }
         return grpc.method_handlers_generic_handler(VECTOR_MACHINE, methods)
 
-    async def attach(self, message: bytes, context: Context) -> bytes:
+    async def attach(self, message: bytes, context: Call) -> bytes:
         """Makes the caller the coordinator."""
         request = parse(wire.AttachRequest, message)
         run, machine = self._run, self._coordinated(request.sender)
@@ -105,7 +104,7 @@ class VectorMachineService:
             planned_bytes=attached.planned_bytes,
         ).SerializeToString()
 
-    async def execute(self, message: bytes, context: Context) -> bytes:
+    async def execute(self, message: bytes, context: Call) -> bytes:
         """Executes a program."""
         request = parse(wire.ExecuteRequest, message, bytes_max=PROGRAM_BYTES_MAX)
         _require_few(request.instructions)
@@ -120,11 +119,11 @@ class VectorMachineService:
         results = await self._off_loop(partial(machine.execute, program, run_all=self._run_all))
         return wire.ExecuteReply(scalars=results.scalars, version=results.version).SerializeToString()
 
-    async def stage(self, _: object, context: Context) -> bytes:
+    async def stage(self, _: object, context: Call) -> bytes:
         """Lays a sum of gradients aside, shard by shard."""
         part: StagePart | None = None
         complete = False
-        while (message := await receive(context, under_way=part is not None)) is not None:
+        while (message := await context.receive(under_way=part is not None)) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             request, payload = parse_frame(wire.StageRequest, message)
             sender = request.sender
@@ -168,7 +167,7 @@ class VectorMachineService:
     def _run_all(self, jobs: Sequence[Callable[[], list[Answer]]]) -> list[list[Answer]]:
         if self._work.is_little(sum(4 * shard.length for shard in self._run.shards.values())):
             return one_after_the_other(jobs)
-        return run_together(self._work.executor, jobs)
+        return self._work.run_together(jobs)
 
 
 def _require_few(instructions: Sequence[wire.Instruction]) -> None:

@@ -10,7 +10,7 @@ from pyps.core.shard import Shard
 from pyps.run.run import Run
 from pyps.run.state import RunState
 from pyps.run.waits import Wait
-from pyps.service.workbench import Workbench
+from pyps.service.executor import KernelExecutor
 from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
 
 NAMES_MAX = 8
@@ -22,7 +22,7 @@ class Parking:
     def __init__(
         self,
         run: Run,
-        work: Workbench,
+        work: KernelExecutor,
         *,
         worker_id: str,
         wait_seconds: float,
@@ -56,7 +56,7 @@ class Parking:
                     await self._woken.wait()
         except TimeoutError:
             # The words take locks.
-            what = await self._work.off_loop(self._wait.describe)
+            what = await self._work.begin(self._wait.describe)
             raise WaitTimedOut(f"after {self._wait_seconds:g} s: {what}") from None
         finally:
             if self._wait.worker_id:
@@ -69,7 +69,7 @@ class Arrivals:
     def __init__(
         self,
         run: Run,
-        work: Workbench,
+        work: KernelExecutor,
         shards: list[Shard],
         min_versions: dict[int, int],
         *,

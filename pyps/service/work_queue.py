@@ -13,7 +13,8 @@ from pyps.run.handshake import check_name, check_run
 from pyps.run.run import Run
 from pyps.run.state import RunState
 from pyps.service import convert
-from pyps.service.calls import Context, guarded
+from pyps.service.calls import Call
+from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import (
     LEASES_MAX,
     LeaseCall,
@@ -26,7 +27,6 @@ from pyps.service.leasing import (
 )
 from pyps.service.waiting import Parking
 from pyps.service.work_messages import lease_reply, progress_to, spec_from, spec_to
-from pyps.service.workbench import Workbench
 from pyps.work import PassOutcome, WorkQueue
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
@@ -41,7 +41,7 @@ SCALARS_MAX = 256
 class WorkQueueService:
     """The calls of pyps.v1.WorkQueue."""
 
-    def __init__(self, run: Run, *, work: Workbench):
+    def __init__(self, run: Run, *, work: KernelExecutor):
         self._run = run
         self._work = work
 
@@ -57,13 +57,13 @@ class WorkQueueService:
             "EndWork": self.end_work,
         }
         methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            name: grpc.unary_unary_rpc_method_handler(guarded(call)) for name, call in calls.items()
+            name: grpc.unary_unary_rpc_method_handler(call) for name, call in calls.items()
         }
         return grpc.method_handlers_generic_handler(WORK_QUEUE, methods)
 
     # A worker's.
 
-    async def open(self, message: bytes, context: Context) -> bytes:
+    async def open(self, message: bytes, context: Call) -> bytes:
         """Says what the data set is."""
         request = convert.parse(wire.OpenWorkRequest, message)
         queue = self._queue_of(request.sender)
@@ -71,20 +71,20 @@ class WorkQueueService:
         assert queue.spec is not None
         return wire.OpenWorkReply(data=spec_to(queue.spec), **{"pass": queue.pass_}).SerializeToString()
 
-    async def lease(self, message: bytes, context: Context) -> bytes:
+    async def lease(self, message: bytes, context: Call) -> bytes:
         """Answers with a portion when there is one, or with why none will come."""
         request = convert.parse(wire.LeaseRequest, message, bytes_max=LEASES_BYTES_MAX)
         answer = await LeaseCall(self._run, self._work, request).answer()
         return lease_reply(answer).SerializeToString()
 
-    async def claim(self, message: bytes, context: Context) -> bytes:
+    async def claim(self, message: bytes, context: Call) -> bytes:
         """Answers whether a portion's result counts."""
         request = convert.parse(wire.ClaimRequest, message)
         sender, queue = request.sender, self._queue_of(request.sender)
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
         return wire.ClaimReply(granted=claim.granted, message=claim.message).SerializeToString()
 
-    async def deliver(self, message: bytes, context: Context) -> bytes:
+    async def deliver(self, message: bytes, context: Call) -> bytes:
         """Takes portions in."""
         request = convert.parse(wire.DeliverRequest, message, bytes_max=LEASES_BYTES_MAX)
         check_few(len(request.lease_ids))
@@ -107,7 +107,7 @@ class WorkQueueService:
 
     # The coordinator's.
 
-    async def begin_pass(self, message: bytes, context: Context) -> bytes:
+    async def begin_pass(self, message: bytes, context: Call) -> bytes:
         """Begins a pass."""
         request = convert.parse(wire.BeginPassRequest, message)
         if len(request.scalars) > SCALARS_MAX:
@@ -127,7 +127,7 @@ class WorkQueueService:
         )
         return wire.BeginPassReply(num_workers=self._run.membership.num_alive).SerializeToString()
 
-    async def await_pass(self, message: bytes, context: Context) -> bytes:
+    async def await_pass(self, message: bytes, context: Call) -> bytes:
         """Answers when a pass is complete or the time is up; to who awaits pass 0, once there is a data set."""
         request = convert.parse(wire.AwaitPassRequest, message)
         queue = self._coordinated_by(request.sender)
@@ -141,7 +141,7 @@ class WorkQueueService:
         )
         return reply.SerializeToString()
 
-    async def end_work(self, message: bytes, context: Context) -> bytes:
+    async def end_work(self, message: bytes, context: Call) -> bytes:
         """Ends the work."""
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)

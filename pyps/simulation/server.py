@@ -11,6 +11,7 @@ from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Gradient
+from pyps.core.plan import PushPlan
 from pyps.core.receipt import Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import RunRecorder
@@ -113,7 +114,7 @@ class VirtualServer:
     @property
     def asks(self) -> bool:
         """Whether workers have to ask before a step."""
-        return self.run.conduct.pacing.asks
+        return self.run.rounds.pacing.asks
 
     # What workers ask for.
 
@@ -144,7 +145,7 @@ class VirtualServer:
         incarnation = self._living[worker_id]
         granted = self.run.may_proceed(RUN_ID, worker_id, incarnation, clock=clock, wake=wake, again=again)
         if not granted and not again:
-            self._waits(worker_id, self.run.conduct.waited_for_by(worker_id))
+            self._waits(worker_id, self.run.rounds.waited_for_by(worker_id))
         return granted
 
     def pull(self, worker_id: str, min_versions: Mapping[int, int], *, then: Callable[[int, float], None]) -> None:
@@ -161,7 +162,8 @@ class VirtualServer:
     def read(self, worker_id: str, shard_id: int) -> tuple[int, Floats]:
         """Returns the shard's version and a copy of its parameters."""
         shard = self.shards[shard_id]
-        held = shard.read(lambda version, parameters: (version, parameters.copy()), worker_id=worker_id)
+        held = shard.read(lambda version, parameters: (version, parameters.copy()))
+        shard.note_pull(held[0], worker_id=worker_id)
         self._say(Kind.PULL, worker_id, shard_id, held[0])
         return held
 
@@ -184,7 +186,7 @@ class VirtualServer:
         self.run.leave(RUN_ID, worker_id, self._living.pop(worker_id), failed=False, message="")
         self._say(Kind.LEAVE, worker_id)
         with self._telling_rounds():
-            self.run.conduct.complete_rounds()
+            self.run.rounds.complete_rounds()
 
     def lose(self, worker_id: str) -> None:
         """Notes that the worker died; what the server itself sees is that the lease runs out."""
@@ -242,11 +244,11 @@ class VirtualServer:
         self._after(ends - now, handle, at=at)
 
     def _handle(self, shard_id: int, gradient: Gradient, then: Answer) -> None:
-        self._answer(gradient, self.run.push(gradient, shard_id), then)
+        self._answer(gradient, self.run.push(PushPlan(shard_id, gradient)).receipt, then)
 
     def _handle_whole(self, gradients: Gradients, then: Answer) -> None:
-        receipts = self.run.push_whole(gradients)
-        for (_, gradient), receipt in zip(gradients, receipts, strict=True):
+        pushed = self.run.push_whole([PushPlan(shard_id, gradient) for shard_id, gradient in gradients])
+        for (_, gradient), (receipt, _, _) in zip(gradients, pushed, strict=True):
             self._answer(gradient, receipt, then)
 
     def _answer(self, gradient: Gradient, receipt: Receipt, then: Answer) -> None:

@@ -302,7 +302,7 @@ class _Replay:
         self._require_no_more()
         gradient, logged = event.gradient, event.receipt
         push = f"push {gradient.sequence} of worker {gradient.worker_id!r}"
-        receipt = self._shard.push(gradient, roster=event.roster)
+        receipt = self._shard.push(gradient, roster=event.roster).receipt
         for name in _COMPARED:
             mine, theirs = getattr(receipt, name), getattr(logged, name)
             if mine != theirs:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import Floats
+from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
 from pyps.core.shard import Shard
 from pyps.core.update_rules import Sgd
@@ -54,10 +55,9 @@ def new_model() -> dict[int, Shard]:
 def read_all(model: WholeModel, worker_id: str) -> list[tuple[int, str]]:
     """The version and the digest of every shard, of one GET."""
 
-    def look(version: int, parameters: np.ndarray) -> tuple[int, str]:
-        return version, digest(parameters)
-
-    return list(model.read(dict.fromkeys(range(len(LENGTHS)), look), worker_id=worker_id).values())
+    with model.held():
+        pulled = [pull(shard, worker_id) for shard in model.shards.values()]
+    return [(version, digest(parameters)) for version, parameters in pulled]
 
 
 def values_of(client: int, sequence: int, length: int) -> np.ndarray:
@@ -76,7 +76,7 @@ def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_
             got = read_all(model, str(index))
             seen.append(got)
             parts = [
-                (
+                PushPlan(
                     shard_id,
                     gradient(
                         values_of(index, sequence, length),
@@ -87,7 +87,7 @@ def test_a1_a2_no_get_overlaps_a_push_and_every_get_is_one_version_of_the_whole_
                 )
                 for shard_id, length in enumerate(LENGTHS)
             ]
-            receipts = model.push(parts, roster=roster(*map(str, range(CLIENTS))))
+            receipts = [each.receipt for each in model.push(parts, roster=roster(*map(str, range(CLIENTS))))]
             assert {receipt.outcome for receipt in receipts} == {Outcome.APPLIED}
             # A push moves all shards to one version.
             [version] = {receipt.version_after for receipt in receipts}

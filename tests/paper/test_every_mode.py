@@ -172,7 +172,7 @@ def check_duplicates(run: Cluster, shard_id: int, mode: Mode) -> None:
     before = shard.state()
     last = {pushed.gradient.worker_id: pushed for pushed in run.log.pushes(shard_id)}
     for pushed in last.values():
-        again = shard.push(pushed.gradient, roster=pushed.roster)
+        again = shard.push(pushed.gradient, roster=pushed.roster).receipt
         assert again == pushed.receipt._replace(duplicate=True), mode
     assert same(before, shard.state()), mode
 
@@ -184,7 +184,7 @@ def check_not_finite(shard: Shard, mode: Mode) -> None:
         values = np.ones(shard.length, np.float32)
         values[where] = np.nan
         sent = gradient(values, worker_id="a", sequence=10_000 + where, base_version=shard.version)
-        receipt = shard.push(sent, roster=roster("a"))
+        receipt = shard.push(sent, roster=roster("a")).receipt
         assert (receipt.outcome, receipt.reason) == (Outcome.REJECTED, Reason.NOT_FINITE), mode
     assert same(before, shard.state()), mode
 

@@ -9,6 +9,7 @@ import pytest
 import kernel_values
 from kernel_values import CODECS, assert_refused, at_offset, payload_of, wide_values
 from pyps import _kernels
+from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.framing import PAYLOAD_FIELD
 from support import wait_until
@@ -58,14 +59,28 @@ def test_encode_into_writes_what_encode_returns():
 def test_a_frame_that_a_kernel_filled_is_a_message():
     for codec, length in CASES:
         header = wire.Parameters(shard_id=3, version=5, codec=codec).SerializeToString()
-        frame, offset = _kernels.new_frame(header, PAYLOAD_FIELD, length, codec)
+        # No room to spare, as little as padding takes, and more than a length of one byte can say.
+        for spare in (0, 2, 3, 4, 100, 130, 200, 10_000):
+            room = len(header) + spare
+            frame, offset = _kernels.new_frame(room, PAYLOAD_FIELD, length, codec)
 
-        _, p, _ = update(length, [(payload_of(length, FLOAT32, 2), FLOAT32, 1.0)], reply=(frame, offset, codec))
+            _, p, _ = update(length, [(payload_of(length, FLOAT32, 2), FLOAT32, 1.0)], reply=(frame, offset, codec))
+            assert _kernels.write_header(frame, room, header)
 
-        assert frame == _kernels.join_frame(header, PAYLOAD_FIELD, p, codec), (codec, length)
-        message = wire.Parameters.FromString(frame)
-        assert (message.shard_id, message.version, message.codec) == (3, 5, codec)
-        assert message.payload == frame[offset:] == _kernels.encode(p, codec), (codec, length)
+            assert header + frame[room:] == _kernels.join_frame(header, PAYLOAD_FIELD, p, codec), (codec, length)
+            assert framing.split(frame)[1] == frame[offset:], (codec, length)
+            message = wire.Parameters.FromString(frame)
+            assert (message.shard_id, message.version, message.codec) == (3, 5, codec)
+            assert message.payload == frame[offset:] == _kernels.encode(p, codec), (codec, length)
+
+
+def test_a_header_that_does_not_fit_its_room_is_left_out():
+    for room in (0, 3, 5):
+        frame, _ = _kernels.new_frame(room, PAYLOAD_FIELD, 1, FLOAT32)
+        before = frame[:room]
+        assert not _kernels.write_header(frame, room, b"\x08\x01\x08\x01") and frame[:room] == before
+    with pytest.raises(ValueError, match="fewer than its room of 100"):
+        _kernels.write_header(b"frame", 100, b"")
 
 
 def test_a_guarded_update_of_finite_numbers_is_the_same():
@@ -195,4 +210,4 @@ def test_a_reply_overlaps_nothing_that_the_update_uses():
 def test_a_frame_beyond_two_gigabytes_is_refused():
     for count in (2**29, 2**40):
         with pytest.raises(ValueError, match="2 GiB"):
-            _kernels.new_frame(b"", PAYLOAD_FIELD, count, FLOAT32)
+            _kernels.new_frame(0, PAYLOAD_FIELD, count, FLOAT32)

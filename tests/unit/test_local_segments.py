@@ -13,13 +13,12 @@ import pytest
 
 from pyps.config import ServerConfig
 from pyps.core.gradient import Codec, Gradient
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 from pyps.run.run import Run
+from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer, local_server
-from pyps.service.local.exchange import SegmentAnswer
 from pyps.service.local.segment import AT_ONCE_BYTES, Segment
-from pyps.service.workbench import Workbench
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from shards import make_shard, roster
 from wire_worker import SEALS, make_segment
@@ -61,13 +60,11 @@ def test_a_push_is_left_undone_once_its_memory_is_attached_no_longer(memory, pul
     memory.segment.hold()
     memory.segment.close()
     with pytest.raises(ServerUnavailable, match="attached no longer"):
-        shard.push(
-            gradient_in(numbers), roster=roster(), answer=SegmentAnswer(memory.segment, reply, held_version=None)
-        )
+        shard.push(gradient_in(numbers), roster=roster(), reply=reply, memory=memory.segment)
     assert (shard.version, shard.num_receipts) == (0, 0)
     assert not np.frombuffer(place, np.float32).any()
     # It is none that was answered: sent again by another way it is made.
-    receipt = shard.push(gradient_in(numbers), roster=roster())
+    receipt = shard.push(gradient_in(numbers), roster=roster()).receipt
     assert (receipt.version_after, receipt.duplicate) == (1, False)
     memory.segment.let_go()
 
@@ -104,7 +101,7 @@ def test_a_worker_is_told_to_come_again_where_its_former_request_does_not_end(me
 
     async def come_back() -> None:
         with ThreadPoolExecutor(1) as executor:
-            server = LocalServer(Run(ServerConfig()), work=Workbench(executor), budget=ByteBudget(0), threads=1)
+            server = LocalServer(Run(ServerConfig()), work=KernelExecutor(1), budget=ByteBudget(0))
             memory.segment.hold()
             memory.segment.close()
             server._leaving.append(("a", memory.segment))

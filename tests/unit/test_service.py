@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,12 @@ from pyps.config import resolve
 from pyps.run.handshake import Greeting, Welcome
 from pyps.run.run import Run
 from pyps.service import convert, hosting
+from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
 from pyps.service.serializations import Serializations
-from pyps.service.workbench import Workbench
 from pyps.work import DataSpec, Leased
 from pyps_client import channel
 from pyps_wire import common_pb2 as common
@@ -56,15 +55,16 @@ def greeting_with(num_tensors: int) -> bytes:
 def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
     for num_tensors, on_the_loop in ((10, True), (2000, False)):
         run, context = Watched(), Any
-        with ThreadPoolExecutor(1) as executor:
-            service = ParameterServer(
-                run,
-                budget=ByteBudget(2**20),
-                work=Workbench(executor),
-                serializations=Serializations(),
-                control_address="",
-            )
-            answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
+        executor = KernelExecutor(1)
+        service = ParameterServer(
+            run,
+            budget=ByteBudget(2**20),
+            work=executor,
+            serializations=Serializations(),
+            control_address="",
+        )
+        answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
+        executor.shutdown()
         assert wire.HelloReply.FromString(answer).initialize
         assert [thread is threading.current_thread() for thread in run.threads] == [on_the_loop], num_tensors
 
@@ -110,14 +110,13 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
     )
     request.codec = common.CODEC_FLOAT32
 
-    async def scene(threads: ThreadPoolExecutor) -> Leased:
-        work = Workbench(threads)
+    async def scene() -> Leased:
         with run.whole.held():
             pull = PullStream(run, work, ByteBudget(2**20), listener, request, serializations=Serializations())  # type: ignore[arg-type]
             late = asyncio.create_task(pull.serve())
             await asyncio.sleep(0)
             async with asyncio.timeout(WAIT_SECONDS):
-                while not threads._work_queue.empty() or not threads._threads:
+                while not work._pool._work_queue.empty() or not work._pool._threads:
                     await asyncio.sleep(0.01)
             late.cancel()
             await asyncio.wait([late])
@@ -126,8 +125,9 @@ def test_a_call_whose_caller_is_gone_takes_nothing_back_when_it_gets_the_mutex()
         assert isinstance(answer, Leased)
         return answer
 
-    with ThreadPoolExecutor(1) as threads:
-        leased = asyncio.run(scene(threads))
+    work = KernelExecutor(1)
+    leased = asyncio.run(scene())
+    work.shutdown()
     # The thread that waited for the mutex is done.
     assert not listener.taken
     deliver = partial(run.work.deliver, "a", 1, [leased.lease_id], example_count=3, now=run.clock())

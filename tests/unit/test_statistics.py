@@ -70,10 +70,10 @@ def test_rejected_pushes_are_counted_by_reason_and_those_not_needed_as_dropped()
 
 def test_updates_without_a_push_are_counted_for_their_shard() -> None:
     statistics = Statistics()
-    statistics.updated(3, 0, now=5.0)
+    statistics.updated(3, [], now=5.0)
     assert statistics.last_update is None
     push(statistics, receipt(shard_id=3), now=6.0)
-    statistics.updated(3, 2, now=7.0)
+    statistics.updated(3, [Update(2, 0.1, 1.0, ()), Update(3, 0.1, 1.0, ())], now=7.0)
     assert (statistics.total().updates, statistics.shard(3).updates, statistics.shard(0).updates) == (3, 3, 0)
     assert statistics.last_update == 7.0
     assert statistics.total().applied == 1
@@ -193,8 +193,8 @@ def test_the_step_lost_is_that_of_the_updates_made() -> None:
     statistics = Statistics()
     push(statistics, receipt(Outcome.PENDING, rate_scale=1.0))
     assert statistics.total().step_lost == 0.0
-    statistics.applied(0, Update(1, 0.1, 0.5, (part("a", 1.0), part("b", 0.5))))
-    statistics.applied(1, Update(1, 0.1, 1.0, (part("b", 1.0), part("c", 1.0, kind=PayloadKind.NOTHING))))
+    statistics.updated(0, [Update(1, 0.1, 0.5, (part("a", 1.0), part("b", 0.5)))], now=1.0)
+    statistics.updated(1, [Update(1, 0.1, 1.0, (part("b", 1.0), part("c", 1.0, kind=PayloadKind.NOTHING)))], now=1.0)
     assert (statistics.worker("a").step_lost, statistics.worker("b").step_lost) == (0.5, 1 - 1.25 / 2)
     assert (statistics.shard(0).step_lost, statistics.shard(1).step_lost) == (1 - 0.75 / 2, 0.0)
     assert statistics.total().rate_scale_mean == 1.75 / 3

@@ -29,7 +29,7 @@ class Async(Aggregation):
         return Apply((Part(contribution),))
 
     def split(self, roster: Roster) -> float:
-        return float(max(1, roster.num_expected))
+        return float(max(1, len(roster.workers) + roster.missing))
 
 
 MUTEXES = ("whole", "shard")

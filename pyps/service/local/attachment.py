@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pyps.core.gradient import Codec, item_bytes
 from pyps.core.membership import Membership
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 from pyps.core.shard import Shard
 from pyps.service import convert
 from pyps.service.local.segment import Segment

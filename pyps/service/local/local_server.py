@@ -7,13 +7,12 @@ import socket
 
 from pyps import logs
 from pyps.run.run import Run
+from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget
 from pyps.service.local.connection import Connection
 from pyps.service.local.listener import Listener, is_own_user
-from pyps.service.local.requests import Requests
+from pyps.service.local.requests import Requests, Tickets
 from pyps.service.local.segment import Segment
-from pyps.service.local.tickets import Tickets
-from pyps.service.workbench import Workbench
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import ServerUnavailable
 
@@ -35,10 +34,10 @@ class LocalServer:
     For the event loop, `offer`, `notice`, `attached` and `last_shared` apart.
     """
 
-    def __init__(self, run: Run, *, work: Workbench, budget: ByteBudget, threads: int):
+    def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget):
         self._run = run
         self._tickets = Tickets()
-        self._requests = Requests(run, work=work, budget=budget, threads=threads, tickets=self._tickets)
+        self._requests = Requests(run, work=work, budget=budget, tickets=self._tickets)
         self._listener: Listener | None = None
         self._connections: set[Connection] = set()
         # What ended connections have left, while threads are at work in it: the worker's name and its memory.

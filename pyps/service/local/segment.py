@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from threading import Lock
 
 from pyps import logs
-from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps.core.plan import SharedMemory
+from pyps_wire.errors import BadRequest
 
 NONCE_BYTES = 8
 
@@ -35,7 +36,7 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 log = logs.get("pyps.service")
 
 
-class Segment:
+class Segment(SharedMemory):
     """Mapped memory that its worker can neither shrink nor grow, so that touching it cannot end the server.
 
     It stays mapped until it is closed and nobody holds it. Every method may be called from any thread.
@@ -57,7 +58,6 @@ class Segment:
         self._lock = Lock()
         # Guarded by _lock. Whoever closes it is one.
         self._num_users = 1
-        self._closed = False
         # Done once it is closed and nobody touches the memory any more.
         self.unused: Future[None] = Future()
         # So that nobody who waits for it can cancel it.
@@ -78,13 +78,8 @@ class Segment:
     def hold(self) -> None:
         """Keeps the memory mapped until it is let go; ServerUnavailable where it is closed already."""
         with self._lock:
-            self.require_open()
+            self.require_attached()
             self._num_users += 1
-
-    def require_open(self) -> None:
-        """Raises ServerUnavailable once it is closed: the worker's call is over, and the memory is its own again."""
-        if self._closed:
-            raise ServerUnavailable("the worker's memory is attached no longer")
 
     def let_go(self) -> None:
         """Ends one's hold; the last unmaps the memory."""
@@ -102,8 +97,8 @@ class Segment:
     def close(self) -> None:
         """Unmaps the memory, now or when nobody holds it any more. May be called again."""
         with self._lock:
-            already, self._closed = self._closed, True
-        if not already:
+            attached, self.attached = self.attached, False
+        if attached:
             self.let_go()
 
     def _unmap(self) -> None:

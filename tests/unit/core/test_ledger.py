@@ -150,7 +150,7 @@ def one_hot(life: int, sequence: int) -> np.ndarray:
 def deliver(shard, life: int, sequence: int) -> Receipt:
     worker_id, incarnation = LIVES[life]
     sent = gradient(one_hot(life, sequence), worker_id=worker_id, incarnation=incarnation, sequence=sequence)
-    return shard.push(sent, roster=roster())
+    return shard.push(sent, roster=roster()).receipt
 
 
 @given(deliveries, st.integers(0, 120))

@@ -38,7 +38,7 @@ def everything(shard: Shard) -> tuple[object, ...]:
 
 def test_a_receipt_tells_all_of_an_applied_push() -> None:
     shard = make_shard([0.0], shard_id=7, settings={"learning_rate": 0.5}, policy="divide", epoch=3, version=9)
-    receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=roster_of(2))
+    receipt = shard.push(gradient([1.0], sequence=5, base_version=5, epoch=3), roster=roster_of(2)).receipt
     assert receipt == Receipt(
         shard_id=7,
         sequence=5,

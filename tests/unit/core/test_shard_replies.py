@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from pyps import _kernels
+from pyps.core import shard as shard_module
 from pyps.core.arrays import Floats
 from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Codec, Extent, Gradient, item_bytes
+from pyps.core.pending import PendingBudget
+from pyps.core.plan import Reply
 from pyps.core.receipt import Outcome, Reason, Receipt
-from pyps.core.reply import Reply, brings_parameters
+from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps_wire.errors import BadRequest
 from shards import Log, Pulled, Pushed, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
@@ -21,34 +27,44 @@ from shards import Log, Pulled, Pushed, floats, gradient, make_behaviour, make_s
 MARGIN = 8
 
 
-class Wish:
-    """An answer that takes the parameters where they are newer than those held, as both transports do."""
+@dataclass
+class Exchanged:
+    """What became of a push that wanted the parameters, and the memory around them."""
 
-    def __init__(self, shard: Shard, *, held_version: int | None = None, codec: Codec = Codec.FLOAT32):
-        self.shard = shard
-        self.held_version = held_version
-        self.codec = codec
-        self.memory = bytearray(b"\xaa" * (shard.length * item_bytes(codec) + 2 * MARGIN))
-        self.asked: list[tuple[Receipt, int]] = []
-        self.came = False
+    pushed: shard_module.Pushed
+    memory: bytearray
+    codec: Codec
 
-    def place(self, receipt: Receipt, version: int) -> Reply | None:
-        self.asked.append((receipt, version))
-        self.came = brings_parameters(receipt, version=version, held_version=self.held_version)
-        return Reply(self.memory, MARGIN, self.codec) if self.came else None
+    @property
+    def receipt(self) -> Receipt:
+        return self.pushed.receipt
+
+    @property
+    def came(self) -> bool:
+        return self.pushed.version is not None
 
     @property
     def parameters(self) -> Floats:
         assert self.came
         assert self.memory[:MARGIN] + self.memory[-MARGIN:] == b"\xaa" * 2 * MARGIN
-        values = np.zeros(self.shard.length, np.float32)
-        _kernels.decode(memoryview(self.memory)[MARGIN:-MARGIN], self.codec, values)
+        numbers = memoryview(self.memory)[MARGIN:-MARGIN]
+        values = np.zeros(len(numbers) // item_bytes(self.codec), np.float32)
+        _kernels.decode(numbers, self.codec, values)
         return values
 
 
-def exchange(shard: Shard, pushed: Gradient, *workers: str, **wish: object) -> tuple[Receipt, Wish]:
-    answer = Wish(shard, **wish)  # type: ignore[arg-type]
-    return shard.push(pushed, roster=roster(*workers), answer=answer), answer
+def exchange(
+    shard: Shard,
+    pushed: Gradient,
+    *workers: str,
+    held_version: int = -1,
+    codec: Codec = Codec.FLOAT32,
+    **others: Any,
+) -> Exchanged:
+    memory = bytearray(b"\xaa" * (shard.length * item_bytes(codec) + 2 * MARGIN))
+    reply = Reply(memory, MARGIN, codec)
+    made = shard.push(pushed, roster=roster(*workers), reply=reply, held_version=held_version, **others)
+    return Exchanged(made, memory, codec)
 
 
 def volatile(values: npt.ArrayLike, **fields: object) -> tuple[Gradient, Floats]:
@@ -57,16 +73,16 @@ def volatile(values: npt.ArrayLike, **fields: object) -> tuple[Gradient, Floats]
     return gradient(memory, **{"payload": memory.view(np.uint8).data, "volatile": True, **fields}), memory
 
 
-class Meddling(Wish):
-    """The worker's end of an answer, which writes to the gradient while it is being applied."""
+class Meddling(Log):
+    """A worker that writes to its gradient when it is about to be applied."""
 
-    def __init__(self, shard: Shard, memory: Floats, value: float, place: int):
-        super().__init__(shard)
-        self._write = lambda: memory.__setitem__(place, value)
+    def __init__(self, write: Callable[[], None]):
+        super().__init__()
+        self._write = write
 
-    def place(self, receipt: Receipt, version: int) -> Reply | None:
+    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
         self._write()
-        return super().place(receipt, version)
+        super().pushed(shard_id, gradient, receipt, roster)
 
 
 def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer() -> None:
@@ -74,10 +90,10 @@ def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_wou
         alone, shard = (make_shard(np.linspace(-1, 1, 777), rule=rule) for _ in range(2))
         for sequence in range(2):
             pushed = gradient(np.linspace(0.1, 2, 777), sequence=sequence, base_version=sequence)
-            receipt, answer = exchange(shard, pushed, codec=codec, held_version=sequence)
-            assert receipt == alone.push(pushed, roster=roster())
+            answer = exchange(shard, pushed, codec=codec, held_version=sequence)
+            assert answer.receipt == alone.push(pushed, roster=roster()).receipt
             version, parameters = pull(shard)
-            assert (receipt.version_after, answer.asked) == (version, [(receipt, version)]), (rule, codec)
+            assert (answer.receipt.version_after, answer.pushed.version) == (version, version), (rule, codec)
             expected = np.zeros(777, np.float32)
             _kernels.decode(_kernels.encode(parameters, codec), codec, expected)
             np.testing.assert_array_equal(answer.parameters, expected)
@@ -86,20 +102,19 @@ def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_wou
 
 def test_a_push_of_nothing_brings_what_there_is_to_those_that_hold_it_not_yet() -> None:
     shard = make_shard([1, 2])
-    _, answer = exchange(shard, nothing(), held_version=0)
-    assert (len(answer.asked), answer.came) == (1, False)
+    assert not exchange(shard, nothing(), held_version=0).came
     push(shard, [1, 1], worker_id="b")
-    receipt, answer = exchange(shard, nothing(sequence=1), "a", "b", held_version=0)
-    assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
+    answer = exchange(shard, nothing(sequence=1), "a", "b", held_version=0)
+    assert (answer.receipt.outcome, answer.receipt.version_after) == (Outcome.APPLIED, 1)
     np.testing.assert_array_equal(answer.parameters, floats(0, 1))
 
 
 def test_of_a_round_the_last_contributor_gets_its_end_and_the_others_wait_for_it() -> None:
     shard = make_shard([8, 8], protocol="hardsync")
-    first, waits = exchange(shard, gradient([2, 2]), "a", "b", held_version=0)
-    assert (first.outcome, first.min_version, waits.came) == (Outcome.PENDING, 1, False)
-    last, answer = exchange(shard, gradient([4, 4], worker_id="b"), "a", "b", held_version=0)
-    assert (last.outcome, last.version_after, answer.asked[0][1]) == (Outcome.APPLIED, 1, 1)
+    waits = exchange(shard, gradient([2, 2]), "a", "b", held_version=0)
+    assert (waits.receipt.outcome, waits.receipt.min_version, waits.came) == (Outcome.PENDING, 1, False)
+    answer = exchange(shard, gradient([4, 4], worker_id="b"), "a", "b", held_version=0)
+    assert (answer.receipt.outcome, answer.receipt.version_after, answer.pushed.version) == (Outcome.APPLIED, 1, 1)
     np.testing.assert_array_equal(answer.parameters, floats(5, 5))
 
 
@@ -107,17 +122,18 @@ def test_a_softsync_push_that_waits_brings_what_others_made() -> None:
     shard = make_shard([8, 8], protocol="softsync:n=1")
     for worker_id in "bc":
         push(shard, [2, 2], worker_id=worker_id, workers=roster("b", "c"))
-    receipt, answer = exchange(shard, gradient([1, 1]), "a", "b", held_version=0)
-    assert (receipt.outcome, receipt.min_version, shard.version) == (Outcome.PENDING, 0, 1)
+    answer = exchange(shard, gradient([1, 1]), "a", "b", held_version=0)
+    assert (answer.receipt.outcome, answer.receipt.min_version, shard.version) == (Outcome.PENDING, 0, 1)
     np.testing.assert_array_equal(answer.parameters, floats(6, 6))
 
 
 def test_a_duplicate_brings_what_there_is_by_now() -> None:
     shard = make_shard([8, 8])
-    first, _ = exchange(shard, gradient([1, 1]))
+    first = exchange(shard, gradient([1, 1])).receipt
     push(shard, [2, 2], sequence=1)
-    again, answer = exchange(shard, gradient([1, 1]), held_version=1)
-    assert (again.duplicate, again.version_after, answer.asked[0][1]) == (True, first.version_after, 2)
+    answer = exchange(shard, gradient([1, 1]), held_version=1)
+    assert answer.receipt == first._replace(duplicate=True)
+    assert answer.pushed.version == 2
     np.testing.assert_array_equal(answer.parameters, floats(5, 5))
 
 
@@ -129,22 +145,22 @@ def test_a_refused_push_changes_nothing_and_brings_what_there_is() -> None:
     ):
         shard = make_shard([8, 8], policy="drop:spread=0")
         push(shard, [1, 1], worker_id="b")
-        receipt, answer = exchange(shard, pushed, "a", "b", held_version=0)
-        assert (receipt.outcome, receipt.reason, shard.version) == (Outcome.REJECTED, reason, 1)
+        answer = exchange(shard, pushed, "a", "b", held_version=0)
+        assert (answer.receipt.outcome, answer.receipt.reason, shard.version) == (Outcome.REJECTED, reason, 1)
         np.testing.assert_array_equal(answer.parameters, floats(7, 7))
 
 
-def test_an_answer_that_fails_leaves_the_push_undone() -> None:
-    class Failing:
-        def place(self, receipt: Receipt, version: int) -> Reply | None:
-            raise MemoryError
+def test_a_log_that_fails_leaves_the_push_undone() -> None:
+    def full() -> None:
+        raise OSError("no space left")
 
-    log = Log()
-    shard = make_shard([8, 8], recorder=log)
-    with pytest.raises(MemoryError):
-        shard.push(gradient([1, 1]), roster=roster(), answer=Failing())
-    assert (shard.version, shard.num_receipts, log.events) == (0, 0, {})
-    assert push(shard, [1, 1]).outcome is Outcome.APPLIED
+    for protocol in ("async", "hardsync"):
+        log, budget = Meddling(full), PendingBudget(1000)
+        shard = make_shard([8, 8], protocol=protocol, recorder=log, budget=budget)
+        with pytest.raises(OSError, match="no space"):
+            exchange(shard, gradient([1, 1]), "a", "b")
+        assert (shard.version, shard.num_receipts, shard.num_pending, budget.bytes_held) == (0, 0, 0, 0), protocol
+        assert log.events == {}
 
 
 def test_parameters_that_came_with_a_receipt_are_recorded_as_a_pull_after_their_update() -> None:
@@ -166,10 +182,10 @@ def test_a_finding_says_the_place_in_the_shard_and_refuses_what_does_not_fit() -
 
 
 def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_parameters_finite() -> None:
-    shard = make_shard(np.ones(3000))
     pushed, memory = volatile(np.ones(3000))
-    answer = Meddling(shard, memory, np.nan, 1500)
-    receipt = shard.push(pushed, roster=roster(), answer=answer)
+    shard = make_shard(np.ones(3000), recorder=Meddling(lambda: memory.__setitem__(1500, np.nan)))
+    answer = exchange(shard, pushed)
+    receipt = answer.receipt
     _, parameters = pull(shard)
     assert (receipt.outcome, receipt.version_after) == (Outcome.APPLIED, 1)
     left_out = np.flatnonzero(parameters == 1.0)
@@ -179,14 +195,14 @@ def test_numbers_that_are_finite_no_more_when_they_are_applied_leave_the_paramet
     np.testing.assert_array_equal(answer.parameters, parameters)
     # Who asks again hears the same.
     memory[:] = 1.0
-    assert shard.push(pushed, roster=roster()) == receipt._replace(duplicate=True)
+    assert shard.push(pushed, roster=roster()).receipt == receipt._replace(duplicate=True)
 
 
 def test_a_volatile_gradient_that_waits_is_kept_as_it_was() -> None:
     log = Log()
     shard = make_shard([8, 8], protocol="hardsync", recorder=log)
     pushed, memory = volatile([2, 2])
-    assert shard.push(pushed, roster=roster("a", "b")).outcome is Outcome.PENDING
+    assert shard.push(pushed, roster=roster("a", "b")).receipt.outcome is Outcome.PENDING
     memory[:] = np.nan
     assert not log.pushes(0)[0].gradient.volatile
     push(shard, [4, 4], worker_id="b", workers=roster("a", "b"))
@@ -199,17 +215,16 @@ def test_a_volatile_gradient_that_changed_before_it_could_be_kept_is_refused() -
     pushed, memory = volatile([2, 2])
     finding = scan(pushed, shard_id=0, shard_length=2)
     memory[1] = np.inf
-    answer = Wish(shard)
-    receipt = shard.push(pushed, roster=roster("a", "b"), answer=answer, finding=finding)
-    assert (receipt.reason, shard.num_pending, shard.num_receipts) == (Reason.NOT_FINITE, 0, 0)
+    answer = exchange(shard, pushed, "a", "b", finding=finding)
+    assert (answer.receipt.reason, shard.num_pending, shard.num_receipts) == (Reason.NOT_FINITE, 0, 0)
     assert [type(event) for event in log.events[0]] == [Pulled]
     np.testing.assert_array_equal(answer.parameters, floats(8, 8))
     memory[1] = 2.0
-    assert shard.push(pushed, roster=roster("a", "b")).outcome is Outcome.PENDING
+    assert shard.push(pushed, roster=roster("a", "b")).receipt.outcome is Outcome.PENDING
 
 
 def test_a_volatile_gradient_that_waits_is_clipped_by_its_copys_norm() -> None:
     shard = make_shard([0, 0], behaviour=make_behaviour("hardsync", clip_norm=5.0))
     pushed, _ = volatile([6, 8])
-    receipt = shard.push(pushed, roster=roster("a", "b"))
+    receipt = shard.push(pushed, roster=roster("a", "b")).receipt
     assert (receipt.outcome, receipt.weight) == (Outcome.PENDING, 0.5)

@@ -11,7 +11,7 @@ from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import Codec, Extent, PayloadKind
-from pyps.core.reply import Reply
+from pyps.core.plan import Reply
 from pyps.core.staleness import Weighing
 from pyps.core.update import Target, apply_update
 from pyps.core.update_rules import RULES, validate

@@ -73,7 +73,7 @@ def test_gradients_of_the_warm_up_are_settled_as_its_round_and_none_waits_when_i
     assert pull(shard)[1].tolist() == [-2.0]
     shard = make_shard([0.0], behaviour=staged("updates=1,protocol=hardsync", "softsync:n=1"))
     push(shard, [1.0], workers=TWO)
-    assert (shard.complete(roster("a")), shard.num_pending) == (1, 0)
+    assert (len(shard.complete(roster("a"))), shard.num_pending) == (1, 0)
     assert push(shard, [1.0], sequence=1, workers=TWO).min_version == 0
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pyps.core.gradient import Gradient
+from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
 from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
@@ -60,7 +61,7 @@ class Replicas(RunDriver):
         for shard in PLAN.of_parts({part}).shards:
             payload = np.ones(shard.length, np.float32).tobytes()
             gradient = Gradient(f"{name}/{part}", life, self._sequence, version, 0, 1, payload, example_count=1)
-            outcomes.append(self.run.push(gradient, shard.shard_id, run_id="r").outcome)
+            outcomes.append(self.run.push(PushPlan(shard.shard_id, gradient), run_id="r").receipt.outcome)
         return outcomes
 
     def round(self, *names: str, version: int = 0) -> None:
@@ -140,11 +141,11 @@ def test_a_replica_takes_its_turn_as_one_worker() -> None:
         return replicas.run.may_proceed("r", f"{name}/0", 1, clock=clock, wake=lambda: None)
 
     assert not asks("a", 0)
-    assert replicas.run.conduct.waited_for_by("a/0") == ("b",)
+    assert replicas.run.rounds.waited_for_by("a/0") == ("b",)
     asks("b", 0)
     assert asks("a", 0)
     assert not asks("b", 0)
-    assert replicas.run.conduct.waited_for_by("b/0") == ("a",)
+    assert replicas.run.rounds.waited_for_by("b/0") == ("a",)
 
     replicas.run.leave("r", "a/1", 1, failed=True, message="")
 
@@ -162,7 +163,7 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
     assert content is not None
     for told, missing in (("0", 1), ("3", 3)):
         again = Replicas(protocol="hardsync", expected_workers=told)
-        again.run.conduct.begin(replace(content, initializer=None))
+        again.run.rounds.begin(replace(content, initializer=None))
         assert again.run.roster.missing == missing, told
         # Those that live have said so by then.
         again.pass_seconds(31)

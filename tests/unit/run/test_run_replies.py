@@ -10,8 +10,8 @@ import pytest
 from pyps.core.arrays import Floats
 from pyps.core.finding import Finding, first_of
 from pyps.core.gradient import Codec, Gradient
-from pyps.core.receipt import Outcome, Reason, Receipt
-from pyps.core.reply import Reply
+from pyps.core.plan import PushPlan, Reply
+from pyps.core.receipt import Outcome, Reason
 from pyps.storage.replay import Pulled, ShardLog, log_paths, replay
 from pyps.storage.update_log import UpdateLog
 from pyps_wire.errors import BadRequest, RunMismatch
@@ -19,17 +19,11 @@ from shards import SHARD_SIZE, serving
 
 
 class Wish:
-    """An answer that takes whatever there is, and lets the worker meddle meanwhile."""
+    """Memory that takes whatever there is."""
 
-    def __init__(self, memory: Floats | None = None, value: float = 0.0):
+    def __init__(self) -> None:
         self.parameters = np.full(SHARD_SIZE, np.nan, np.float32)
-        self._memory = memory
-        self._value = value
-
-    def place(self, receipt: Receipt, version: int) -> Reply | None:
-        if self._memory is not None:
-            self._memory[0] = self._value
-        return Reply(self.parameters.view(np.uint8).data, 0, Codec.FLOAT32)
+        self.reply = Reply(self.parameters.view(np.uint8).data, 0, Codec.FLOAT32)
 
 
 def gradient(memory: Floats, sequence: int = 1, *, volatile: bool = True, base_version: int = 0) -> Gradient:
@@ -43,8 +37,8 @@ def ones() -> Floats:
 
 def test_parameters_that_came_with_receipts_are_counted_as_pulled() -> None:
     run, wish = serving(), Wish()
-    run.push(gradient(ones()), 0, answer=wish)
-    run.push(gradient(ones()), 1)
+    run.push(PushPlan(0, gradient(ones()), wish.reply))
+    run.push(PushPlan(1, gradient(ones())))
     for tally in (run.statistics.total(), run.statistics.worker("a")):
         assert (tally.applied, tally.bytes_in, tally.bytes_out) == (2, 2 * 4 * SHARD_SIZE, 4 * SHARD_SIZE)
     np.testing.assert_array_equal(wish.parameters, -ones())
@@ -52,8 +46,8 @@ def test_parameters_that_came_with_receipts_are_counted_as_pulled() -> None:
 
 def test_a_whole_push_brings_its_parameters_back_and_counts_them() -> None:
     run, answers = serving(protocol="asgd"), {0: Wish(), 1: Wish()}
-    receipts = run.push_whole([(0, gradient(ones())), (1, gradient(ones()))], answers=answers)
-    assert [receipt.outcome for receipt in receipts] == [Outcome.APPLIED] * 2
+    pushed = run.push_whole([PushPlan(index, gradient(ones()), answers[index].reply) for index in (0, 1)])
+    assert [each.receipt.outcome for each in pushed] == [Outcome.APPLIED] * 2
     assert run.statistics.total().bytes_out == 2 * 4 * SHARD_SIZE
     np.testing.assert_array_equal(answers[1].parameters, -ones())
 
@@ -67,10 +61,10 @@ def test_one_number_refuses_all_parts_of_a_push_that_was_scanned_as_a_whole() ->
         finding = first_of(run.scan(part, shard_id, run_id="r") for shard_id, part in parts)
         assert finding == Finding(1, 3)
         if run.whole is not None:
-            receipts = run.push_whole(parts, run_id="r", finding=finding)
+            pushed = run.push_whole([PushPlan(*part) for part in parts], run_id="r", finding=finding)
         else:
-            receipts = [run.push(part, shard_id, run_id="r", finding=finding) for shard_id, part in parts]
-        assert {receipt.reason for receipt in receipts} == {Reason.NOT_FINITE}, protocol
+            pushed = [run.push(PushPlan(*part), run_id="r", finding=finding) for part in parts]
+        assert {each.receipt.reason for each in pushed} == {Reason.NOT_FINITE}, protocol
         assert run.version_max == 0, protocol
         assert run.statistics.total().reasons == {Reason.NOT_FINITE: 2}, protocol
 
@@ -86,11 +80,11 @@ def test_a_scan_asks_what_a_push_asks_and_changes_nothing() -> None:
     assert run.scan(gradient(ones()), 0).finite
     # Nor is heard of who pushes what does not fit.
     with pytest.raises(BadRequest, match="shard 0"):
-        run.push(gradient(np.ones(3, np.float32)), 0)
+        run.push(PushPlan(0, gradient(np.ones(3, np.float32))))
     assert (run.version_max, run.roster.num_workers) == (0, 0)
     whole = serving(protocol="asgd")
     with pytest.raises(BadRequest, match="shard 1"):
-        whole.push_whole([(0, gradient(ones())), (1, gradient(np.ones(3, np.float32)))])
+        whole.push_whole([PushPlan(0, gradient(ones())), PushPlan(1, gradient(np.ones(3, np.float32)))])
     assert (whole.version_max, whole.roster.num_workers) == (0, 0)
 
 
@@ -101,7 +95,9 @@ def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path: Path) -
     for sequence in range(1, 4):
         # What the worker writes after the copy was made is in neither.
         part = gradient(memory, sequence, base_version=sequence - 1)
-        receipt = run.push(part, 0, answer=Wish(memory, float(sequence)), finding=run.scan(part, 0))
+        finding = run.scan(part, 0)
+        memory[0] = float(sequence)
+        receipt = run.push(PushPlan(0, part, Wish().reply), finding=finding).receipt
         assert (receipt.outcome, receipt.message) == (Outcome.APPLIED, "")
     log.end()
     for path in log_paths(tmp_path):

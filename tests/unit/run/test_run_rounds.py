@@ -40,7 +40,7 @@ def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_
     def push(gradient, **keywords):
         # Between the look at the roster and the shard's lock b leaves, and its round is looked at in vain.
         driver.run.leave("r", "b", 1, failed=False, message="")
-        driver.run.conduct.complete_rounds()
+        driver.run.rounds.complete_rounds()
         return original(gradient, **keywords)
 
     shard.push = push
@@ -50,7 +50,7 @@ def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_
 
 def test_bytes_that_wait_are_counted_until_they_are_an_update():
     driver = RunDriver("a", "b", "c", protocol="hardsync", expected_workers="3", max_pending_bytes="1024")
-    account = driver.run.conduct.account
+    account = driver.run.rounds.pending
     for shard_id in (0, 1):
         driver.push("a", shard_id=shard_id)
     assert account.bytes_held == 128
@@ -86,7 +86,7 @@ def test_a_restored_run_says_whose_settings_are_in_force():
         (kept, "the run keeps its checkpoint's settings where the server was told no others"),
     ):
         driver = RunDriver("a")
-        driver.run.conduct.go_on(in_force, kept=kept, told=told)
+        driver.run.rounds.go_on(in_force, kept=kept, told=told)
         assert driver.run.behaviour == in_force
         [message] = driver.events("configured")
         assert message.startswith(words)
@@ -123,9 +123,9 @@ def test_counts_of_examples_on_some_gradients_only_are_told_once():
         driver.run.tick()
     [message] = driver.events("warning")
     assert "without a count of examples" in message
-    assert driver.run.conduct.warnings == (message,)
+    assert driver.run.rounds.warnings == (message,)
     driver.run.configure(protocol="async")
-    assert driver.run.conduct.warnings == ()
+    assert driver.run.rounds.warnings == ()
 
 
 def test_the_gate_opens_without_expected_workers_that_do_not_come_in_time():
@@ -156,7 +156,7 @@ def test_the_first_turns_do_without_expected_workers_that_do_not_come_in_time():
     woken = []
     ask = partial(driver.may_proceed, "a", wake=lambda: woken.append("a"))
     assert not ask()
-    assert driver.run.conduct.waited_for_by("a") == ("joined", "1 more worker that has not joined")
+    assert driver.run.rounds.waited_for_by("a") == ("joined", "1 more worker that has not joined")
     driver.run.tick()
     driver.pass_seconds(9, "a", "joined")
     assert woken == []
@@ -203,7 +203,7 @@ def test_the_end_of_a_run_comes_with_an_update_that_no_push_brought():
         driver.push("b", shard_id=shard_id)
         driver.push("a", base_version=1, shard_id=shard_id)
     driver.run.leave("r", "b", 1, failed=False, message="")
-    driver.run.conduct.complete_rounds()
+    driver.run.rounds.complete_rounds()
     assert driver.versions() == [2, 2]
     assert driver.run.state.name == "FINISHED"
 
@@ -214,16 +214,16 @@ def test_a_reset_forgets_who_counted_and_what_waited():
     driver.run.reset("r")
     assert driver.run.roster.workers == ()
     assert driver.run.roster.missing == 2
-    assert driver.run.conduct.account.bytes_held == 0
+    assert driver.run.rounds.pending.bytes_held == 0
     assert driver.events("reset")
 
 
 def test_a_schedule_by_epochs_that_cannot_move_is_told_of() -> None:
     driver = RunDriver("a", schedule="step:every=1,factor=0.5,unit=epochs", epoch_examples="100")
     for version in range(100):
-        assert not driver.run.conduct.warnings
+        assert not driver.run.rounds.warnings
         driver.push("a", base_version=version, example_count=0)
-    (warning,) = driver.run.conduct.warnings
+    (warning,) = driver.run.rounds.warnings
     assert "count_examples), so the schedule by epochs does not move" in warning
     driver.push("a", base_version=100, example_count=1)
-    assert not driver.run.conduct.warnings
+    assert not driver.run.rounds.warnings

@@ -8,7 +8,7 @@ import pytest
 from pyps.core.membership import Membership
 from pyps.core.receipt import Outcome, Reason
 from pyps.run.events import EVENTS_MAX, Events
-from pyps.run.stalls import Stalls
+from pyps.run.rounds import Stalls
 from pyps.run.standstill import Standstill
 from pyps.run.waits import Wait, Waits
 from pyps_wire.errors import PypsError, ScheduleOwned
@@ -49,10 +49,10 @@ def test_the_first_worker_whose_push_with_a_rate_is_taken_owns_the_schedule_unti
         with pytest.raises(PypsError):
             driver.push("a", **fields)
     assert driver.push("a", np.inf, learning_rate=0.5).outcome is Outcome.REJECTED
-    assert driver.run.conduct.owner.worker_id == ""
+    assert driver.run.rounds.owner.worker_id == ""
     for version in range(2):
         assert driver.push("b", learning_rate=0.5, base_version=version).outcome is Outcome.APPLIED
-    assert driver.run.conduct.owner.worker_id == "b"
+    assert driver.run.rounds.owner.worker_id == "b"
     with pytest.raises(ScheduleOwned, match=r"'a'.*'b' owns"):
         driver.push("a", learning_rate=0.25, base_version=2)
     driver.run.leave("r", "b", 1, failed=False, message="")
@@ -63,7 +63,7 @@ def test_a_worker_whose_rate_is_provisional_owns_nothing_and_its_rate_holds_unti
     driver = RunDriver("a", "b")
     theirs = {"learning_rate": 0.25, "provisional": True}
     assert driver.push("b", **theirs).rate == 0.25
-    assert driver.run.conduct.owner.worker_id == ""
+    assert driver.run.rounds.owner.worker_id == ""
     assert driver.push("a", learning_rate=0.5, base_version=1).rate == 0.5
     assert driver.push("b", base_version=2, **theirs).rate == 0.5
     # The owner's first push is still on its way to the other shard.
@@ -109,12 +109,12 @@ def test_fewer_expected_workers_open_the_gate_of_a_round_and_of_a_pacer():
     driver = RunDriver("a", "b", protocol="hardsync", expected_workers="3")
     for name in "ab":
         assert [driver.push(name, shard_id=shard_id).outcome for shard_id in (0, 1)] == [Outcome.PENDING] * 2
-    driver.run.conduct.expect(2)
+    driver.run.rounds.expect(2)
     assert driver.versions() == [1, 1]
     driver = RunDriver("a", "b", protocol="serial", expected_workers="3")
     assert not driver.may_proceed("a", 0)
     assert not driver.may_proceed("b", 0)
-    driver.run.conduct.expect(2)
+    driver.run.rounds.expect(2)
     assert driver.may_proceed("a", 0)
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps.service.local.stages import Job, Stages
-from pyps.service.together import run_together
+from pyps.service.executor import Job, KernelExecutor
 
 
 def run(*stages: list[Job], threads: int = 4) -> list[str]:
     """Runs stages to their end on that many threads; returns what `on_end` has noted."""
     ends: list[str] = []
-    with ThreadPoolExecutor(threads) as executor:
-        asyncio.run(Stages(stages, executor=executor, threads=threads).run(on_end=lambda: ends.append("end")))
+    executor = KernelExecutor(threads)
+    asyncio.run(executor.run_stages(*stages, on_end=lambda: ends.append("end")))
+    executor.shutdown()
     return ends
 
 
@@ -70,9 +69,9 @@ def test_nothing_is_begun_once_nobody_waits_for_it_any_more(num_taken):
         going.release()
         assert proceed.wait(20)
 
-    async def give_up(executor: ThreadPoolExecutor) -> None:
+    async def give_up(executor: KernelExecutor) -> None:
         stages: list[list[Job]] = [[work] * 3, [lambda: begun.append("second stage")]]
-        task = asyncio.create_task(Stages(stages, executor=executor, threads=num_taken).run(on_end=ended.set))
+        task = asyncio.create_task(executor.run_stages(*stages, on_end=ended.set))
         for _ in range(num_taken):
             await asyncio.to_thread(going.acquire, timeout=20)
         task.cancel()
@@ -81,8 +80,9 @@ def test_nothing_is_begun_once_nobody_waits_for_it_any_more(num_taken):
         assert not ended.is_set()
         proceed.set()
 
-    with ThreadPoolExecutor(num_taken) as executor:
-        asyncio.run(give_up(executor))
+    executor = KernelExecutor(num_taken)
+    asyncio.run(give_up(executor))
+    executor.shutdown()
     assert ended.is_set()
     assert begun == ["first stage"] * num_taken
 
@@ -92,11 +92,10 @@ def test_what_no_thread_has_taken_yet_ends_at_once():
     ends: list[str] = []
     occupied = threading.Event()
 
-    async def give_up(executor: ThreadPoolExecutor) -> None:
-        executor.submit(occupied.wait, 20)
+    async def give_up(executor: KernelExecutor) -> None:
+        executor.submit(lambda: occupied.wait(20))
         stages: list[list[Job]] = [[lambda: done.append(1)] * 3]
-        run = Stages(stages, executor=executor, threads=1).run(on_end=lambda: ends.append("end"))
-        task = asyncio.create_task(run)
+        task = asyncio.create_task(executor.run_stages(*stages, on_end=lambda: ends.append("end")))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -104,17 +103,18 @@ def test_what_no_thread_has_taken_yet_ends_at_once():
         assert ends == ["end"]
         occupied.set()
 
-    with ThreadPoolExecutor(1) as executor:
-        asyncio.run(give_up(executor))
+    executor = KernelExecutor(1)
+    asyncio.run(give_up(executor))
+    executor.shutdown()
     assert (done, ends) == ([], ["end"])
 
 
 def test_with_the_threads_gone_the_caller_does_the_work():
-    executor = ThreadPoolExecutor(2)
+    executor = KernelExecutor(2)
     executor.shutdown()
     done: list[int] = []
     stages: list[list[Job]] = [[lambda: done.append(1)] * 2, [lambda: done.append(2)]]
-    asyncio.run(Stages(stages, executor=executor, threads=2).run(on_end=lambda: None))
+    asyncio.run(executor.run_stages(*stages, on_end=lambda: None))
     assert done == [1, 1, 2]
 
 
@@ -125,50 +125,51 @@ WAIT_SECONDS = 60.0
 
 
 @pytest.fixture
-def executor() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
+def executor() -> Iterator[KernelExecutor]:
+    made = KernelExecutor(2)
+    yield made
+    made.shutdown()
 
 
-def test_results_come_in_the_order_of_the_jobs(executor: ThreadPoolExecutor) -> None:
-    assert run_together(executor, [lambda i=i: i * i for i in range(50)]) == [i * i for i in range(50)]
-    assert run_together(executor, []) == []
+def test_results_come_in_the_order_of_the_jobs(executor: KernelExecutor) -> None:
+    assert executor.run_together([lambda i=i: i * i for i in range(50)]) == [i * i for i in range(50)]
+    assert executor.run_together([]) == []
 
 
-def test_jobs_run_side_by_side_where_threads_are_free(executor: ThreadPoolExecutor) -> None:
+def test_jobs_run_side_by_side_where_threads_are_free(executor: KernelExecutor) -> None:
     barrier = threading.Barrier(3)
 
-    places = run_together(executor, [lambda: barrier.wait(WAIT_SECONDS)] * 3)
+    places = executor.run_together([lambda: barrier.wait(WAIT_SECONDS)] * 3)
 
     assert sorted(places) == [0, 1, 2]
 
 
-def test_jobs_are_done_where_no_thread_ever_becomes_free(executor: ThreadPoolExecutor) -> None:
+def test_jobs_are_done_where_no_thread_ever_becomes_free(executor: KernelExecutor) -> None:
     release = threading.Event()
     for _ in range(2):
-        executor.submit(release.wait, WAIT_SECONDS)
+        executor.submit(lambda: release.wait(WAIT_SECONDS))
     try:
-        assert run_together(executor, [lambda i=i: i for i in range(5)]) == list(range(5))
+        assert executor.run_together([lambda i=i: i for i in range(5)]) == list(range(5))
     finally:
         release.set()
 
 
-def test_threads_that_all_share_out_jobs_do_not_wait_for_each_other(executor: ThreadPoolExecutor) -> None:
-    outer = [lambda: sum(run_together(executor, [lambda: 1] * 5)) for _ in range(4)]
+def test_threads_that_all_share_out_jobs_do_not_wait_for_each_other(executor: KernelExecutor) -> None:
+    outer = [lambda: sum(executor.run_together([lambda: 1] * 5)) for _ in range(4)]
 
-    assert run_together(executor, outer) == [5] * 4
+    assert executor.run_together(outer) == [5] * 4
 
 
-def test_an_error_of_a_job_is_raised_once_all_have_ended(executor: ThreadPoolExecutor) -> None:
+def test_an_error_of_a_job_is_raised_once_all_have_ended(executor: KernelExecutor) -> None:
     def fail() -> int:
         raise ValueError("job 3")
 
     with pytest.raises(ValueError, match="job 3"):
-        run_together(executor, [lambda: 1, lambda: 2, fail])
+        executor.run_together([lambda: 1, lambda: 2, fail])
 
 
 def test_jobs_are_done_after_the_threads_have_gone() -> None:
-    executor = ThreadPoolExecutor(2)
+    executor = KernelExecutor(2)
     executor.shutdown()
 
-    assert run_together(executor, [lambda: 1, lambda: 2]) == [1, 2]
+    assert executor.run_together([lambda: 1, lambda: 2]) == [1, 2]

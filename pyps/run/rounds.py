@@ -1,9 +1,10 @@
-"""How the workers and the shards of a run work together: the behaviour in force, rounds, pace, stalls."""
+"""How the workers and the shards of a run work together: pushes, rounds, pace, stalls, the behaviour in force."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -11,21 +12,22 @@ from typing import TYPE_CHECKING
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import require_rate
+from pyps.core.finding import Finding, scan
+from pyps.core.gradient import ITEM_BYTES, Gradient, PayloadKind, require_fitting, require_rate
+from pyps.core.membership import Member, Membership
 from pyps.core.pacing import Free, Pacer
+from pyps.core.pending import PendingBudget
+from pyps.core.plan import PushPlan
+from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
-from pyps.core.shard import Shard
+from pyps.core.shard import Pushed, Shard
+from pyps.core.update import Update
 from pyps.run.attendance import Attendance
-from pyps.run.caveats import Caveats
 from pyps.run.content import Content
 from pyps.run.events import Events
 from pyps.run.pacing import Pacing
-from pyps.run.pending_account import PendingAccount
-from pyps.run.pushes import Pushes
-from pyps.run.schedule_owner import ScheduleOwner
-from pyps.run.stalls import Stalls
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
 
@@ -41,7 +43,7 @@ class Settled:
     updates: int
 
 
-class Conduct:
+class RoundController:
     """Keeps protocol, pace and membership in step. Every method may be called from any thread.
 
     What completes rounds or settles gradients runs kernels under shards' locks: not for the event loop.
@@ -63,26 +65,14 @@ class Conduct:
         self._statistics = statistics
         self._events = events
         self._clock = clock
-        self.account = PendingAccount(config.max_pending_bytes, statistics=statistics, recorder=recorder)
+        # Whether every push is written to a log.
+        self.logged = recorder is not None
+        self.pending = PendingBudget(config.max_pending_bytes)
         self.owner = ScheduleOwner()
-        self.pacing = Pacing(None)
+        self.pacing = Pacing()
         self._caveats = Caveats()
-        self.pushes = Pushes(
-            attendance=attendance,
-            statistics=statistics,
-            events=events,
-            clock=clock,
-            account=self.account,
-            owner=self.owner,
-            pacing=self.pacing,
-            caveats=self._caveats,
-            logged=recorder is not None,
-            behaviour=lambda: self.behaviour,
-            on_update=lambda shard: self.on_update(shard),
-            on_smaller_roster=lambda content, shard: self._complete(content, shard, self._membership.roster),
-        )
-        # Called after an update, with its shard.
-        self.on_update: Callable[[Shard], None] = lambda shard: None
+        # Called after an update, with its shard; None where nothing depends on it.
+        self.on_update: Callable[[Shard], None] | None = None
         # Held for one change, or one look at rounds, at a time; taken before any shard's lock.
         self._lock = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
@@ -97,8 +87,6 @@ class Conduct:
         """Takes the shards in, which serve from now on."""
         with self._lock:
             self._content = content
-            for shard in content.shards.values():
-                self.account.note(shard)
             if content.initializer is None and not self._membership.expected_workers:
                 # Whoever pushed to a round before the server ended is likely to come back.
                 former: dict[int, set[str]] = {}
@@ -130,6 +118,110 @@ class Conduct:
         # A server of a small model may hold none of its shards.
         shard = self._content.first if self._content is not None and self._content.shards else None
         return self._caveats.sentences(self.behaviour, shard, num_workers=num_workers)
+
+    # Pushes.
+
+    def push(self, content: Content, plan: PushPlan, *, finding: Finding | None = None) -> Pushed:
+        """Handles one pushed shard; see `Shard.push`."""
+        shard_id, gradient, reply, held_version, memory = plan
+        shard = content.shards.get(shard_id) or content.shard(shard_id)
+        began = self._clock()
+        if gradient.volatile and self.logged:
+            # The log tells what was applied to the bit, so that is looked at anew.
+            gradient, finding = gradient.private(), _against(finding)
+        # Whoever pushes what does not fit is not heard of.
+        if finding is None:
+            finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
+        if self._membership.parted:
+            self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
+        if gradient.schedules:
+            with self._claiming([gradient]) as receipts:
+                roster = self._hear(gradient, now=began)
+                of_part = roster.of_part(content.parts[shard_id])
+                pushed = shard.push(
+                    gradient, roster=of_part, reply=reply, held_version=held_version, memory=memory, finding=finding
+                )
+                receipts.append(pushed.receipt)
+        else:
+            roster = self._hear(gradient, now=began)
+            pushed = shard.push(
+                gradient,
+                roster=roster if roster.parted is None else roster.of_part(content.parts[shard_id]),
+                reply=reply,
+                held_version=held_version,
+                memory=memory,
+                finding=finding,
+            )
+        self._answered(content, shard, plan, pushed, roster, began=began)
+        return pushed
+
+    def push_whole(
+        self, content: Content, plans: Sequence[PushPlan], *, finding: Finding | None = None
+    ) -> list[Pushed]:
+        """Handles all parts of one push as one; see `WholeModel.push`."""
+        shards = [content.shard(plan.shard_id) for plan in plans]
+        began, roster = self._clock(), self._membership.roster
+        for shard, plan in zip(shards, plans, strict=True):
+            require_fitting(plan.gradient, shard_id=plan.shard_id, shard_length=shard.length)
+        if self.logged and any(plan.gradient.volatile for plan in plans):
+            plans = [plan._replace(gradient=plan.gradient.private()) for plan in plans]
+            finding = _against(finding)
+        with self._claiming([plan.gradient for plan in plans]) as receipts:
+            for plan in plans:
+                roster = self._hear(plan.gradient, now=began)
+            pushed = content.whole.push(plans, roster=roster, finding=finding)
+            receipts += [each.receipt for each in pushed]
+        for shard, plan, each in zip(shards, plans, pushed, strict=True):
+            self._answered(content, shard, plan, each, roster, began=began)
+        return pushed
+
+    def _claiming(self, gradients: Sequence[Gradient]) -> AbstractContextManager[list[Receipt]]:
+        """Lets whoever sends a learning rate or a momentum own the schedule; see `ScheduleOwner.claiming`."""
+        rated = [gradient.worker_id for gradient in gradients if gradient.schedules]
+        names = [self._membership.name_of(worker_id) for worker_id in rated]
+        schedule = self.behaviour.schedule.text
+        own = "" if schedule == Constant.name else schedule
+        return self.owner.claiming(names, schedule=own, events=self._events)
+
+    def _hear(self, gradient: Gradient, *, now: float) -> Roster:
+        """Takes note of whose push it is; returns the workers that count with it."""
+        worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
+        roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock)
+        if roster is None:
+            roster = self._attendance.pushed(worker_id, incarnation, now=now, clock=clock or None)
+        if self.pacing.paces and self.pacing.gate_holds:
+            # At work already, with or without asking.
+            self.pacing.excuse([self._membership.name_of(worker_id)])
+        return roster
+
+    def _answered(
+        self, content: Content, shard: Shard, plan: PushPlan, pushed: Pushed, roster: Roster, *, began: float
+    ) -> None:
+        gradient, (receipt, version, update), now = plan.gradient, pushed, self._clock()
+        self._statistics.pushed(
+            gradient.worker_id,
+            shard.shard_id,
+            receipt,
+            payload_bytes=len(gradient.payload),
+            answer_bytes=0 if version is None or plan.reply is None else shard.length * ITEM_BYTES[plan.reply.codec],
+            examples=gradient.example_count,
+            update=update,
+            now=now,
+            apply_seconds=now - began,
+        )
+        if receipt.duplicate:
+            return
+        if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
+            counts_again = self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)
+            if counts_again:
+                self._attendance.counts_again(gradient.worker_id)
+        if gradient.kind != PayloadKind.NOTHING:
+            self._caveats.counted.add(gradient.example_count > 0)
+        if update is not None:
+            self._moved(shard, receipt.version_after)
+        elif receipt.outcome is Outcome.PENDING and self._membership.roster is not roster:
+            # Somebody went while this push was on its way: whoever completed rounds then did not see it.
+            self._complete(content, shard, self._membership.roster)
 
     # What a change of membership brings.
 
@@ -342,23 +434,28 @@ class Conduct:
             gradients += shard.num_pending
             of_shard = content.roster_of(shard.shard_id, roster)
             made = shard.configure(behaviour=behaviour, learning_rate=learning_rate, roster=of_shard)
-            updates += made
+            updates += len(made)
             self._updated(shard, made)
         if new_protocol:
             self.pacing.replace(self._new_pacer(content))
             self.pacing.excuse(self._membership.arrived())
+            self.pacing.advanced(content.version_max)
         return Settled(gradients if new_protocol else 0, updates)
 
     def _complete(self, content: Content, shard: Shard, roster: Roster) -> int:
-        made = shard.complete(content.roster_of(shard.shard_id, roster))
-        self._updated(shard, made)
-        return made
+        updates = shard.complete(content.roster_of(shard.shard_id, roster))
+        self._updated(shard, updates)
+        return len(updates)
 
-    def _updated(self, shard: Shard, made: int) -> None:
-        self.account.note(shard)
-        if made:
-            self._statistics.updated(shard.shard_id, made, now=self._clock())
-            self.pacing.advanced(shard.version)
+    def _updated(self, shard: Shard, updates: Sequence[Update]) -> None:
+        if updates:
+            self._statistics.updated(shard.shard_id, updates, now=self._clock())
+            self._moved(shard, shard.version)
+
+    def _moved(self, shard: Shard, version: int) -> None:
+        if self.pacing.paces:
+            self.pacing.advanced(version)
+        if self.on_update is not None:
             self.on_update(shard)
 
     def _new_pacer(self, content: Content) -> Pacer | None:
@@ -369,3 +466,144 @@ class Conduct:
         if pacer is not None and self._membership.roster.missing:
             pacer.quorum = self._membership.expected_workers
         return pacer
+
+
+def _against(finding: Finding | None) -> Finding | None:
+    """What speaks against a push, which holds for its copy too."""
+    return None if finding is None or finding.finite else finding
+
+
+class ScheduleOwner:
+    """At most one worker, or replica, from its first learning rate until it goes. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # Guarded by _lock.
+        self._worker_id = ""
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that owns the schedule; empty when none has sent a learning rate."""
+        return self._worker_id
+
+    def claim(self, worker_id: str, *, schedule: str) -> bool:
+        """Lets a worker set the learning rate; True where it is the owner from now on.
+
+        Raises ScheduleOwned where another worker does, or the server's own schedule (`schedule`, empty where it
+        has none).
+        """
+        if schedule:
+            raise ScheduleOwned(
+                f"worker {worker_id!r} sent a learning rate, but this server has a schedule of its own "
+                f"({schedule}): drop --schedule on the server, or the scheduler in the worker"
+            )
+        with self._lock:
+            if self._worker_id and self._worker_id != worker_id:
+                raise ScheduleOwned(
+                    f"worker {worker_id!r} sent a learning rate, but worker {self._worker_id!r} owns the schedule: "
+                    "let one worker change the rate (owns_schedule=True) and give the others owns_schedule=False"
+                )
+            claimed = not self._worker_id
+            self._worker_id = worker_id
+            return claimed
+
+    def release(self, worker_id: str) -> bool:
+        """Ends a worker's ownership; False where it was not the owner."""
+        with self._lock:
+            owned = self._worker_id == worker_id and bool(worker_id)
+            if owned:
+                self._worker_id = ""
+            return owned
+
+    @contextmanager
+    def claiming(self, worker_ids: Sequence[str], *, schedule: str, events: Events) -> Iterator[list[Receipt]]:
+        """Makes a worker that sends rates the owner, if one of the receipts then says that a gradient was taken.
+
+        Yields the list to put the receipts into. Raises ScheduleOwned where another owns the schedule.
+        """
+        receipts: list[Receipt] = []
+        claimed = [worker_id for worker_id in worker_ids if self.claim(worker_id, schedule=schedule)]
+        try:
+            yield receipts
+        finally:
+            for worker_id in claimed:
+                if any(receipt.outcome is not Outcome.REJECTED for receipt in receipts):
+                    events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
+                else:
+                    self.release(worker_id)
+
+
+# Part of the stall time after which a worker that has not pushed is looked at.
+IDLE_SHARE = 0.1
+
+
+class Stalls:
+    """How long each worker has been waited for. The caller guards it."""
+
+    def __init__(self, *, stall_seconds: float):
+        self.stall_seconds = stall_seconds
+        # Since when each was waited for without a pause.
+        self._since: dict[str, float] = {}
+        # Since when somebody has waited for expected workers that have not come; None while nobody does.
+        self._gate_since: float | None = None
+
+    def idle(self, members: Iterable[Member], *, now: float) -> set[str]:
+        """The workers of whom it is worth asking whether anybody waits for them."""
+        shortest = IDLE_SHARE * self.stall_seconds
+        last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in members}
+        return {worker_id for worker_id, time in last.items() if now - time >= shortest}
+
+    def look(self, waited_for: Iterable[str], membership: Membership, *, now: float) -> list[str]:
+        """The workers that have been waited for, and have pushed nothing that was taken, for stall_seconds.
+
+        A worker's own long steps hold nobody up as long as nobody waits, so the time counts from when the wait
+        for it was first seen, or from its last push that was taken where that came later.
+        """
+        since = {}
+        for worker_id in waited_for:
+            member = membership.get(worker_id)
+            taken_at = member.taken_at if member is not None else None
+            since[worker_id] = max(self._since.get(worker_id, now), taken_at or 0.0)
+        self._since = since
+        return sorted(worker_id for worker_id, began in since.items() if now - began >= self.stall_seconds)
+
+    def look_at_gate(self, *, holds: bool, now: float) -> bool:
+        """Whether expected workers that have not come have been waited for, without a pause, for stall_seconds."""
+        if not holds:
+            self._gate_since = None
+            return False
+        if self._gate_since is None:
+            self._gate_since = now
+        return now - self._gate_since >= self.stall_seconds
+
+
+_COUNTS_DIFFER = (
+    "some workers push gradients without a count of examples and some with one: a round with both is averaged with"
+    " equal shares; give `examples` with every push, or choose weighting=equal"
+)
+
+_NO_EXAMPLES = (
+    "no worker tells how many examples stand behind its gradients (optimizer.step(examples=...), count_examples), so"
+    " {} does not move"
+)
+
+# By then a worker that counts its examples has pushed.
+UPDATES_BEFORE_DOUBT = 100
+
+
+class Caveats:
+    """Remembers what a warning needs. May be used from any thread."""
+
+    def __init__(self) -> None:
+        # Whether gradients came with a count of their examples, and whether some came without.
+        self.counted = set[bool]()
+
+    def sentences(self, behaviour: Behaviour, shard: Shard | None, *, num_workers: int) -> tuple[str, ...]:
+        """The warnings with so many workers, judging by one shard where there is one."""
+        warnings = behaviour.aggregation.warnings(num_workers) if num_workers else ()
+        if behaviour.aggregation.weighs_examples and len(self.counted) == 2:
+            warnings += (_COUNTS_DIFFER,)
+        if behaviour.counts_epochs and shard and shard.version >= UPDATES_BEFORE_DOUBT and not shard.examples:
+            what = "the growth of the minibatch" if behaviour.batch_growth else "the schedule by epochs"
+            warnings += (_NO_EXAMPLES.format(what),)
+        return warnings

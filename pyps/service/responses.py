@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, TypeAlias
 
-from pyps.core.shard import Shard
-from pyps.service.calls import Context, Writer
+from pyps.service.calls import Call
+from pyps.service.executor import KernelExecutor
 from pyps.service.limits import Account
-from pyps.service.workbench import Workbench
 
 # What streams may hold together before each has one job at a time: three of large messages and their replies.
 AHEAD_BYTES_MAX = 24 * 2**20
@@ -31,7 +30,7 @@ class Begun(NamedTuple):
     held_bytes: int
 
 
-class Replies:
+class OrderedResponses:
     """Jobs begun one after the other, whose messages are sent in that order. A context manager, for one call.
 
     A job that is little runs at once, without task or thread, where none is under way. Else it runs on a thread, beside
@@ -39,20 +38,20 @@ class Replies:
     the block with its error, after the messages of those before it.
     """
 
-    def __init__(self, context: Context, work: Workbench, account: Account, *, ahead_max: int):
+    def __init__(self, call: Call, executor: KernelExecutor, account: Account, *, ahead_max: int):
         """At most `ahead_max` jobs have not been answered while there is `room`."""
-        self._writer = Writer(context)
-        self._work = work
+        self._call = call
+        self._executor = executor
         self._account = account
         self._ahead_max = ahead_max
         self._group = asyncio.TaskGroup()
         # In the order in which they began.
-        self._under_way: deque[Begun] = deque()
+        self.under_way: deque[Begun] = deque()
         # Sends their messages, as long as there are any: one for all, since a task a message costs as much as its copy.
         self._delivery: asyncio.Task[None] | None = None
         self._one_sent = asyncio.Event()
 
-    async def __aenter__(self) -> Replies:
+    async def __aenter__(self) -> OrderedResponses:
         await self._group.__aenter__()
         return self
 
@@ -67,32 +66,31 @@ class Replies:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            self._writer.close()
-            while self._under_way:
-                begun = self._under_way.popleft()
+            while self.under_way:
+                begun = self.under_way.popleft()
                 begun.answer.cancel()
                 self._account.release(begun.held_bytes)
 
-    async def add(self, shard_id: int, job: Job, *, num_bytes: int, held_bytes: int, shards: Iterable[Shard]) -> None:
-        """Begins a job on `num_bytes` under these shards' locks; until it is answered the account holds `held_bytes`.
+    async def add(self, shard_id: int, job: Job, *, num_bytes: int, held_bytes: int) -> None:
+        """Begins a job on `num_bytes`; until it is answered the account holds `held_bytes`.
 
         Raises LimitExceeded where there is no room for them; the job is not done then.
         """
         self._account.hold(held_bytes)
-        if not self._under_way and self._work.is_little(num_bytes, shards):
+        if not self.under_way and self._executor.is_little(num_bytes):
             try:
                 for message in job():
-                    await self._writer.send(message)
+                    await self._call.write(message)
             finally:
                 self._account.release(held_bytes)
             return
         try:
-            while any(begun.shard_id in (shard_id, ALL_SHARDS) for begun in self._under_way):
+            while any(begun.shard_id in (shard_id, ALL_SHARDS) for begun in self.under_way):
                 await self._end_of_one()
         except BaseException:
             self._account.release(held_bytes)
             raise
-        self._under_way.append(Begun(shard_id, self._work.begin(job), held_bytes))
+        self.under_way.append(Begun(shard_id, self._executor.begin(job), held_bytes))
         if self._delivery is None:
             self._delivery = self._group.create_task(self._deliver())
 
@@ -102,15 +100,15 @@ class Replies:
         Where streams together hold much, each has one at a time: the others keep the processors and the link at work.
         Nobody waits for another stream.
         """
-        while self._under_way and not self._may_go_ahead():
+        while self.under_way and not self._may_go_ahead():
             await self._end_of_one()
 
     def _may_go_ahead(self) -> bool:
-        return len(self._under_way) < self._ahead_max and self._account.budget.bytes_held < AHEAD_BYTES_MAX
+        return len(self.under_way) < self._ahead_max and self._account.budget.bytes_held < AHEAD_BYTES_MAX
 
     async def none_under_way(self) -> None:
         """Waits until all jobs are answered."""
-        while self._under_way:
+        while self.under_way:
             await self._end_of_one()
 
     async def _end_of_one(self) -> None:
@@ -119,13 +117,13 @@ class Replies:
         await self._one_sent.wait()
 
     async def _deliver(self) -> None:
-        while self._under_way:
-            messages = await self._under_way[0].answer
+        while self.under_way:
+            messages = await self.under_way[0].answer
             messages.reverse()
             while messages:
                 # What was sent is free before the next is.
-                await self._writer.send(messages.pop())
-            self._account.release(self._under_way.popleft().held_bytes)
+                await self._call.write(messages.pop())
+            self._account.release(self.under_way.popleft().held_bytes)
             self._one_sent.set()
         # Noted before anybody else runs: who adds one now begins another. After an error nobody does.
         self._delivery = None

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
-from pyps.service import replies as module
-from pyps.service.calls import Writer
+from pyps.service import responses as module
+from pyps.service.calls import Awaited, Call
+from pyps.service.executor import INLINE_BYTES_MAX, KernelExecutor
 from pyps.service.limits import ByteBudget
-from pyps.service.replies import Replies
-from pyps.service.workbench import INLINE_BYTES_MAX, Workbench
+from pyps.service.responses import OrderedResponses
 from pyps_wire.errors import BadRequest, LimitExceeded, WaitTimedOut
 
 MUCH, LITTLE = INLINE_BYTES_MAX, 10
@@ -45,27 +44,27 @@ class Caller:
 class Scene:
     """A server's side of a call; of its budget nothing may be held at the end."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self.work, self.budget = Workbench(threads), ByteBudget(2**30)
+    def __init__(self, threads: int) -> None:
+        self.work, self.budget = KernelExecutor(threads), ByteBudget(2**30)
 
-    def replies(self, caller: Caller, *, ahead_max: int = 3) -> Replies:
-        return Replies(caller, self.work, self.budget.account("a"), ahead_max=ahead_max)  # type: ignore[arg-type]
+    def replies(self, caller: Caller, *, ahead_max: int = 3) -> OrderedResponses:
+        return OrderedResponses(caller, self.work, self.budget.account("a"), ahead_max=ahead_max)  # type: ignore[arg-type]
 
 
 def played(act: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     """A test that plays the scene on an event loop with two threads."""
 
     def test() -> None:
-        with ThreadPoolExecutor(2) as threads:
-            scene = Scene(threads)
-            asyncio.run(asyncio.wait_for(act(scene), WAIT_SECONDS))
-            assert scene.budget.bytes_held == 0
+        scene = Scene(2)
+        asyncio.run(asyncio.wait_for(act(scene), WAIT_SECONDS))
+        scene.work.shutdown()
+        assert scene.budget.bytes_held == 0
 
     return test
 
 
-async def add(replies: Replies, shard_id: int, job: Callable[[], list[bytes]], num_bytes: int = MUCH) -> None:
-    await replies.add(shard_id, job, num_bytes=num_bytes, held_bytes=num_bytes, shards=())
+async def add(replies: OrderedResponses, shard_id: int, job: Callable[[], list[bytes]], num_bytes: int = MUCH) -> None:
+    await replies.add(shard_id, job, num_bytes=num_bytes, held_bytes=num_bytes)
 
 
 @played
@@ -133,7 +132,7 @@ async def test_a_job_on_all_shards_goes_before_a_later_one_on_any(scene: Scene) 
         adding = asyncio.create_task(add(replies, 3, second))
         for _ in range(3):
             # The other thread is free: it would do the second job before this.
-            await scene.work.off_loop(lambda: None)
+            await scene.work.begin(lambda: None)
         added.set()
         await adding
     assert (done, caller.taken) == (["all", "one"], [b"all", b"one"])
@@ -221,7 +220,7 @@ async def test_what_the_budget_has_no_room_for_is_not_done(scene: Scene) -> None
         with pytest.raises(error, match="--max-in-flight-bytes"):
             async with scene.replies(Caller()) as replies:
                 undone = partial(pytest.fail, "it was done")
-                await replies.add(0, undone, num_bytes=1, held_bytes=held_bytes, shards=())
+                await replies.add(0, undone, num_bytes=1, held_bytes=held_bytes)
     other.release(1)
 
 
@@ -242,9 +241,9 @@ def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None
 
 @played
 async def test_a_caller_that_takes_nothing_loses_its_call(scene: Scene) -> None:
-    writer = Writer(Caller(deaf=True), wait_seconds=0.05)  # type: ignore[arg-type]
+    writer = Call(Caller(deaf=True), Awaited(1), write_seconds=0.05)  # type: ignore[arg-type]
     with pytest.raises(WaitTimedOut, match=r"the caller took no reply for 0\.05 s: call again"):
-        await writer.send(b"reply")
+        await writer.write(b"reply")
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
 
@@ -255,10 +254,10 @@ async def test_the_watch_over_slow_callers_counts_each_message_anew(scene: Scene
     now = loop.time()
     loop.time = lambda: now  # type: ignore[method-assign]
     caller = Caller()
-    writer = Writer(caller, wait_seconds=4.0)  # type: ignore[arg-type]
+    writer = Call(caller, Awaited(1), write_seconds=4.0)  # type: ignore[arg-type]
     for _ in range(4):
         caller.stop_listening()
-        sending = asyncio.create_task(writer.send(b"reply"))
+        sending = asyncio.create_task(writer.write(b"reply"))
         await asyncio.sleep(0)
         now += 3.5
         for _ in range(5):

@@ -1,0 +1,49 @@
+"""A push to one shard as every transport describes it: the gradient, and where the parameters go that answer it.
+
+Whoever takes it up is given values only, and gives values back: nothing here is called while a shard is locked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pyps.core.gradient import Codec, Gradient
+from pyps_wire.errors import ServerUnavailable
+
+
+class Reply(NamedTuple):
+    """Memory for a shard's parameters: `length` numbers of the codec from `offset` on, in bytes.
+
+    A bytes object must be one that nobody else has seen.
+    """
+
+    buffer: bytes | bytearray | memoryview
+    offset: int
+    codec: Codec
+
+
+class SharedMemory:
+    """Memory that a worker shares, with a gradient in it or room for parameters: whether it is attached still.
+
+    Once it is not, the worker may write its next gradient there.
+    """
+
+    attached = True
+
+    def require_attached(self) -> None:
+        """Raises ServerUnavailable once the worker's connection has ended: its call is over."""
+        if not self.attached:
+            raise ServerUnavailable("the worker's memory is attached no longer")
+
+
+class PushPlan(NamedTuple):
+    """One shard's part of a push."""
+
+    shard_id: int
+    gradient: Gradient
+    # Where parameters go that are newer than the worker's; None for a push that brings none back.
+    reply: Reply | None = None
+    # The version that the worker holds; -1 for none, and for one of another epoch.
+    held_version: int = -1
+    # The worker's own memory, where gradient or reply lie in such.
+    memory: SharedMemory | None = None
