@@ -23,9 +23,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pyps import _kernels, announcement, logs
 from pyps.config import ConfigError, ServerConfig
+from pyps.run.handshake import RunState
+from pyps.run.observers import Standstill
 from pyps.run.run import SOFTWARE, Run
-from pyps.run.standstill import Standstill
-from pyps.run.state import RunState
 from pyps.service import hosting
 from pyps.service.calls import LATE_MIN, Awaited
 from pyps.service.executor import KernelExecutor

@@ -20,7 +20,7 @@ from rich.table import Table
 from pyps.cli.bench_progress import BenchProgress
 from pyps.cli.control import TOKEN_HELP, Control, DataServers, data_addresses, fail, read_token
 from pyps.cli.rounds import Bench, Rounds, Way
-from pyps.run.measurement import new_name
+from pyps.run.handshake import new_name
 from pyps_wire.common_pb2 import RUN_STATE_EMPTY
 from pyps_wire.errors import NotAllowed, PypsError
 from pyps_wire.parameter_server_pb2 import HelloReply

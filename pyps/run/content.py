@@ -1,4 +1,4 @@
-"""What an initialised run consists of."""
+"""What an initialised run consists of, and when it is over."""
 
 from __future__ import annotations
 
@@ -7,27 +7,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from pyps.core import update_rules
-from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
-from pyps.core.pending import PendingBudget
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
-from pyps.core.shard import Shard, ShardState
+from pyps.core.shard import Shard
 from pyps.core.whole_model import WholeModel
-from pyps.run.initialization import Initialization, listed
-from pyps.run_header import RestoredRun, RunHeader
+from pyps.run_header import RunHeader
 from pyps.vectors.machine import VectorMachine
 from pyps_wire.errors import BadRequest
-from pyps_wire.partition import Partition, partition
+from pyps_wire.partition import Partition
 
 if TYPE_CHECKING:
-    from pyps.config import ServerConfig
+    pass
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import TYPE_CHECKING
 
-# Lives whose receipts a shard remembers, for each worker that may be alive.
-LIVES_PER_WORKER = 4
+if TYPE_CHECKING:
+    from pyps.config import StopCondition
 
 
 @dataclass(frozen=True)
@@ -101,100 +99,52 @@ class RunRecorder(Recorder, Protocol):
         """Hears of the shards before anything happens to them."""
 
 
-@dataclass(frozen=True)
-class ContentFactory:
-    """Makes contents whose shards all behave alike."""
+class Ending:
+    """Ends a run once, by refusing pushes shard by shard. May be used from any thread, and under any lock."""
 
-    behaviour: Behaviour
-    recorder: Recorder | None
-    # Of the gradients that wait at all of them.
-    pending: PendingBudget
-    epoch: int
-    # Lives of workers whose receipts each shard remembers.
-    lives_max: int
-    # The bound of a coordinator's vectors.
-    vector_bytes_max: int
+    def __init__(self, condition: StopCondition | None, *, on_end: Callable[[str], None]):
+        self.condition = condition
+        self._on_end = on_end
+        self._lock = Lock()
+        # Guarded by _lock.
+        self.over = False
 
-    @classmethod
-    def of(
-        cls,
-        config: ServerConfig,
-        behaviour: Behaviour,
-        recorder: Recorder | None,
-        pending: PendingBudget,
-        *,
-        epoch: int,
-    ) -> ContentFactory:
-        """The factory of a server that was told this; `recorder` where it logs its updates."""
-        lives_max = max(LIVES_MAX, LIVES_PER_WORKER * config.max_workers)
-        return cls(behaviour, recorder, pending, epoch, lives_max, vector_bytes_max=config.max_vector_bytes)
+    def finish(self, shards: Iterable[Shard], reason: str) -> None:
+        """Ends the run now."""
+        for shard in shards:
+            shard.finish()
+        self._end(reason)
 
-    def first(self, initialization: Initialization, received: Mapping[int, Floats], *, now: float) -> Content:
-        """The content that the first parameters make, those of an initialisation that is complete."""
-        opening = initialization.opening
-        states = {
-            shard_id: ShardState(version=0, parameters=parameters, slots={}, ledger=LedgerState())
-            for shard_id, parameters in received.items()
-        }
-        return self._make(
-            opening.run_id,
-            initialization.partition,
-            opening.server_index,
-            initialization.settings,
-            states,
-            initializer=opening.initializer,
-            now=now,
-        )
+    def after_update(self, shard: Shard, *, examples: Callable[[], int], shards: Iterable[Shard]) -> None:
+        """Ends the run where the shard's last update was the last of the run."""
+        condition = self.condition
+        if condition is None:
+            return
+        if condition.unit == "updates" and shard.version >= condition.limit:
+            # Each shard takes its own count of updates: the other shards of the same push still get theirs.
+            shard.finish()
+            self._end(f"{condition.limit:g} updates are done")
+        elif condition.unit == "examples" and (done := examples()) >= condition.limit:
+            self.finish(shards, f"{done} examples are done")
 
-    def restored(self, restored: RestoredRun, *, now: float) -> Content:
-        """The content that a checkpoint holds, whose arrays are the run's from now on."""
-        header = restored.header
-        plan = partition(header.model, num_servers=header.num_servers)
-        states = dict(restored.shards)
-        content = self._make(
-            header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now
-        )
-        if restored.machine is not None:
-            content.machine.restore(restored.machine)
-        return content
+    def after_seconds(self, seconds: float, shards: Iterable[Shard]) -> None:
+        """Ends the run where its time is over."""
+        condition = self.condition
+        if condition is not None and condition.unit == "seconds" and seconds >= condition.limit:
+            self.finish(shards, f"{condition.limit:g} seconds are over")
 
-    def _make(
-        self,
-        run_id: str,
-        plan: Partition,
-        server_index: int,
-        settings: RuleSettings,
-        states: dict[int, ShardState],
-        *,
-        initializer: tuple[int, str, int] | None,
-        now: float,
-    ) -> Content:
-        shards = {}
-        for shard_range in plan.of_server(server_index):
-            state = states.pop(shard_range.shard_id)
-            hyperparameters = settings.groups[shard_range.group]
-            shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
-        whole = WholeModel(shards)
-        machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
-        return Content(run_id, plan, server_index, settings, shards, whole, machine, initializer, now)
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            if self.over:
+                return
+            self.over = True
+        self._on_end(reason)
 
-    def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
-        return Shard(
-            shard_id,
-            state.parameters,
-            rule=update_rules.find(rule),
-            hyperparameters=hyperparameters,
-            behaviour=self.behaviour,
-            epoch=self.epoch,
-            version=state.version,
-            slots=state.slots or None,
-            ledger=Ledger(state.ledger, lives_max=self.lives_max),
-            pending=state.pending,
-            examples=state.examples,
-            learning_rate=state.learning_rate,
-            momentum=state.momentum,
-            recorder=self.recorder,
-            budget=self.pending,
-            # A model is never held twice.
-            take_over=True,
-        )
+
+def listed(shard_ids: Iterable[int]) -> str:
+    """Shard ids in words, few of many."""
+    ids = sorted(shard_ids)
+    if not ids:
+        return "no shards"
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    return f"shard{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids[:8]))}{more}"

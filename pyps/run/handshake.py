@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyps.core.aggregation import Aggregation
 from pyps.core.rule_settings import RuleSettings, settle
-from pyps.run.state import RunState
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
 from pyps_wire.partition import Model, Partition, first_difference, partition
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     from pyps.run.content import Content
     from pyps.run.initialization import Opening
     from pyps.run_header import RunHeader
+import re
+import secrets
+
+
+class RunState(IntEnum):
+    """The states of pyps.v1.RunState, by the same numbers."""
+
+    EMPTY = 1
+    INITIALIZING = 2
+    READY = 3
+    FINISHED = 4
+    DRAINING = 5
 
 
 NAME_LENGTH_MAX = 200
@@ -271,3 +283,17 @@ def _ago(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min ago"
     return f"{seconds / 3600:.1f} h ago"
+
+
+# Nobody calls a run of his own so by accident.
+_NAME = re.compile(r"pyps-bench-[0-9a-f]{8}")
+
+
+def new_name() -> str:
+    """A name for a run that measures and is forgotten."""
+    return f"pyps-bench-{secrets.token_hex(4)}"
+
+
+def is_measurement(run_id: str) -> bool:
+    """Whether the run of that name only measures: nothing of it is kept."""
+    return _NAME.fullmatch(run_id) is not None

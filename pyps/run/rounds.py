@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -14,7 +14,6 @@ from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
 from pyps.core.gradient import ITEM_BYTES, Gradient, PayloadKind, require_fitting, require_rate
-from pyps.core.membership import Member, Membership
 from pyps.core.pacing import Free, Pacer
 from pyps.core.pending import PendingBudget
 from pyps.core.plan import PushPlan
@@ -24,10 +23,10 @@ from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.shard import Pushed, Shard
 from pyps.core.update import Update
-from pyps.run.attendance import Attendance
 from pyps.run.content import Content
-from pyps.run.events import Events
-from pyps.run.pacing import Pacing
+from pyps.run.observers import Events
+from pyps.run.pacing import Pacing, Stalls
+from pyps.run.registry import WorkerRegistry
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
 
@@ -53,15 +52,15 @@ class RoundController:
         self,
         config: ServerConfig,
         *,
-        attendance: Attendance,
+        registry: WorkerRegistry,
         statistics: Statistics,
         events: Events,
         clock: Callable[[], float],
         recorder: Recorder | None,
     ):
         self._config = config
-        self._attendance = attendance
-        self._membership = attendance.membership
+        self._registry = registry
+        self._membership = registry.membership
         self._statistics = statistics
         self._events = events
         self._clock = clock
@@ -188,7 +187,7 @@ class RoundController:
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
         roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock)
         if roster is None:
-            roster = self._attendance.pushed(worker_id, incarnation, now=now, clock=clock or None)
+            roster = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None)
         if self.pacing.paces and self.pacing.gate_holds:
             # At work already, with or without asking.
             self.pacing.excuse([self._membership.name_of(worker_id)])
@@ -214,7 +213,7 @@ class RoundController:
         if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
             counts_again = self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)
             if counts_again:
-                self._attendance.counts_again(gradient.worker_id)
+                self._registry.counts_again(gradient.worker_id)
         if gradient.kind != PayloadKind.NOTHING:
             self._caveats.counted.add(gradient.example_count > 0)
         if update is not None:
@@ -310,7 +309,7 @@ class RoundController:
 
     def tick(self, now: float) -> None:
         """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
-        for name in self._attendance.expire(now):
+        for name in self._registry.expire(now):
             self.departed(name)
         content = self._content
         if content is None:
@@ -531,50 +530,6 @@ class ScheduleOwner:
                     events.add("owner", "worker owns the schedule of the learning rate", worker=worker_id)
                 else:
                     self.release(worker_id)
-
-
-# Part of the stall time after which a worker that has not pushed is looked at.
-IDLE_SHARE = 0.1
-
-
-class Stalls:
-    """How long each worker has been waited for. The caller guards it."""
-
-    def __init__(self, *, stall_seconds: float):
-        self.stall_seconds = stall_seconds
-        # Since when each was waited for without a pause.
-        self._since: dict[str, float] = {}
-        # Since when somebody has waited for expected workers that have not come; None while nobody does.
-        self._gate_since: float | None = None
-
-    def idle(self, members: Iterable[Member], *, now: float) -> set[str]:
-        """The workers of whom it is worth asking whether anybody waits for them."""
-        shortest = IDLE_SHARE * self.stall_seconds
-        last = {m.worker_id: m.joined_at if m.taken_at is None else m.taken_at for m in members}
-        return {worker_id for worker_id, time in last.items() if now - time >= shortest}
-
-    def look(self, waited_for: Iterable[str], membership: Membership, *, now: float) -> list[str]:
-        """The workers that have been waited for, and have pushed nothing that was taken, for stall_seconds.
-
-        A worker's own long steps hold nobody up as long as nobody waits, so the time counts from when the wait
-        for it was first seen, or from its last push that was taken where that came later.
-        """
-        since = {}
-        for worker_id in waited_for:
-            member = membership.get(worker_id)
-            taken_at = member.taken_at if member is not None else None
-            since[worker_id] = max(self._since.get(worker_id, now), taken_at or 0.0)
-        self._since = since
-        return sorted(worker_id for worker_id, began in since.items() if now - began >= self.stall_seconds)
-
-    def look_at_gate(self, *, holds: bool, now: float) -> bool:
-        """Whether expected workers that have not come have been waited for, without a pause, for stall_seconds."""
-        if not holds:
-            self._gate_since = None
-            return False
-        if self._gate_since is None:
-            self._gate_since = now
-        return now - self._gate_since >= self.stall_seconds
 
 
 _COUNTS_DIFFER = (

@@ -10,29 +10,30 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from pyps import __version__, logs
-from pyps.core.aggregation import brought_policy
+from pyps.core.aggregation import Aggregation, brought_policy
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import Finding, scan
 from pyps.core.gradient import Gradient
 from pyps.core.membership import Membership
 from pyps.core.plan import PushPlan
+from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Pushed, Shard
+from pyps.core.staleness import StalenessPolicy
+from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
-from pyps.run.attendance import Attendance
-from pyps.run.content import Content, ContentFactory, RunRecorder
-from pyps.run.ending import Ending
-from pyps.run.events import Events
-from pyps.run.facts import RunFacts
-from pyps.run.gate import InitializationGate
-from pyps.run.handshake import Greeting, Pulse, Welcome
-from pyps.run.initialization import Initialization, Opening
+from pyps.run.content import Content, Ending, RunRecorder
+from pyps.run.handshake import Greeting, Holding, Pulse, RunState, Welcome, is_measurement
+from pyps.run.initialization import ContentFactory, Initialization, InitializationGate, Opening
+from pyps.run.observers import Events, Waits
+from pyps.run.registry import WorkerRegistry
 from pyps.run.rounds import RoundController, Settled
-from pyps.run.state import RunState
-from pyps.run.waits import Waits
+from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
+from pyps.vectors.machine import VectorMachine
 from pyps.work import WorkQueue
-from pyps_wire.errors import NotInitialized, RunMismatch, UnknownWorker
+from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
+from pyps_wire.partition import Model, Partition
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -43,7 +44,7 @@ SOFTWARE = f"pyps {__version__}"
 log = logs.get("pyps.run")
 
 
-class Run(RunFacts):
+class Run:
     """One run, or the place for one. Every method may be called from any thread.
 
     `_lock` guards which run it is; it is never held while a shard is updated or a caller waited for.
@@ -75,7 +76,7 @@ class Run(RunFacts):
     def _clear(self) -> None:
         config = self.config
         self.statistics = Statistics()
-        self._attendance = Attendance(
+        self._registry = WorkerRegistry(
             Membership(
                 lease_seconds=config.lease_seconds,
                 workers_max=config.max_workers,
@@ -85,7 +86,7 @@ class Run(RunFacts):
         )
         self.rounds = RoundController(
             config,
-            attendance=self._attendance,
+            registry=self._registry,
             statistics=self.statistics,
             events=self.events,
             clock=self.clock,
@@ -105,7 +106,7 @@ class Run(RunFacts):
             # A checkpoint may not know of leases that were given out before the server ended.
             first_lease=time.time_ns() // 1_000,
         )
-        self._attendance.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
+        self._registry.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
         self._ending = Ending(config.stop_condition, on_end=self._ended)
         if config.stop_condition is not None:
             self.rounds.on_update = partial(self._look_for_the_end, self._ending)
@@ -124,14 +125,14 @@ class Run(RunFacts):
             self._refuse_when_draining()
             if self._content is not None:
                 # Who came while the server was empty waited for the first parameters: it is of this run.
-                waited = self._attendance.is_member(greeting)
+                waited = self._registry.is_member(greeting)
                 handshake.check_joining(greeting, self._content, holding=self.holding(), waited=waited)
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
             if greeting.observer:
                 return Welcome()
             greeting = handshake.with_parts(greeting, self.model, protocol=self.aggregation)
-            if self._attendance.join(greeting, now=now):
+            if self._registry.join(greeting, now=now):
                 self.rounds.departed(greeting.name)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
@@ -149,7 +150,7 @@ class Run(RunFacts):
         known = run_id == self.run_id or not run_id
         try:
             if known:
-                self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
+                self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
         except UnknownWorker:
             known = False
         state = self.state
@@ -158,14 +159,14 @@ class Run(RunFacts):
     def heard(self, run_id: str, worker_id: str, incarnation: int) -> None:
         """Takes a worker's call for another service as a sign of life; refuses one of another run, or unknown."""
         self._require_run(self._require_content(), run_id)
-        self._attendance.heard(worker_id, incarnation, now=self.clock())
+        self._registry.heard(worker_id, incarnation, now=self.clock())
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
         """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
         # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
         if self._content is None or run_id == self.run_id:
             now = self.clock()
-            for name in self._attendance.leave(worker_id, incarnation, now=now, failed=failed, message=message):
+            for name in self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message):
                 self.rounds.departed(name)
         return self.membership.num_alive
 
@@ -191,7 +192,7 @@ class Run(RunFacts):
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
             # It may be at it for longer than its lease.
-            self._attendance.heard(opening.worker_id, opening.incarnation, now=self.clock())
+            self._registry.heard(opening.worker_id, opening.incarnation, now=self.clock())
         with self._lock:
             # Another call may have brought the last shards meanwhile.
             if not self.gate.already_done(self._content, opening):
@@ -288,9 +289,9 @@ class Run(RunFacts):
         """
         self._serving(run_id)
         if again:
-            self._attendance.require_alive(worker_id, incarnation)
+            self._registry.require_alive(worker_id, incarnation)
         else:
-            self._attendance.heard(worker_id, incarnation, now=self.clock(), clock=clock)
+            self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock)
         if self._ending.over:
             return True
         return self.rounds.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
@@ -320,14 +321,14 @@ class Run(RunFacts):
             handshake.check_run(run_id, self.holding(), observer=True)
             return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
         self._require_run(content, run_id)
-        self._attendance.heard(worker_id, incarnation, now=self.clock())
+        self._registry.heard(worker_id, incarnation, now=self.clock())
         shards = [content.shard(shard_id) for shard_id in shard_ids]
         self.require_declared(worker_id, (shard.shard_id for shard in shards))
         return shards or list(self.shards_of(worker_id).values())
 
     def stood_still(self, seconds: float) -> None:
         """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
-        self._attendance.stood_still(seconds, now=self.clock())
+        self._registry.stood_still(seconds, now=self.clock())
         with self._lock:
             self.gate.stood_still(seconds)
 
@@ -341,7 +342,7 @@ class Run(RunFacts):
         self.work.tick(now)
         if content is not None:
             self._ending.after_seconds(now - content.ready_at, content.shards.values())
-            if self.measures and self._attendance.done(expected_workers=1):
+            if self.measures and self._registry.done(expected_workers=1):
                 self.reset(content.run_id)
 
     def finish(self, reason: str = "stopped on request") -> None:
@@ -371,7 +372,199 @@ class Run(RunFacts):
         self.waits.wake_all()
         self.events.add("reset", "run reset", run=run_id)
 
+    # What the run is.
+
+    @property
+    def state(self) -> RunState:
+        """Where the server stands with its run."""
+        if self._draining:
+            return RunState.DRAINING
+        if self._ending.over:
+            return RunState.FINISHED
+        if self._content is not None:
+            return RunState.READY
+        return RunState.INITIALIZING if self.gate.busy else RunState.EMPTY
+
+    @property
+    def run_id(self) -> str:
+        """The run held, or the one that the server was told to hold; empty when nobody named one yet."""
+        return self._content.run_id if self._content else self.config.run_id
+
+    @property
+    def measures(self) -> bool:
+        """Whether the run held is that of a `pyps bench`, of which nothing is to be kept."""
+        return is_measurement(self.run_id)
+
+    @property
+    def partition(self) -> Partition | None:
+        """The plan of the whole model, None before initialisation."""
+        return self._content.partition if self._content else None
+
+    @property
+    def model(self) -> Model | None:
+        """The whole model, None before initialisation."""
+        return self._content.partition.model if self._content else None
+
+    @property
+    def server_index(self) -> int:
+        """This server's place among the run's servers."""
+        return self._content.server_index if self._content else 0
+
+    @property
+    def num_servers(self) -> int:
+        """The servers of the run; 0 before initialisation."""
+        return self._content.partition.num_servers if self._content else 0
+
+    @property
+    def optimizer(self) -> RuleSettings | None:
+        """The rule in force with its settings, or what the server was told; None when nobody said yet."""
+        return self._content.settings if self._content else self.told
+
+    @property
+    def shards(self) -> Mapping[int, Shard]:
+        """This server's shards by id; empty before initialisation."""
+        return self._content.shards if self._content else {}
+
+    @property
+    def version_max(self) -> int:
+        """The largest version among this server's shards: updates of the run."""
+        return self._content.version_max if self._content else 0
+
+    @property
+    def durable_version(self) -> int:
+        """The newest version that checkpoints hold of every shard here; 0 for none."""
+        return min((shard.durable_version for shard in self.shards.values()), default=0)
+
+    @property
+    def ready_at(self) -> float | None:
+        """When the run was initialised or restored, in the run's clock."""
+        return self._content.ready_at if self._content else None
+
+    @property
+    def membership(self) -> Membership:
+        """The run's workers."""
+        return self._registry.membership
+
+    @property
+    def roster(self) -> Roster:
+        """Those of them that the protocol reckons with."""
+        return self.membership.roster
+
+    def roster_of(self, shard_id: int) -> Roster:
+        """Those that the protocol reckons with at a shard: the workers, or processes of replicas, with its part."""
+        content = self._content
+        # A call that waits may ask after a shard of a run that was reset.
+        return self.roster.of_part(0 if content is None else content.parts.get(shard_id, 0))
+
+    def shards_of(self, worker_id: str) -> Mapping[int, Shard]:
+        """This server's shards of the parts of the model that a worker holds; all where it did not name parts."""
+        content = self._content
+        member = self.membership.get(worker_id) if self.membership.parted else None
+        if content is None or member is None or not member.parts:
+            return self.shards
+        return {i: shard for i, shard in content.shards.items() if member.holds(content.parts[i])}
+
+    def require_declared(self, worker_id: str, shard_ids: Iterable[int]) -> None:
+        """Refuses (BadRequest) a worker that means shards of a part that it did not declare in Hello."""
+        content = self._content
+        if content is not None and self.membership.parted:
+            for shard_id in shard_ids:
+                self.membership.require_part(worker_id, shard_id, content.parts[shard_id])
+
+    # How it goes about its work.
+
+    @property
+    def behaviour(self) -> Behaviour:
+        """Protocol, staleness policy, schedule and their like, as they are in force."""
+        return self.rounds.behaviour
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The protocol in force, a warm-up before it included."""
+        return self.rounds.behaviour.aggregation
+
+    @property
+    def staleness(self) -> StalenessPolicy:
+        """The staleness policy in force."""
+        return self.rounds.behaviour.staleness
+
+    @property
+    def whole(self) -> WholeModel | None:
+        """The shards under one mutex, where the protocol asks for that."""
+        content = self._content
+        return content.whole if content is not None and self.aggregation.whole_model else None
+
+    @property
+    def machine(self) -> VectorMachine | None:
+        """What a coordinator keeps beside the shards; None before initialisation."""
+        return self._content.machine if self._content else None
+
+    @property
+    def batch_size(self) -> int:
+        """The minibatch that the schedule asks of workers now; 0 where it has none or the run has not begun."""
+        content, growth = self._content, self.behaviour.batch_growth
+        return growth.size(content.first.examples) if content and content.shards and growth else 0
+
+    def batch_size_in(self, epoch: int) -> int:
+        """The minibatch that the schedule asks for in that pass over the data; 0 where it has none."""
+        growth = self.behaviour.batch_growth
+        return growth.size(epoch * growth.epoch_examples) if growth else 0
+
+    def epochs_ahead(self) -> int:
+        """How many epochs of shared data free workers may begin ahead; none where steps wait for others' steps."""
+        return 0 if self.aggregation.barrier or self.rounds.pacing.asks else self.config.epochs_ahead
+
+    def holding(self) -> Holding:
+        """What the server holds, as a newcomer is told."""
+        last, now = self.statistics.last_update, self.clock()
+        return Holding(self.run_id, self.version_max, None if last is None else now - last)
+
+    @property
+    def done(self) -> bool:
+        """True when as many workers as expected (at least one) have joined, and none of them is left."""
+        return not self.measures and self._registry.done(expected_workers=self.membership.expected_workers)
+
+    def header(self) -> RunHeader:
+        """What the run is, apart from its shards: the head of a checkpoint."""
+        return self._header(self._require_content())
+
+    def snapshot(self) -> Snapshot:
+        """What a checkpoint is made of. The queue before the shards: an example is rather trained twice than lost."""
+        work = None if self.work.spec is None else self.work.state()
+        content = self._require_content()
+        return Snapshot(self._header(content), dict(content.shards), content.machine, work)
+
+    def _header(self, content: Content) -> RunHeader:
+        return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
+
     # Helpers.
+
+    def _require_content(self) -> Content:
+        content = self._content
+        if content is None:
+            raise NotInitialized(
+                f"this server holds no parameters yet (it is {self.state.name.lower()}): "
+                "a worker's Hello and Initialize come first"
+            )
+        return content
+
+    def _serving(self, run_id: str | None) -> Content:
+        """The content, where the server serves the caller's run; None trusts the caller to mean this one."""
+        content = self._content
+        # The usual case first: a small push is over in no time.
+        if content is None or self._draining or (run_id is not None and run_id != content.run_id):
+            content = self._require_content()
+            self._refuse_when_draining()
+            self._require_run(content, run_id)
+        return content
+
+    def _require_run(self, content: Content, run_id: str | None) -> None:
+        if run_id is not None and run_id != content.run_id:
+            handshake.check_run(run_id or "(none)", self.holding(), observer=False)
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise ServerUnavailable("this server is shutting down: try again once it is back")
 
     def _is_told(self, name: str) -> bool:
         """Whether somebody chose that setting for this server, be it by a protocol's name that brings it."""

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pyps.process import resident_bytes
+from pyps.run.handshake import RunState
 from pyps.run.rounds import Settled
 from pyps.run.run import Run
-from pyps.run.state import RunState
 from pyps.service.calls import Awaited, Context
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
+from pyps.run.handshake import RunState
 from pyps.run.run import Run
-from pyps.run.state import RunState
 from pyps.service.executor import KernelExecutor
 from pyps.service.waiting import Parking, names_in_words
 from pyps.work import Ended, LeaseAnswer, NothingNow, WorkQueue

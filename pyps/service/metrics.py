@@ -31,8 +31,8 @@ from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
 from pyps.process import resident_bytes
+from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE, Run
-from pyps.run.state import RunState
 from pyps.service.calls import Awaited
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget

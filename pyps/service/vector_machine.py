@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 
 from pyps import logs
+from pyps.run.handshake import RunState
 from pyps.run.run import Run
-from pyps.run.state import RunState
 from pyps.service.calls import Call
 from pyps.service.convert import parse, parse_frame
 from pyps.service.executor import KernelExecutor

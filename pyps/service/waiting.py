@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable
 
 from pyps.core.shard import Shard
+from pyps.run.handshake import RunState
+from pyps.run.observers import Wait
 from pyps.run.run import Run
-from pyps.run.state import RunState
-from pyps.run.waits import Wait
 from pyps.service.executor import KernelExecutor
 from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import grpc
 
-from pyps.run.handshake import check_name, check_run
+from pyps.run.handshake import RunState, check_name, check_run
 from pyps.run.run import Run
-from pyps.run.state import RunState
 from pyps.service import convert
 from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor

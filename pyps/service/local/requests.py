@@ -17,8 +17,8 @@ from pyps.core.finding import Finding, first_of
 from pyps.core.gradient import Gradient, item_bytes, require_few_extents
 from pyps.core.plan import PushPlan
 from pyps.core.shard import Pushed, Shard
+from pyps.run.handshake import RunState
 from pyps.run.run import Run
-from pyps.run.state import RunState
 from pyps.service import convert
 from pyps.service.executor import Job, KernelExecutor
 from pyps.service.limits import ByteBudget

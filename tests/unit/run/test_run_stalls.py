@@ -7,10 +7,8 @@ import pytest
 
 from pyps.core.membership import Membership
 from pyps.core.receipt import Outcome, Reason
-from pyps.run.events import EVENTS_MAX, Events
+from pyps.run.observers import EVENTS_MAX, Events, Standstill, Wait, Waits
 from pyps.run.rounds import Stalls
-from pyps.run.standstill import Standstill
-from pyps.run.waits import Wait, Waits
 from pyps_wire.errors import PypsError, ScheduleOwned
 from shards import RunDriver
 

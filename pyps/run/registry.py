@@ -8,12 +8,12 @@ from itertools import groupby
 from pyps.core.member import Member, WorkerInfo, WorkerState, failure_in_words, was_interrupted
 from pyps.core.membership import Membership
 from pyps.core.roster import Roster
-from pyps.run.events import Events
 from pyps.run.handshake import Greeting
+from pyps.run.observers import Events
 from pyps_wire.errors import WaitTimedOut
 
 
-class Attendance:
+class WorkerRegistry:
     """Membership with events. Every method may be called from any thread."""
 
     def __init__(self, membership: Membership, events: Events):
