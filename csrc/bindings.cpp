@@ -7,7 +7,6 @@
 
 #include <pybind11/stl.h>
 
-#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -45,15 +44,6 @@ std::ptrdiff_t first_non_finite(py::handle gradient, int codec_number) {
   const Kernels& table = kernels();
   py::gil_scoped_release release;
   return table.first_non_finite(g.data(), codec, count);
-}
-
-double norm(py::handle gradient, int codec_number) {
-  const Codec codec = to_codec(codec_number);
-  const Bytes g(gradient, "gradient");
-  const std::size_t count = g.count_of(codec);
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return std::sqrt(table.sum_of_squares(g.data(), codec, count));
 }
 
 void decode(py::handle gradient, int codec_number, py::handle out) {
@@ -243,8 +233,6 @@ PYBIND11_MODULE(_kernels, module) {
   pyps::bind_vectors(module);
   module.def("first_non_finite", &pyps::first_non_finite, arg("gradient"), arg("codec"),
              "Returns the index of the first NaN or infinity, -1 when there is none.");
-  module.def("norm", &pyps::norm, arg("gradient"), arg("codec"),
-             "Returns the root of the sum of squares, computed in float64.");
   module.def("decode", &pyps::decode, arg("gradient"), arg("codec"), arg("out"),
              "Writes the encoded values as float32 into `out`.");
   module.def("encode", &pyps::encode, arg("values"), arg("codec"),

@@ -108,31 +108,6 @@ Summary summary(const float* values, std::size_t count) {
   return result;
 }
 
-template <class C>
-double sum_of_squares_loop(const Byte* encoded, std::size_t count) {
-  double sums[num_lanes] = {};
-  const std::size_t whole = count - count % num_lanes;
-  for (std::size_t start = 0; start < whole; start += num_lanes) {
-    for (std::size_t lane = 0; lane < num_lanes; ++lane) {  // Vectorised.
-      const double value{C::decode(load<C>(encoded, start + lane))};
-      sums[lane] += value * value;
-    }
-  }
-  for (std::size_t i = whole; i < count; ++i) {
-    const double value{C::decode(load<C>(encoded, i))};
-    sums[i - whole] += value * value;
-  }
-  double total = 0.0;
-  for (const double sum : sums) total += sum;
-  return total;
-}
-
-double sum_of_squares(const void* gradient, Codec codec, std::size_t count) {
-  return with_codec(codec, [=](auto c) {
-    return sum_of_squares_loop<decltype(c)>(static_cast<const Byte*>(gradient), count);
-  });
-}
-
 template <class... Float>
 void bandwidth_loop(const Byte* __restrict gradient, std::size_t count,
                     Float* __restrict... arrays) {
@@ -164,7 +139,6 @@ const Kernels PYPS_KERNELS = {
     .adam = update<AdamOptions, float, float>,
     .adamw = update<AdamwOptions, float, float>,
     .first_non_finite = first_non_finite,
-    .sum_of_squares = sum_of_squares,
     .decode = decode,
     .encode = encode,
     .summary = summary,

@@ -170,10 +170,6 @@ struct Kernels {
   // Index of the first NaN or infinity, -1 when all are finite.
   std::ptrdiff_t (*first_non_finite)(const void* gradient, Codec codec, std::size_t count);
 
-  // In float64, element i in lane i modulo 16, the lanes added in order: one value on every
-  // instruction set.
-  double (*sum_of_squares)(const void* gradient, Codec codec, std::size_t count);
-
   // Exact: every float16 and bfloat16, subnormal or not, is a float32.
   void (*decode)(float* values, const void* encoded, Codec codec, std::size_t count);
 
@@ -181,7 +177,8 @@ struct Kernels {
   // at any byte.
   void (*encode)(void* encoded, const float* values, Codec codec, std::size_t count);
 
-  // The sum is in float64 and is NaN when a value is; min and max pass over NaN. An empty array has
+  // The sum is in float64, element i in lane i modulo 16, the lanes added in order: one value on
+  // every instruction set. It is NaN when a value is; min and max pass over NaN. An empty array has
   // min = +infinity, max = -infinity.
   Summary (*summary)(const float* values, std::size_t count);
 

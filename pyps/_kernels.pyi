@@ -166,9 +166,6 @@ def adamw(
 def first_non_finite(gradient: Buffer, codec: int) -> int:
     """Returns the index of the first NaN or infinity, -1 when there is none."""
 
-def norm(gradient: Buffer, codec: int) -> float:
-    """Returns the root of the sum of squares, computed in float64 in one order on every instruction set."""
-
 def decode(gradient: Buffer, codec: int, out: Floats) -> None:
     """Writes the encoded values as float32 into `out`."""
 

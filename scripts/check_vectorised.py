@@ -32,7 +32,6 @@ INSTANTIATIONS = {
     "sum_loop": 2 * 3 * 2,
     # In memory and in a private copy.
     "exponent_carries": 9,
-    "sum_of_squares_loop": 2,
     "decode_loop": 2,
     "encode_loop": 3,
     # Over one, two and three arrays.
@@ -49,7 +48,7 @@ INSTANTIATIONS = {
     "add_products": 1,
 }
 # Those that become two vectors or so are unrolled first, and then vectorised as straight code.
-UNROLLED = {("avx512", "update_loop"): 3, ("avx512", "sum_of_squares_loop"): 2}
+UNROLLED = {("avx512", "update_loop"): 3}
 VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64}
 
 

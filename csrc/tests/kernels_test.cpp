@@ -25,11 +25,6 @@ void test_codec(Codec codec, std::size_t count, std::size_t offset) {
   Payload again(size, (offset + 3) % 8);
   kernels.encode(again.data(), decoded.data(), codec, count);
   CHECK(size == 0 || std::memcmp(again.data(), gradient.data(), size) == 0);
-
-  double sum = 0;
-  for (const float value : decoded) sum += double{value} * double{value};
-  const double found = kernels.sum_of_squares(gradient.data(), codec, count);
-  CHECK(std::fabs(found - sum) <= 1e-12 * sum);
 }
 
 void test_guard(Codec codec, std::size_t count, std::size_t offset) {

@@ -117,14 +117,10 @@ def test_the_guard_finds_the_first_of_several():
 # Inspection.
 
 
-def squares_of(values):
-    return lane_sum(values.astype(np.float64) ** 2)
-
-
 def test_summary_equals_the_sum_over_sixteen_lanes():
     for length in LENGTHS:
         values = wide_values(length, 1)
-        expected = squares_of(values), values.min(initial=np.inf), values.max(initial=-np.inf)
+        expected = lane_sum(values.astype(np.float64) ** 2), values.min(initial=np.inf), values.max(initial=-np.inf)
 
         assert _kernels.summary(values) == expected, length
 
@@ -136,16 +132,3 @@ def test_summary_shows_a_nan_in_the_sum_alone():
 
     assert np.isnan(sum_of_squares)
     assert (low, high) == (-2, 1)
-
-
-def test_the_norm_is_the_root_of_the_sum_over_sixteen_lanes():
-    for codec, length in product(CODECS.values(), LENGTHS):
-        payload = payload_of(length, codec, 1)
-        norm = np.sqrt(squares_of(decode_reference(payload, codec)))
-
-        assert _kernels.norm(payload, codec) == norm, (codec, length)
-        assert _kernels.norm(at_offset(payload, 3), codec) == norm, (codec, length)
-
-
-def test_the_norm_does_not_overflow():
-    assert _kernels.norm(np.full(4, 3e38, np.float32), _kernels.FLOAT32) == 2 * float(np.float32(3e38))
