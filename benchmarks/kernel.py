@@ -41,7 +41,7 @@ from pyps import _kernels
 from pyps.core.arrays import aligned_copy, aligned_zeros
 from pyps.core.gradient import Codec, item_bytes
 from pyps.core.plan import Reply
-from pyps.core.update_rules import RULES, UpdateRule, WeightedGradient, validate
+from pyps.core.rules import RULES, UpdateRule, WeightedGradient, validate
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 NUM_PARAMETERS = 25_600_000

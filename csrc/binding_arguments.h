@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "kernels.h"
@@ -57,11 +58,11 @@ inline std::string type_name(py::handle object) {
 }
 
 template <class Number>
-Number to_number(py::handle object, const std::string& owner, const char* name) {
+Number to_number(py::handle object, std::string_view owner, const char* name) {
   try {
     return object.cast<Number>();
   } catch (const py::cast_error&) {
-    throw py::type_error(owner + "'s " + name + " is of type " + type_name(object) +
+    throw py::type_error(std::string(owner) + "'s " + name + " is of type " + type_name(object) +
                          "; expected a number");
   }
 }
@@ -247,9 +248,10 @@ class ReplyPlace {
 
   Reply view() const { return {.encoded = encoded_, .codec = codec_}; }
 
-  void require_apart(const void* other, std::size_t size, const std::string& other_name) const {
-    if (overlap(encoded_, size_, other, size)) {
-      throw py::value_error("reply and " + other_name + " overlap in memory");
+  template <class Other>
+  void require_apart(const Other& other) const {
+    if (overlap(encoded_, size_, other.data(), other.size())) {
+      throw py::value_error("reply and " + other.name() + " overlap in memory");
     }
   }
 

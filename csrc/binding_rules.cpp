@@ -1,11 +1,12 @@
-// The update rules' part of the module pyps._kernels.
+// The update rules' part of the module pyps._kernels: one function for all of them.
 //
-// Each function takes the numbers of its rule's formula and checks them. How a rate, a schedule or
-// a bias correction makes those numbers stands in pyps/core/update_rules.py.
+// How settings, a schedule or a bias correction make the numbers of a rule's formula stands in
+// pyps/core/rules.py.
 
 #include <cmath>
 #include <deque>
-#include <initializer_list>
+#include <map>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -16,26 +17,6 @@
 
 namespace pyps {
 namespace {
-
-float to_non_negative(double value, const char* name) {
-  const float rounded = to_float32(value, name);
-  if (rounded < 0) {
-    throw py::value_error(std::string(name) + " is " + std::to_string(value) +
-                          "; expected at least 0");
-  }
-  return rounded;
-}
-
-float to_fraction(double value, const char* name) {
-  if (!(value >= 0 && value <= 1)) {
-    throw py::value_error(std::string(name) + " is " + std::to_string(value) +
-                          "; expected a number from 0 to 1");
-  }
-  return static_cast<float>(value);
-}
-
-// What is left of a fraction, rounded once.
-float rest_of(double fraction) { return static_cast<float>(1.0 - fraction); }
 
 // A list of (payload, codec, factor), each payload `count` values long. Held until destruction.
 class GradientList {
@@ -80,233 +61,103 @@ class GradientList {
   std::vector<Gradient> weighted_;
 };
 
-struct NamedArray {
-  py::handle object;
-  const char* name;
-};
-
-// The memory of one update: arrays of one length, each apart from the others, from every gradient
-// and from the reply.
-class Arrays {
+// What a kernel writes: arrays of one length, each apart from the others.
+class WrittenArrays {
  public:
-  Arrays(std::initializer_list<NamedArray> arrays, py::handle gradients, py::handle reply,
-         bool guarded)
-      : written_(checked(arrays)),
-        gradients_(gradients, written_.front().count()),
-        reply_(reply, written_.front().count()),
-        guarded_(guarded) {
-    for (const Floats& array : written_) {
-      for (const Bytes& payload : gradients_.payloads()) array.require_apart(payload);
-      reply_.require_apart(array.data(), array.count() * sizeof(float), array.name());
-    }
-    for (const Bytes& payload : gradients_.payloads()) {
-      reply_.require_apart(payload.data(), payload.size(), payload.name());
-    }
+  void add(py::handle object, const char* name) {
+    const Floats& added = arrays_.emplace_back(object, name, Access::write);
+    added.require_count(arrays_.front());
+    for (std::size_t i = 0; i + 1 < arrays_.size(); ++i) arrays_[i].require_apart(added);
+    pointers_.push_back(added.mutable_data());
   }
 
-  float* operator[](std::size_t index) const { return written_[index].mutable_data(); }
-  std::size_t count() const { return written_.front().count(); }
-  Gradients gradients() const { return gradients_.view(guarded_); }
-  Reply reply() const { return reply_.view(); }
+  void require_apart(const Bytes& other) const {
+    for (const Floats& array : arrays_) array.require_apart(other);
+  }
+
+  const std::vector<Floats>& all() const { return arrays_; }
+  float* const* pointers() const { return pointers_.data(); }
+  std::size_t count() const { return arrays_.front().count(); }
 
  private:
-  static std::vector<Floats> checked(std::initializer_list<NamedArray> arrays) {
-    std::vector<Floats> written;
-    written.reserve(arrays.size());
-    for (const auto& [object, name] : arrays) {
-      const Floats& array = written.emplace_back(object, name, Access::write);
-      array.require_count(written.front());
-      for (std::size_t i = 0; i + 1 < written.size(); ++i) written[i].require_apart(array);
-    }
-    return written;
-  }
-
-  std::vector<Floats> written_;
-  GradientList gradients_;
-  ReplyPlace reply_;
-  bool guarded_;
+  std::vector<Floats> arrays_;
+  std::vector<float*> pointers_;
 };
 
-std::size_t sgd(py::handle parameters, py::handle gradients, double rate, double weight_decay,
-                py::handle reply, bool guarded) {
-  const Arrays arrays({{parameters, "parameters"}}, gradients, reply, guarded);
-  const SgdOptions options = {.rate = to_float32(rate, "rate"),
-                              .weight_decay = to_non_negative(weight_decay, "weight_decay")};
+const Rule& find_rule(const std::string& name) {
   const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.sgd(arrays[0], arrays.gradients(), arrays.reply(), arrays.count(), options);
-}
-
-std::size_t momentum(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
-                     double momentum, double dampening, double weight_decay, py::handle reply,
-                     bool guarded) {
-  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients, reply,
-                      guarded);
-  const MomentumOptions options = {.rate = to_float32(rate, "rate"),
-                                   .momentum = to_non_negative(momentum, "momentum"),
-                                   .gradient_share = to_float32(1.0 - dampening, "dampening"),
-                                   .weight_decay = to_non_negative(weight_decay, "weight_decay")};
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.momentum(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
-                        options);
-}
-
-std::size_t heavy_ball(py::handle parameters, py::handle velocity, py::handle gradients,
-                       double rate, double momentum, double weight_decay, py::handle reply,
-                       bool guarded) {
-  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients, reply,
-                      guarded);
-  const HeavyBallOptions options = {.rate = to_float32(rate, "rate"),
-                                    .momentum = to_non_negative(momentum, "momentum"),
-                                    .weight_decay = to_non_negative(weight_decay, "weight_decay")};
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.heavy_ball(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
-                          options);
-}
-
-std::size_t nesterov(py::handle parameters, py::handle velocity, py::handle gradients, double rate,
-                     double momentum, double weight_decay, py::handle reply, bool guarded) {
-  const Arrays arrays({{parameters, "parameters"}, {velocity, "velocity"}}, gradients, reply,
-                      guarded);
-  const NesterovOptions options = {.rate = to_float32(rate, "rate"),
-                                   .momentum = to_non_negative(momentum, "momentum"),
-                                   .weight_decay = to_non_negative(weight_decay, "weight_decay")};
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.nesterov(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
-                        options);
-}
-
-std::size_t adagrad(py::handle parameters, py::handle accumulator, py::handle gradients,
-                    double rate, double eps, double weight_decay, py::handle reply, bool guarded) {
-  const Arrays arrays({{parameters, "parameters"}, {accumulator, "accumulator"}}, gradients, reply,
-                      guarded);
-  const AdagradOptions options = {.rate = to_float32(rate, "rate"),
-                                  .eps = to_non_negative(eps, "eps"),
-                                  .weight_decay = to_non_negative(weight_decay, "weight_decay")};
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.adagrad(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
-                       options);
-}
-
-std::size_t rmsprop(py::handle parameters, py::handle square_average, py::handle gradients,
-                    double rate, double decay, double eps, double weight_decay, py::handle reply,
-                    bool guarded) {
-  const Arrays arrays({{parameters, "parameters"}, {square_average, "square_average"}}, gradients,
-                      reply, guarded);
-  const RmspropOptions options = {.rate = to_float32(rate, "rate"),
-                                  .decay = to_fraction(decay, "decay"),
-                                  .gradient_share = rest_of(decay),
-                                  .eps = to_non_negative(eps, "eps"),
-                                  .weight_decay = to_non_negative(weight_decay, "weight_decay")};
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.rmsprop(arrays[0], arrays[1], arrays.gradients(), arrays.reply(), arrays.count(),
-                       options);
-}
-
-// The array arguments of Adam and AdamW.
-Arrays adam_arrays(py::handle parameters, py::handle first_moment, py::handle second_moment,
-                   py::handle gradients, py::handle reply, bool guarded) {
-  return Arrays({{parameters, "parameters"},
-                 {first_moment, "first_moment"},
-                 {second_moment, "second_moment"}},
-                gradients, reply, guarded);
-}
-
-AdamOptions adam_options(double rate, double beta1, double beta2, double root_scale, double eps,
-                         double weight_decay) {
-  return {.rate = to_float32(rate, "rate"),
-          .beta1 = to_fraction(beta1, "beta1"),
-          .gradient_share1 = rest_of(beta1),
-          .beta2 = to_fraction(beta2, "beta2"),
-          .gradient_share2 = rest_of(beta2),
-          .root_scale = to_non_negative(root_scale, "root_scale"),
-          .eps = to_non_negative(eps, "eps"),
-          .weight_decay = to_non_negative(weight_decay, "weight_decay")};
-}
-
-std::size_t adam(py::handle parameters, py::handle first_moment, py::handle second_moment,
-                 py::handle gradients, double rate, double beta1, double beta2, double root_scale,
-                 double eps, double weight_decay, py::handle reply, bool guarded) {
-  const Arrays arrays =
-      adam_arrays(parameters, first_moment, second_moment, gradients, reply, guarded);
-  const AdamOptions options = adam_options(rate, beta1, beta2, root_scale, eps, weight_decay);
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.adam(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.reply(),
-                    arrays.count(), options);
-}
-
-std::size_t adamw(py::handle parameters, py::handle first_moment, py::handle second_moment,
-                  py::handle gradients, double rate, double beta1, double beta2, double root_scale,
-                  double eps, double weight_decay, py::handle reply, bool guarded) {
-  const Arrays arrays =
-      adam_arrays(parameters, first_moment, second_moment, gradients, reply, guarded);
-  const AdamwOptions options = {adam_options(rate, beta1, beta2, root_scale, eps, weight_decay),
-                                rest_of(weight_decay)};
-  const Kernels& table = kernels();
-  py::gil_scoped_release release;
-  return table.adamw(arrays[0], arrays[1], arrays[2], arrays.gradients(), arrays.reply(),
-                     arrays.count(), options);
-}
-
-void bandwidth(const py::list& arrays, py::handle gradient) {
-  if (arrays.size() < 1 || arrays.size() > 3) {
-    throw py::value_error(std::to_string(arrays.size()) + " arrays; expected one to three");
+  std::string known;
+  for (std::size_t i = 0; i < table.num_rules; ++i) {
+    if (name == table.rules[i].name) return table.rules[i];
+    known += (known.empty() ? "" : ", ") + std::string(table.rules[i].name);
   }
-  std::vector<Floats> written;
-  std::vector<float*> pointers;
+  throw py::value_error("rule is '" + name + "'; expected one of: " + known);
+}
+
+// Calls `take(value, name)` for each name of a list such as "rate, eps", in its order. There may be
+// others in `by_name`.
+template <class Take>
+void take_named(const char* list, const py::dict& by_name, Take take) {
+  // For good: to make the names anew takes longer than a small update.
+  static auto* const known = new std::map<const char*, std::vector<py::str>>;
+  const auto [entry, fresh] = known->try_emplace(list);
+  std::vector<py::str>& names = entry->second;
+  if (fresh) {
+    std::istringstream words(list);
+    for (std::string name; std::getline(words >> std::ws, name, ',');) names.emplace_back(name);
+  }
+  for (const py::str& name : names) {
+    const char* text = PyUnicode_AsUTF8(name.ptr());
+    const py::handle value = PyDict_GetItem(by_name.ptr(), name.ptr());
+    if (!value) throw py::value_error(std::string(text) + " is missing; the rule takes " + list);
+    take(value, text);
+  }
+}
+
+std::size_t apply(const std::string& rule_name, py::handle parameters, const py::dict& slots,
+                  py::handle gradient_list, const py::dict& numbers, py::handle reply,
+                  bool guarded) {
+  const Rule& rule = find_rule(rule_name);
+  WrittenArrays arrays;
+  arrays.add(parameters, "parameters");
+  take_named(rule.slots, slots, [&](auto slot, auto name) { arrays.add(slot, name); });
+  const GradientList gradients(gradient_list, arrays.count());
+  const ReplyPlace place(reply, arrays.count());
+  for (const Floats& array : arrays.all()) place.require_apart(array);
+  for (const Bytes& payload : gradients.payloads()) {
+    arrays.require_apart(payload);
+    place.require_apart(payload);
+  }
+  std::vector<float> values;
+  take_named(rule.numbers, numbers, [&](auto number, auto name) {
+    values.push_back(to_float32(to_number<double>(number, rule.name, name), name));
+  });
+  py::gil_scoped_release release;
+  return rule.update(arrays.pointers(), gradients.view(guarded), place.view(), arrays.count(),
+                     values.data());
+}
+
+void bandwidth(const py::list& list, py::handle gradient) {
+  if (list.size() < 1 || list.size() > 3) {
+    throw py::value_error(std::to_string(list.size()) + " arrays; expected one to three");
+  }
+  WrittenArrays arrays;
+  for (const py::handle array : list) arrays.add(array, "array");
   const Bytes g(gradient, "gradient");
-  for (const py::handle array : arrays) {
-    const Floats& added = written.emplace_back(array, "array", Access::write);
-    added.require_count(written.front());
-    for (std::size_t i = 0; i + 1 < written.size(); ++i) written[i].require_apart(written.back());
-    written.back().require_apart(g);
-    pointers.push_back(written.back().mutable_data());
-  }
-  g.require_count(Codec::float32, written.front().count());
+  g.require_count(Codec::float32, arrays.count());
+  arrays.require_apart(g);
   const Kernels& table = kernels();
   py::gil_scoped_release release;
-  table.bandwidth(pointers.data(), pointers.size(), g.data(), written.front().count());
+  table.bandwidth(arrays.pointers(), list.size(), g.data(), arrays.count());
 }
 
 }  // namespace
 
 void bind_rules(py::module_& module) {
   using py::arg;
-  const py::kw_only named;
-  const arg parameters("parameters"), velocity("velocity"), gradients("gradients"), rate("rate");
-  const arg first_moment("first_moment"), second_moment("second_moment"), eps("eps");
-  const py::arg_v weight_decay("weight_decay", 0.0), reply("reply", py::none());
-  const py::arg_v guarded("guarded", false);
-
-  module.def("sgd", &sgd, parameters, gradients, named, rate, weight_decay, reply, guarded,
-             "p = p - rate * g");
-  module.def("momentum", &momentum, parameters, velocity, gradients, named, rate, arg("momentum"),
-             arg("dampening") = 0.0, weight_decay, reply, guarded,
-             "v = momentum * v + (1 - dampening) * g; p = p - rate * v");
-  module.def("heavy_ball", &heavy_ball, parameters, velocity, gradients, named, rate,
-             arg("momentum"), weight_decay, reply, guarded,
-             "v = momentum * v + rate * g; p = p - v");
-  module.def("nesterov", &nesterov, parameters, velocity, gradients, named, rate, arg("momentum"),
-             weight_decay, reply, guarded,
-             "v = momentum * v + g; p = p - rate * (g + momentum * v)");
-  module.def("adagrad", &adagrad, parameters, arg("accumulator"), gradients, named, rate, eps,
-             weight_decay, reply, guarded, "a = a + g * g; p = p - rate * g / (sqrt(a) + eps)");
-  module.def("rmsprop", &rmsprop, parameters, arg("square_average"), gradients, named, rate,
-             arg("decay"), eps, weight_decay, reply, guarded,
-             "s = decay * s + (1 - decay) * g * g; p = p - rate * g / (sqrt(s) + eps)");
-  module.def("adam", &adam, parameters, first_moment, second_moment, gradients, named, rate,
-             arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay, reply, guarded,
-             "m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g; "
-             "p = p - rate * m / (sqrt(v) * root_scale + eps)");
-  module.def("adamw", &adamw, parameters, first_moment, second_moment, gradients, named, rate,
-             arg("beta1"), arg("beta2"), arg("root_scale"), eps, weight_decay, reply, guarded,
-             "p = (1 - weight_decay) * p, then as adam without decay.");
+  module.def("apply", &apply, arg("rule"), arg("parameters"), arg("slots"), arg("gradients"),
+             arg("numbers"), arg("reply") = py::none(), arg("guarded") = false,
+             "Updates parameters and slots by the rule of that name.");
   module.def("bandwidth", &bandwidth, arg("arrays"), arg("gradient"),
              "Moves the memory that a rule over these arrays moves. For benchmarks.");
 }

@@ -200,7 +200,7 @@ bool write_header(const py::bytes& frame, std::size_t room, const py::bytes& hea
 void encode_into(py::handle values, py::handle reply) {
   const Floats v(values, "values", Access::read);
   const ReplyPlace place(reply, v.count());
-  place.require_apart(v.data(), v.count() * sizeof(float), "values");
+  place.require_apart(v);
   const Kernels& table = kernels();
   const Reply target = place.view();
   if (target.encoded == nullptr) {

@@ -1,63 +1,148 @@
-// What each rule does to one parameter and its slots, given its gradient; see kernels.h.
+// The update rules: what each does to one parameter p and its slots, given its gradient g.
+//
+// A rule is a struct of the numbers in its formula, and an entry of `rules` below. The numbers come
+// from pyps/core/rules.py by their names. Where weight_decay is not zero, g = g + weight_decay * p
+// before all else, once per update.
 //
 // For kernels.cpp alone, which is compiled once per instruction set: everything is local to it.
 #pragma once
 
+#include "kernel_update.h"
 #include "kernels.h"
 
 namespace pyps {
 namespace {
 
-inline void step(const SgdOptions& o, float g, float& p) { p = p - o.rate * g; }
+// Declares a rule's numbers, each a float, and tells their names.
+#define PYPS_NUMBERS(...)                              \
+  static constexpr const char* numbers = #__VA_ARGS__; \
+  float __VA_ARGS__
 
-inline void step(const MomentumOptions& o, float g, float& p, float& v) {
-  v = o.momentum * v + o.gradient_share * g;
-  p = p - o.rate * v;
-}
+struct Sgd {
+  PYPS_NUMBERS(rate, weight_decay);
 
-inline void step(const HeavyBallOptions& o, float g, float& p, float& v) {
-  v = o.momentum * v + o.rate * g;
-  p = p - v;
-}
+  void step(float g, float& p) const { p = p - rate * g; }
+};
 
-inline void step(const NesterovOptions& o, float g, float& p, float& v) {
-  v = o.momentum * v + g;
-  p = p - o.rate * (g + o.momentum * v);
-}
+struct Momentum {
+  PYPS_NUMBERS(rate, momentum, gradient_share, weight_decay);
 
-// Computed for every parameter, and thrown away where there is nothing to divide by: a branch would
-// not vectorise.
+  void step(float g, float& p, float& v) const {
+    v = momentum * v + gradient_share * g;
+    p = p - rate * v;
+  }
+};
+
+struct HeavyBall {
+  PYPS_NUMBERS(rate, momentum, weight_decay);
+
+  void step(float g, float& p, float& v) const {
+    v = momentum * v + rate * g;
+    p = p - v;
+  }
+};
+
+// The parameters are the look-ahead point, at which gradients are taken.
+struct Nesterov {
+  PYPS_NUMBERS(rate, momentum, weight_decay);
+
+  void step(float g, float& p, float& v) const {
+    v = momentum * v + g;
+    p = p - rate * (g + momentum * v);
+  }
+};
+
+// The quotient, 0 where the divisor is. It is computed for every parameter, and thrown away where
+// there is nothing to divide by: a branch would not vectorise.
 inline float divided(float dividend, float divisor) {
   const float quotient = dividend / divisor;
   return divisor == 0.0f ? 0.0f : quotient;
 }
 
-inline void step(const AdagradOptions& o, float g, float& p, float& a) {
-  a = a + g * g;
-  p = p - divided(o.rate * g, __builtin_sqrtf(a) + o.eps);
+// Dean et al. 2012, section 4.1. The sum includes the gradient at hand; eps stands outside the
+// root.
+//
+// The divisor is zero only with eps = 0, for a gradient that is zero or whose square rounds to
+// zero. Where g * g is too large for float32, a becomes infinite and the parameter stands still
+// from then on. The next three rules treat divisors and large squares alike.
+struct Adagrad {
+  PYPS_NUMBERS(rate, eps, weight_decay);
+
+  void step(float g, float& p, float& a) const {
+    a = a + g * g;
+    p = p - divided(rate * g, __builtin_sqrtf(a) + eps);
+  }
+};
+
+struct Rmsprop {
+  PYPS_NUMBERS(rate, decay, gradient_share, eps, weight_decay);
+
+  void step(float g, float& p, float& s) const {
+    s = decay * s + gradient_share * (g * g);
+    p = p - divided(rate * g, __builtin_sqrtf(s) + eps);
+  }
+};
+
+template <class R>
+inline void adam_step(const R& r, float g, float& p, float& m, float& v) {
+  m = r.beta1 * m + r.gradient_share1 * g;
+  v = r.beta2 * v + r.gradient_share2 * (g * g);
+  p = p - divided(r.rate * m, __builtin_sqrtf(v) * r.root_scale + r.eps);
 }
 
-inline void step(const RmspropOptions& o, float g, float& p, float& s) {
-  s = o.decay * s + o.gradient_share * (g * g);
-  p = p - divided(o.rate * g, __builtin_sqrtf(s) + o.eps);
-}
+// The rate is divided by 1 - beta1^t, and root_scale is 1 / sqrt(1 - beta2^t), where t counts the
+// updates with this one.
+struct Adam {
+  PYPS_NUMBERS(rate, beta1, gradient_share1, beta2, gradient_share2, root_scale, eps, weight_decay);
 
-inline void step(const AdamOptions& o, float g, float& p, float& m, float& v) {
-  m = o.beta1 * m + o.gradient_share1 * g;
-  v = o.beta2 * v + o.gradient_share2 * (g * g);
-  p = p - divided(o.rate * m, __builtin_sqrtf(v) * o.root_scale + o.eps);
-}
+  void step(float g, float& p, float& m, float& v) const { adam_step(*this, g, p, m, v); }
+};
+
+// p = parameter_share * p, which no moment sees; then as Adam without decay. weight_decay is
+// multiplied by the rate as it was before the division, and parameter_share is the rest of it.
+struct Adamw {
+  PYPS_NUMBERS(rate, beta1, gradient_share1, beta2, gradient_share2, root_scale, eps, weight_decay,
+               parameter_share);
+
+  void step(float g, float& p, float& m, float& v) const { adam_step(*this, g, p, m, v); }
+};
 
 // Returns the gradient after weight decay; AdamW's acts on the parameter itself.
-template <class Options>
-inline float decayed(const Options& o, float g, float& p) {
-  return g + o.weight_decay * p;
+template <class R>
+inline float decayed(const R& r, float g, float& p) {
+  return g + r.weight_decay * p;
 }
 
-inline float decayed(const AdamwOptions& o, float g, float& p) {
-  p = o.parameter_share * p;
+inline float decayed(const Adamw& r, float g, float& p) {
+  p = r.parameter_share * p;
   return g;
 }
+
+constexpr std::size_t num_names(const char* list) {
+  std::size_t num = *list != '\0';
+  for (; *list != '\0'; ++list) num += *list == ',';
+  return num;
+}
+
+// An entry of the table; its names are looked at while it is compiled.
+template <class R, class... Slot>
+consteval Rule entry(const char* name, const char* slots,
+                     void (R::*)(float, float&, Slot&...) const) {
+  if (num_names(slots) != sizeof...(Slot)) throw "expected a name for each slot of the step";
+  if (num_names(R::numbers) * sizeof(float) != sizeof(R)) throw "expected nothing but numbers";
+  return {name, slots, R::numbers, update<R, 1 + sizeof...(Slot)>};
+}
+
+constexpr Rule rules[] = {
+    entry("sgd", "", &Sgd::step),
+    entry("momentum", "velocity", &Momentum::step),
+    entry("heavy_ball", "velocity", &HeavyBall::step),
+    entry("nesterov", "velocity", &Nesterov::step),
+    entry("adagrad", "accumulator", &Adagrad::step),
+    entry("rmsprop", "square_average", &Rmsprop::step),
+    entry("adam", "first_moment, second_moment", &Adam::step),
+    entry("adamw", "first_moment, second_moment", &Adamw::step),
+};
 
 }  // namespace
 }  // namespace pyps

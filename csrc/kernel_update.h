@@ -3,11 +3,12 @@
 // For kernels.cpp alone, which is compiled once per instruction set: everything is local to it.
 #pragma once
 
+#include <utility>
+
 #include "kernel_codecs.h"
 #include "kernel_finite.h"
 #include "kernel_memory.h"
 #include "kernel_reply.h"
-#include "kernel_rules.h"
 
 namespace pyps {
 namespace {
@@ -17,26 +18,26 @@ constexpr std::size_t update_piece = 2 * cache_line_size / sizeof(float);
 
 // Every rule's loop, for one codec. Without decay the parameter does not enter the gradient at all:
 // zero times infinity would be NaN.
-template <bool decays, class C, class Options, class... Float>
-inline void update_loop(const Byte* __restrict gradient, float factor, std::size_t count,
-                        Options options, float* __restrict parameters, Float* __restrict... slots) {
+template <bool decays, class C, class R, class... Float>
+inline void update_loop(const Byte* __restrict gradient, float factor, std::size_t count, R rule,
+                        float* __restrict parameters, Float* __restrict... slots) {
   for (std::size_t i = 0; i < count; ++i) {  // Vectorised.
     float g = factor * C::decode(load<C>(gradient, i));
-    if constexpr (decays) g = decayed(options, g, parameters[i]);
-    step(options, g, parameters[i], slots[i]...);
+    if constexpr (decays) g = decayed(rule, g, parameters[i]);
+    rule.step(g, parameters[i], slots[i]...);
   }
 }
 
 // `ahead` is where that much of the gradient lies that is read some time later.
-template <bool decays, class C, class Options, class... Float>
+template <bool decays, class C, class R, class... Float>
 inline void update_encoded(const Byte* gradient, const Byte* ahead, float factor, std::size_t count,
-                           Options options, float* parameters, Float*... slots) {
+                           R rule, float* parameters, Float*... slots) {
   for_each_piece<update_piece>(count, [=](std::size_t start, std::size_t size) {
     constexpr std::size_t word_size = sizeof(typename C::Word);
     prefetch(parameters + start, update_distance, size * sizeof(float));
     (prefetch(slots + start, update_distance, size * sizeof(float)), ...);
     prefetch(ahead, start * word_size, size * word_size);
-    update_loop<decays, C>(gradient + start * word_size, factor, size, options, parameters + start,
+    update_loop<decays, C>(gradient + start * word_size, factor, size, rule, parameters + start,
                            (slots + start)...);
   });
 }
@@ -144,8 +145,8 @@ class BlockSource {
   alignas(cache_line_size) float sum_[block_max];
 };
 
-template <bool decays, class Options, class... Float>
-std::size_t update_blocks(Gradients gradients, Reply reply, std::size_t count, Options options,
+template <bool decays, class R, class... Float>
+std::size_t update_blocks(Gradients gradients, Reply reply, std::size_t count, R rule,
                           float* parameters, Float*... slots) {
   BlockSource source(gradients);
   ReplyWriter writer(reply, count);
@@ -153,7 +154,7 @@ std::size_t update_blocks(Gradients gradients, Reply reply, std::size_t count, O
     const std::size_t left = count - start;
     const std::size_t size = left < block_max ? left : block_max;
     source.with_block(start, size, [=](auto c, const Byte* words, const Byte* ahead, float factor) {
-      update_encoded<decays, decltype(c)>(words, ahead, factor, size, options, parameters + start,
+      update_encoded<decays, decltype(c)>(words, ahead, factor, size, rule, parameters + start,
                                           (slots + start)...);
     });
     writer.write(parameters + start, size);
@@ -162,14 +163,17 @@ std::size_t update_blocks(Gradients gradients, Reply reply, std::size_t count, O
   return source.left_out();
 }
 
-// A kernel of the table: `Float` is float, once for each of the rule's slots.
-template <class Options, class... Float>
-std::size_t update(float* parameters, Float*... slots, Gradients gradients, Reply reply,
-                   std::size_t count, Options options) {
-  if (options.weight_decay == 0.0f) {
-    return update_blocks<false>(gradients, reply, count, options, parameters, slots...);
-  }
-  return update_blocks<true>(gradients, reply, count, options, parameters, slots...);
+// The update of a table's entry.
+template <class R, std::size_t num_arrays>
+std::size_t update(float* const* arrays, Gradients gradients, Reply reply, std::size_t count,
+                   const float* numbers) {
+  R rule;
+  __builtin_memcpy(&rule, numbers, sizeof rule);
+  return [=]<std::size_t... i>(std::index_sequence<i...>) {
+    return rule.weight_decay == 0.0f
+               ? update_blocks<false>(gradients, reply, count, rule, arrays[i]...)
+               : update_blocks<true>(gradients, reply, count, rule, arrays[i]...);
+  }(std::make_index_sequence<num_arrays>());
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
-// Compiled once per instruction set; see kernels.h for what each loop computes.
+// Compiled once per instruction set; see kernels.h and kernel_rules.h for what each loop
+// computes.
 //
 // The build defines PYPS_ISA_NAME ("avx2") and PYPS_KERNELS (kernels_avx2). Everything but the
-// table is local to this file and the kernel_*.h that it includes, and no standard-library template
-// is used: a weak symbol compiled with wider instructions could otherwise be the one that the
+// table is local to this file and the kernel_*.h that it includes, and no standard-library function
+// is called: a weak symbol compiled with wider instructions could otherwise be the one that the
 // linker picks for everybody.
 //
 // `scripts/check_vectorised.py` requires that the compiler vectorised every loop marked
@@ -16,7 +17,7 @@
 #include "kernel_finite.h"
 #include "kernel_memory.h"
 #include "kernel_reply.h"
-#include "kernel_update.h"
+#include "kernel_rules.h"
 #include "kernel_vectors.h"
 
 namespace pyps {
@@ -130,14 +131,8 @@ void bandwidth(float* const* arrays, std::size_t num_arrays, const void* gradien
 extern const Kernels PYPS_KERNELS;
 const Kernels PYPS_KERNELS = {
     .isa = PYPS_ISA_NAME,
-    .sgd = update<SgdOptions>,
-    .momentum = update<MomentumOptions, float>,
-    .heavy_ball = update<HeavyBallOptions, float>,
-    .nesterov = update<NesterovOptions, float>,
-    .adagrad = update<AdagradOptions, float>,
-    .rmsprop = update<RmspropOptions, float>,
-    .adam = update<AdamOptions, float, float>,
-    .adamw = update<AdamwOptions, float, float>,
+    .rules = rules,
+    .num_rules = sizeof rules / sizeof *rules,
     .first_non_finite = first_non_finite,
     .decode = decode,
     .encode = encode,

@@ -45,62 +45,16 @@ struct Reply {
   Codec codec = Codec::float32;
 };
 
-// Where weight_decay is not zero, g = g + weight_decay * p before all else, once per update.
-//
-// `gradient_share` is 1 - the constant beside it, rounded once: in float32 1 - 0.999 is no 0.001.
-
-struct SgdOptions {
-  float rate;
-  float weight_decay;
-};
-
-struct MomentumOptions {
-  float rate;
-  float momentum;
-  float gradient_share;  // 1 - dampening
-  float weight_decay;
-};
-
-struct HeavyBallOptions {
-  float rate;
-  float momentum;
-  float weight_decay;
-};
-
-struct NesterovOptions {
-  float rate;
-  float momentum;
-  float weight_decay;
-};
-
-struct AdagradOptions {
-  float rate;
-  float eps;
-  float weight_decay;
-};
-
-struct RmspropOptions {
-  float rate;
-  float decay;
-  float gradient_share;
-  float eps;
-  float weight_decay;
-};
-
-struct AdamOptions {
-  float rate;  // divided by 1 - beta1^t, t the number of updates with this one
-  float beta1;
-  float gradient_share1;
-  float beta2;
-  float gradient_share2;
-  float root_scale;  // 1 / sqrt(1 - beta2^t)
-  float eps;
-  float weight_decay;
-};
-
-// weight_decay is multiplied by the rate as it was before the division.
-struct AdamwOptions : AdamOptions {
-  float parameter_share;  // 1 - weight_decay
+// An update rule, as kernel_rules.h defines it. Of the arrays that it updates in place the first
+// are the parameters; slots, and the numbers of its formula, are in the order of their names, which
+// are written "rate, eps". It returns how many numbers of the gradients were left out: 0 unless
+// they are guarded.
+struct Rule {
+  const char* name;
+  const char* slots;
+  const char* numbers;
+  std::size_t (*update)(float* const* arrays, Gradients gradients, Reply reply, std::size_t count,
+                        const float* numbers);
 };
 
 struct Summary {
@@ -113,59 +67,8 @@ struct Summary {
 struct Kernels {
   const char* isa;
 
-  // Each rule returns how many numbers of its gradients were left out: 0 unless they are guarded.
-
-  // p = p - rate * g
-  std::size_t (*sgd)(float* parameters, Gradients gradients, Reply reply, std::size_t count,
-                     SgdOptions options);
-
-  // v = momentum * v + gradient_share * g
-  // p = p - rate * v
-  std::size_t (*momentum)(float* parameters, float* velocity, Gradients gradients, Reply reply,
-                          std::size_t count, MomentumOptions options);
-
-  // v = momentum * v + rate * g
-  // p = p - v
-  std::size_t (*heavy_ball)(float* parameters, float* velocity, Gradients gradients, Reply reply,
-                            std::size_t count, HeavyBallOptions options);
-
-  // The parameters are the look-ahead point, at which gradients are taken.
-  //
-  //   v = momentum * v + g
-  //   p = p - rate * (g + momentum * v)
-  std::size_t (*nesterov)(float* parameters, float* velocity, Gradients gradients, Reply reply,
-                          std::size_t count, NesterovOptions options);
-
-  // Dean et al. 2012, section 4.1. The sum includes the gradient at hand; eps stands outside the
-  // root.
-  //
-  //   a = a + g * g
-  //   d = sqrt(a) + eps
-  //   p = p - (rate * g) / d      if d != 0
-  //   p = p                       if d == 0
-  //
-  // d is zero only with eps = 0, for a gradient that is zero or whose square rounds to zero. Where
-  // g * g is too large for float32, a becomes infinite and the parameter stands still from then on.
-  // The next three rules treat d and large squares alike.
-  std::size_t (*adagrad)(float* parameters, float* accumulator, Gradients gradients, Reply reply,
-                         std::size_t count, AdagradOptions options);
-
-  // s = decay * s + gradient_share * (g * g)
-  // d = sqrt(s) + eps
-  // p = p - (rate * g) / d
-  std::size_t (*rmsprop)(float* parameters, float* square_average, Gradients gradients, Reply reply,
-                         std::size_t count, RmspropOptions options);
-
-  // m = beta1 * m + gradient_share1 * g
-  // v = beta2 * v + gradient_share2 * (g * g)
-  // d = sqrt(v) * root_scale + eps
-  // p = p - (rate * m) / d
-  std::size_t (*adam)(float* parameters, float* first_moment, float* second_moment,
-                      Gradients gradients, Reply reply, std::size_t count, AdamOptions options);
-
-  // p = parameter_share * p, which no moment sees; then as adam without decay.
-  std::size_t (*adamw)(float* parameters, float* first_moment, float* second_moment,
-                       Gradients gradients, Reply reply, std::size_t count, AdamwOptions options);
+  const Rule* rules;
+  std::size_t num_rules;
 
   // Index of the first NaN or infinity, -1 when all are finite.
   std::ptrdiff_t (*first_non_finite)(const void* gradient, Codec codec, std::size_t count);

@@ -18,8 +18,8 @@ from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec
+from pyps.core.rules import RULES
 from pyps.core.shard import Shard
-from pyps.core.update_rules import RULES
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings
 from pyps.service.work_messages import progress_to
 from pyps.vectors.machine import Plan, VectorMachine

@@ -41,127 +41,21 @@ Gradients = Sequence[tuple[Buffer, int, float]]
 # nobody else has seen; the offset there in bytes; the codec.
 Reply = tuple[Buffer, int, int]
 
-# In each rule, where weight_decay is not zero, g = g + weight_decay * p before all else. Where a rule divides,
-# a zero denominator makes no step. Everything is in place.
-#
-# `guarded` is for payloads that somebody may write to meanwhile: each block of 512 numbers is copied and looked
-# at again, and left out of the sum where it is not finite. The functions return how many numbers were left out.
-
-def sgd(
+def apply(
+    rule: str,
     parameters: Floats,
+    slots: dict[str, Floats],
     gradients: Gradients,
-    *,
-    rate: float,
-    weight_decay: float = 0.0,
+    numbers: dict[str, float],
     reply: Reply | None = None,
     guarded: bool = False,
 ) -> int:
-    """p = p - rate * g"""
+    """Updates parameters and slots in place by the rule of that name in csrc/kernel_rules.h.
 
-def momentum(
-    parameters: Floats,
-    velocity: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    momentum: float,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """v = momentum * v + (1 - dampening) * g; p = p - rate * v"""
-
-def heavy_ball(
-    parameters: Floats,
-    velocity: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    momentum: float,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """v = momentum * v + rate * g; p = p - v"""
-
-def nesterov(
-    parameters: Floats,
-    velocity: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    momentum: float,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """v = momentum * v + g; p = p - rate * (g + momentum * v)"""
-
-def adagrad(
-    parameters: Floats,
-    accumulator: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    eps: float,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """a = a + g * g; p = p - rate * g / (sqrt(a) + eps)"""
-
-def rmsprop(
-    parameters: Floats,
-    square_average: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    decay: float,
-    eps: float,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """s = decay * s + (1 - decay) * g * g; p = p - rate * g / (sqrt(s) + eps)"""
-
-def adam(
-    parameters: Floats,
-    first_moment: Floats,
-    second_moment: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    root_scale: float,
-    eps: float,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g;
-    p = p - rate * m / (sqrt(v) * root_scale + eps)
-
-    The bias corrections are the caller's: rate is divided by 1 - beta1^t, root_scale is 1 / sqrt(1 - beta2^t).
+    Slots and the numbers of its formula are found by their names; there may be others. `guarded` is for payloads that
+    somebody may write to meanwhile: each block of 512 numbers is copied and looked at again, and left out of the sum
+    where it is not finite. Returns how many numbers were left out.
     """
-
-def adamw(
-    parameters: Floats,
-    first_moment: Floats,
-    second_moment: Floats,
-    gradients: Gradients,
-    *,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    root_scale: float,
-    eps: float,
-    weight_decay: float = 0.0,
-    reply: Reply | None = None,
-    guarded: bool = False,
-) -> int:
-    """p = (1 - weight_decay) * p, then as `adam` without decay: weight_decay is multiplied by the rate already."""
 
 def first_non_finite(gradient: Buffer, codec: int) -> int:
     """Returns the index of the first NaN or infinity, -1 when there is none."""

@@ -21,7 +21,7 @@ SOURCE = ROOT / "csrc" / "kernels.cpp"
 BUILD = ROOT / "build" / "vectorised"
 MARK = "// Vectorised."
 
-NUM_RULES = 8
+NUM_RULES = len(re.findall(r"^    entry\(", (SOURCE.parent / "kernel_rules.h").read_text(encoding="utf-8"), re.M))
 
 # How many loops the compiler makes of each: one per codec, twice where pieces and rest are separate. From
 # float32 to float32 it may call memcpy instead, and float32's sixteen lanes it unrolls first.

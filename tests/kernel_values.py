@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pyps import _kernels
+from pyps.core.rules import RULES
 
 # Those of CMakeLists.txt.
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -28,6 +29,30 @@ def instruction_set(request):
     _kernels.select(request.param)
     yield request.param
     _kernels.select(before)
+
+
+# Each rule takes those of its formula.
+NUMBERS = {
+    "rate": 0.1,
+    "momentum": 0.9,
+    "decay": 0.99,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "gradient_share": 0.7,
+    "gradient_share1": 0.1,
+    "gradient_share2": 0.001,
+    "root_scale": 31.6,
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+    "parameter_share": 1.0,
+}
+
+
+def apply(rule, parameters, *slots_and_gradients, reply=None, guarded=False, **numbers):
+    """Calls the kernel of the rule, whose slots come in their order; numbers that are not given are those above."""
+    *slots, gradients = slots_and_gradients
+    named = dict(zip(RULES[rule].slot_names, slots, strict=True))
+    return _kernels.apply(rule, parameters, named, gradients, NUMBERS | numbers, reply, guarded)
 
 
 def decode_reference(payload, codec):

@@ -26,10 +26,10 @@ from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
+from pyps.core.rules import RULES
 from pyps.core.shard import Shard, ShardState
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
-from pyps.core.update_rules import RULES
 from pyps.run.handshake import Greeting
 from pyps.run.initialization import Opening
 from pyps.run.run import Run

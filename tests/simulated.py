@@ -14,8 +14,8 @@ from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
+from pyps.core.rules import RULES
 from pyps.core.shard import Shard
-from pyps.core.update_rules import RULES
 from pyps.simulation.event import Event, Kind
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.simulation import Simulation

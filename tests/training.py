@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from client_support import RecordingSession
 from pyps.core.gradient import Codec
-from pyps.core.update_rules import RULES, WeightedGradient, validate
+from pyps.core.rules import RULES, WeightedGradient, validate
 from pyps.work.answers import Ended, Leased, NothingNow, PassDone
 from pyps.work.data_spec import DataSpec
 from pyps.work.work_queue import WorkQueue

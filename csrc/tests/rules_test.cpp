@@ -1,5 +1,6 @@
 // The update rules against references for one element, bit for bit.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -36,15 +37,14 @@ struct State {
 };
 
 struct Rule {
-  std::function<std::size_t(State&, pyps::Gradients, pyps::Reply, std::size_t)> kernel;
+  const char* name;
+  std::vector<float> numbers;
   std::function<void(Rounded g, float& p, float& s, float& t)> reference;
 };
 
 constexpr float rate = 0.1f, keep = 0.9f, share = 0.25f, eps = 1e-8f, scale = 1.5f;
 
 std::vector<Rule> rules(float decay) {
-  const auto& k = pyps::kernels();
-  const pyps::AdamOptions adam = {rate, keep, share, keep, share, scale, eps, decay};
   const auto decayed = [=](const Rounded& g, float p) {
     return decay == 0 ? g : g + Rounded(decay) * Rounded(p);
   };
@@ -54,62 +54,70 @@ std::vector<Rule> rules(float decay) {
     p = Rounded(p) - Rounded(rate) * Rounded(m) / (root({v}) * Rounded(scale) + Rounded(eps));
   };
   return {
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.sgd(x.p.data(), g, reply, n, {rate, decay});
-       },
+      {"sgd",
+       {rate, decay},
        [=](Rounded g, float& p, float&, float&) {
          p = Rounded(p) - Rounded(rate) * decayed(g, p);
        }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.momentum(x.p.data(), x.s.data(), g, reply, n, {rate, keep, share, decay});
-       },
+      {"momentum",
+       {rate, keep, share, decay},
        [=](Rounded g, float& p, float& v, float&) {
          v = Rounded(keep) * Rounded(v) + Rounded(share) * decayed(g, p);
          p = Rounded(p) - Rounded(rate) * Rounded(v);
        }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.heavy_ball(x.p.data(), x.s.data(), g, reply, n, {rate, keep, decay});
-       },
+      {"heavy_ball",
+       {rate, keep, decay},
        [=](Rounded g, float& p, float& v, float&) {
          v = Rounded(keep) * Rounded(v) + Rounded(rate) * decayed(g, p);
          p = Rounded(p) - Rounded(v);
        }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.nesterov(x.p.data(), x.s.data(), g, reply, n, {rate, keep, decay});
-       },
+      {"nesterov",
+       {rate, keep, decay},
        [=](Rounded g, float& p, float& v, float&) {
          const Rounded d = decayed(g, p);
          v = Rounded(keep) * Rounded(v) + d;
          p = Rounded(p) - Rounded(rate) * (d + Rounded(keep) * Rounded(v));
        }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.adagrad(x.p.data(), x.s.data(), g, reply, n, {rate, eps, decay});
-       },
+      {"adagrad",
+       {rate, eps, decay},
        [=](Rounded g, float& p, float& a, float&) {
          const Rounded d = decayed(g, p);
          a = Rounded(a) + d * d;
          p = Rounded(p) - Rounded(rate) * d / (root({a}) + Rounded(eps));
        }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.rmsprop(x.p.data(), x.s.data(), g, reply, n, {rate, keep, share, eps, decay});
-       },
+      {"rmsprop",
+       {rate, keep, share, eps, decay},
        [=](Rounded g, float& p, float& s, float&) {
          const Rounded d = decayed(g, p);
          s = Rounded(keep) * Rounded(s) + Rounded(share) * (d * d);
          p = Rounded(p) - Rounded(rate) * d / (root({s}) + Rounded(eps));
        }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.adam(x.p.data(), x.s.data(), x.t.data(), g, reply, n, adam);
-       },
+      {"adam",
+       {rate, keep, share, keep, share, scale, eps, decay},
        [=](Rounded g, float& p, float& m, float& v) { adam_reference(decayed(g, p), p, m, v); }},
-      {[=](State& x, pyps::Gradients g, pyps::Reply reply, std::size_t n) {
-         return k.adamw(x.p.data(), x.s.data(), x.t.data(), g, reply, n, {adam, 1 - decay});
-       },
+      {"adamw",
+       {rate, keep, share, keep, share, scale, eps, decay, 1 - decay},
        [=](Rounded g, float& p, float& m, float& v) {
          p = Rounded(1 - decay) * Rounded(p);
          adam_reference(g, p, m, v);
        }},
   };
+}
+
+const pyps::Rule& find(const std::string& name) {
+  const pyps::Kernels& kernels = pyps::kernels();
+  const auto* end = kernels.rules + kernels.num_rules;
+  const auto* found =
+      std::find_if(kernels.rules, end, [&](auto& rule) { return rule.name == name; });
+  CHECK(found != end);
+  return *found;
+}
+
+std::size_t sgd(std::vector<float>& parameters, pyps::Gradients gradients, pyps::Reply reply,
+                float step) {
+  const float numbers[] = {step, 0.0f};
+  float* const arrays[] = {parameters.data()};
+  return find("sgd").update(arrays, gradients, reply, parameters.size(), numbers);
 }
 
 // Payloads of these codecs, each at another offset, with factors 1, 0.5, 0.25, ...
@@ -157,8 +165,10 @@ void test_rule(const Rule& rule, const Sum& sum) {
     const bool guarded = update % 2 == 1;
     const Codec codec = codecs[update % 3];
     Payload reply(count * size_of(codec), (update + count) % 8);
-    const std::size_t left_out = rule.kernel(
-        found, {sum.gradients.data(), sum.gradients.size(), guarded}, {reply.data(), codec}, count);
+    float* const arrays[] = {found.p.data(), found.s.data(), found.t.data()};
+    const std::size_t left_out =
+        find(rule.name).update(arrays, {sum.gradients.data(), sum.gradients.size(), guarded},
+                               {reply.data(), codec}, count, rule.numbers.data());
     for (std::size_t i = 0; i < count; ++i) {
       rule.reference(sum.total[i], expected.p[i], expected.s[i], expected.t[i]);
     }
@@ -172,7 +182,6 @@ void test_rule(const Rule& rule, const Sum& sum) {
 
 // Replies so long that they go past the caches, at every place in a line of memory.
 void test_long_replies() {
-  const pyps::Kernels& kernels = pyps::kernels();
   for (const Codec codec : codecs) {
     const std::size_t count = 256 * 1024 / size_of(codec) + 77;
     std::vector<float> parameters = random_values(count, 1);
@@ -180,8 +189,7 @@ void test_long_replies() {
     const pyps::Gradient only = {gradient.data(), Codec::float32, 1.0f};
     for (std::size_t offset = 0; offset < 65; ++offset) {
       Payload reply(count * size_of(codec), offset);
-      kernels.sgd(parameters.data(), {&only, 1, offset % 2 == 1}, {reply.data(), codec}, count,
-                  {rate, 0.0f});
+      sgd(parameters, {&only, 1, offset % 2 == 1}, {reply.data(), codec}, rate);
       check_reply(reply.data(), codec, parameters);
     }
   }
@@ -199,8 +207,7 @@ void test_left_out(Codec codec, std::size_t count, std::size_t bad) {
                                  {sound.data(), Codec::float32, 1.0f}};
   for (const std::size_t num : {1u, 2u}) {
     std::vector<float> parameters(count);
-    const std::size_t left_out =
-        kernels.sgd(parameters.data(), {both, num, true}, {}, count, {1.0f, 0.0f});
+    const std::size_t left_out = sgd(parameters, {both, num, true}, {}, 1.0f);
     std::size_t found = 0;
     for (const float parameter : parameters) {
       const float of_sound = num == 1 ? 0.0f : -2.0f;
@@ -232,6 +239,7 @@ void test_bandwidth(std::size_t count) {
 void test_rules() {
   for (const std::string& isa : pyps::available_isas()) {
     pyps::select_isa(isa);
+    CHECK(rules(0.0f).size() == pyps::kernels().num_rules);
     test_long_replies();
     for (const Codec codec : codecs) {
       for (const std::size_t bad : {0u, 511u, 512u, 1999u}) test_left_out(codec, 2000, bad);

@@ -13,7 +13,7 @@ Read `shard.py` first; it uses the others in this order:
     schedule.py      how the learning rate changes; batch_growth.py, how the minibatch does
     verdict.py       what was decided, as a receipt (receipt.py)
     update.py        one update of the parameters
-    update_rules.py  the arithmetic of an update: SGD, momentum, Adagrad, Adam and their kin (update_rule.py)
+    rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin
     waiters.py       who is called when a version is reached
     recorder.py      who is told of all that happens to a shard
     shard_state.py   all that a shard is, for checkpoints

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pyps.core import update_rules
+from pyps.core import rules
 from pyps_wire.errors import BadRequest, OptimizerMismatch
 
 
@@ -19,13 +19,13 @@ class RuleSettings:
     @classmethod
     def make(cls, rule: str, groups: tuple[Mapping[str, float], ...]) -> RuleSettings:
         """Checks and completes settings; UnsupportedOptimizer names what the server lacks."""
-        return cls(rule, tuple(update_rules.validate(rule, dict(group)) for group in groups))
+        return cls(rule, tuple(rules.validate(rule, dict(group)) for group in groups))
 
     @classmethod
     def parse(cls, text: str) -> RuleSettings:
         """Reads adagrad:learning_rate=0.05,eps=1e-10, for every group; ValueError when malformed."""
         name_of_rule, _, rest = text.partition(":")
-        rule = update_rules.find(name_of_rule.strip())
+        rule = rules.find(name_of_rule.strip())
         group: dict[str, float] = {}
         for item in filter(None, rest.split(",")):
             name, separator, number = item.partition("=")
@@ -33,7 +33,7 @@ class RuleSettings:
                 raise ValueError(f"{item!r} is no setting: write name=number")
             name = name.strip()
             # First: what would be a number for a setting that there is not says nothing.
-            update_rules.require_known(rule, [name])
+            rules.require_known(rule, [name])
             if name in group:
                 raise ValueError(f"{name} is given twice: {group[name]:g} and {number}")
             try:

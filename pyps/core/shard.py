@@ -20,10 +20,10 @@ from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
+from pyps.core.rules import UpdateRule, validate
 from pyps.core.shard_state import ShardState, first_slots
 from pyps.core.staleness import WeighingContext
 from pyps.core.update import Target, Update, apply_update
-from pyps.core.update_rules import UpdateRule, validate
 from pyps.core.waiters import Waiter, Waiters, call_all
 from pyps_wire.errors import BadRequest
 

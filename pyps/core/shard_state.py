@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
-from pyps.core.update_rules import Slots, UpdateRule
+from pyps.core.rules import Slots, UpdateRule
 from pyps_wire.errors import BadRequest, WrongSize
 
 

@@ -11,8 +11,8 @@ from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Extent, Gradient, PayloadKind, item_bytes
 from pyps.core.plan import Reply
+from pyps.core.rules import SGD, Slots, UpdateRule, WeightedGradient
 from pyps.core.staleness import Weighing
-from pyps.core.update_rules import AddDelta, Slots, UpdateRule, WeightedGradient
 
 
 class Target(NamedTuple):
@@ -67,7 +67,7 @@ def apply_update(
         return _apply_whole(target, parts, update_scale, reply)
     passes = list(_passes(target, parts, update_scale))
     whole = len(passes) == 1 and passes[0].place == slice(0, target.parameters.size)
-    left_out = sum(step.make(target, reply if whole else None) for step in passes)
+    left_out = sum(step.make(reply if whole else None) for step in passes)
     if reply is not None and not whole:
         _kernels.encode_into(target.parameters, reply)
     return left_out
@@ -79,7 +79,6 @@ def rate_of(contribution: Contribution, *, rate: float, update_scale: float = 1.
     return (1.0 if is_delta else rate) * contribution.weighing.rate_scale * update_scale
 
 
-_ADD_DELTA = AddDelta()
 # 0 is read as GRADIENT.
 _GRADIENTS = (PayloadKind.GRADIENT, 0)
 
@@ -87,19 +86,20 @@ _GRADIENTS = (PayloadKind.GRADIENT, 0)
 class _Pass(NamedTuple):
     """One call of a rule: what it does to a stretch of the shard."""
 
-    rule: UpdateRule
+    target: Target
     place: slice
     numbers: list[WeightedGradient]
-    rate: float
+    step_scale: float
     guarded: bool
 
-    def make(self, target: Target, reply: Reply | None) -> int:
+    def make(self, reply: Reply | None) -> int:
         """Returns how many numbers were left out."""
-        return self.rule.apply(
+        target = self.target
+        return target.rule.apply(
             target.parameters[self.place],
             {name: slot[self.place] for name, slot in target.slots.items()},
             self.numbers,
-            rate=self.rate,
+            rate=target.rate * self.step_scale,
             version=target.version,
             hyperparameters=target.hyperparameters,
             reply=reply,
@@ -157,22 +157,23 @@ def _passes(target: Target, parts: Sequence[Part], update_scale: float) -> Itera
     """Yields the calls that make the update, in order: gradients first, then deltas."""
     gradients = [part for part in parts if part.contribution.gradient.kind in _GRADIENTS]
     if gradients:
-        yield from _passes_of(target, gradients, target.rule, rate=target.rate, update_scale=update_scale)
+        yield from _passes_of(target, gradients, update_scale)
     if len(gradients) == len(parts):
         return
     deltas = [part for part in parts if part.contribution.gradient.kind == PayloadKind.DELTA]
     if deltas:
-        yield from _passes_of(target, deltas, _ADD_DELTA, rate=1.0, update_scale=update_scale)
+        # Deltas of locally trained parameters are added whatever the run's rule: the worker's own optimizer has set the
+        # size of the step already, so no learning rate enters and no slot changes.
+        adding = target._replace(rule=SGD, rate=-1.0, hyperparameters={"weight_decay": 0.0})
+        yield from _passes_of(adding, deltas, update_scale)
 
 
-def _passes_of(
-    target: Target, parts: Sequence[Part], rule: UpdateRule, *, rate: float, update_scale: float
-) -> Iterator[_Pass]:
-    factors, step_scale = _scaled(rule, parts, update_scale)
+def _passes_of(target: Target, parts: Sequence[Part], update_scale: float) -> Iterator[_Pass]:
+    factors, step_scale = _scaled(target.rule, parts, update_scale)
     gradients = [part.contribution.gradient for part in parts]
     guarded = any(gradient.volatile for gradient in gradients)
     for place, numbers in _stretches(gradients, factors, target.parameters.size):
-        yield _Pass(rule, place, numbers, rate * step_scale, guarded)
+        yield _Pass(target, place, numbers, step_scale, guarded)
 
 
 def _scaled(rule: UpdateRule, parts: Sequence[Part], update_scale: float) -> tuple[list[float], float]:

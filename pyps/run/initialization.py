@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyps import _kernels
-from pyps.core import update_rules
+from pyps.core import rules
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.behaviour import Behaviour
 from pyps.core.election import Election, Term
@@ -343,7 +343,7 @@ class ContentFactory:
         return Shard(
             shard_id,
             state.parameters,
-            rule=update_rules.find(rule),
+            rule=rules.find(rule),
             hyperparameters=hyperparameters,
             behaviour=self.behaviour,
             epoch=self.epoch,

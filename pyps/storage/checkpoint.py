@@ -32,8 +32,8 @@ from pyps.checksum import checksum_of
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
+from pyps.core.rules import find
 from pyps.core.shard import Shard, ShardState
-from pyps.core.update_rules import find
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
 from pyps.storage.plain import contribution_from_plain, contribution_to_plain, split_payloads

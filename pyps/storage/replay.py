@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pyps.checksum import checksum_of, quick_checksum_of
-from pyps.core import update_rules
+from pyps.core import rules
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient
@@ -120,7 +120,7 @@ class ShardLog:
         return Shard(
             self.shard_id,
             parameters,
-            rule=update_rules.find(self.run.optimizer.rule),
+            rule=rules.find(self.run.optimizer.rule),
             hyperparameters=begin["hyperparameters"],
             behaviour=Behaviour.parse(**begin["behaviour"]),
             epoch=self.run.epoch,

@@ -22,8 +22,8 @@ from client_support import gradients_like, make_client, small_model
 from pyps.core import aggregation, staleness
 from pyps.core.aggregation import PROTOCOLS
 from pyps.core.arrays import Floats
+from pyps.core.rules import RULES
 from pyps.core.staleness import POLICIES
-from pyps.core.update_rules import RULES
 from pyps.storage.replay import log_paths, replay
 from pyps_client import Client, Observer
 from pyps_wire import inspector_pb2 as pb

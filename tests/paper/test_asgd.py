@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import pytest
 from pyps.core.arrays import Floats
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
+from pyps.core.rules import SGD, UpdateRule
 from pyps.core.shard import Shard
-from pyps.core.update_rules import Sgd
 from pyps.core.whole_model import WholeModel
 from pyps.simulation.server import ServerPlan
 from pyps.simulation.worker import Computed, Step, fixed
@@ -159,11 +160,11 @@ class Owners:
         self.inside -= 1
 
 
-class WatchedSgd(Sgd):
-    """SGD that notes who is inside an update."""
+@dataclass(frozen=True, kw_only=True)
+class WatchedRule(UpdateRule):
+    """A rule that notes who is inside an update."""
 
-    def __init__(self, owners: Owners) -> None:
-        self.owners = owners
+    owners: Owners
 
     def apply(self, *arguments: Any, **named: Any) -> int:
         with self.owners:
@@ -175,7 +176,7 @@ def test_no_update_meets_another_update_or_a_read() -> None:
     shard = Shard(
         0,
         np.zeros(LENGTH, np.float32),
-        rule=WatchedSgd(owners),
+        rule=WatchedRule(owners=owners, **vars(SGD)),
         hyperparameters={"learning_rate": 1.0},
         behaviour=make_behaviour(),
     )

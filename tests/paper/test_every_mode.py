@@ -17,11 +17,10 @@ from pyps.core.aggregation import PROTOCOLS
 from pyps.core.arrays import Floats, aligned_copy
 from pyps.core.gradient import Codec
 from pyps.core.receipt import Outcome, Reason
+from pyps.core.rules import RULES, WeightedGradient, validate
 from pyps.core.shard import Shard
 from pyps.core.shard_state import ShardState
 from pyps.core.staleness import POLICIES
-from pyps.core.update_rule import WeightedGradient
-from pyps.core.update_rules import RULES, validate
 from pyps.simulation.worker import Computed, Step, WorkerPlan, lognormal
 from shards import digest, gradient, replay, roster
 from simulated import Cluster, cluster, name, noisy

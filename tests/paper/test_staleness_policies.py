@@ -16,9 +16,9 @@ import numpy as np
 
 from pyps.core.arrays import Floats
 from pyps.core.receipt import Outcome, Reason
+from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps.core.staleness import StalenessPolicy, Weighing, WeighingContext
-from pyps.core.update_rules import RULES
 from shards import make_shard, pull, push, roster_of
 
 VERSION = 5000

@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from kernel_values import assert_refused, misaligned, read_only
+from kernel_values import NUMBERS, apply, assert_refused, misaligned, read_only
 from pyps import _kernels
+from pyps.core.rules import RULES
 
 
 def floats(length=4):
@@ -18,11 +19,6 @@ def floats(length=4):
 
 def alone(gradient, codec=1):
     return [(gradient, codec, 1.0)]
-
-
-def adam(p, m, v, gradients, **settings):
-    settings = {"rate": 0.1, "beta1": 0.9, "beta2": 0.999, "root_scale": 1.0, "eps": 0.0} | settings
-    _kernels.adam(p, m, v, gradients, **settings)
 
 
 REFUSED_ARRAYS = [
@@ -51,16 +47,14 @@ def test_arrays_that_do_not_fit_are_refused():
 def calls_with(target):
     """Every place of an array, by the name that its errors have."""
     g = floats()
+    in_rules = []
+    for rule in RULES.values():
+        for place, name in enumerate(["parameters", *rule.slot_names]):
+            arrays = [floats() for _ in range(1 + len(rule.slot_names))]
+            arrays[place] = target
+            in_rules.append((name, lambda rule=rule.name, arrays=arrays: apply(rule, *arrays, alone(g))))
     return [
-        ("parameters", lambda: _kernels.sgd(target, alone(g), rate=0.1)),
-        ("parameters", lambda: _kernels.adagrad(target, floats(), alone(g), rate=0.1, eps=0)),
-        ("velocity", lambda: _kernels.momentum(floats(), target, alone(g), rate=0.1, momentum=0.9)),
-        ("velocity", lambda: _kernels.heavy_ball(floats(), target, alone(g), rate=0.1, momentum=0.9)),
-        ("velocity", lambda: _kernels.nesterov(floats(), target, alone(g), rate=0.1, momentum=0.9)),
-        ("accumulator", lambda: _kernels.adagrad(floats(), target, alone(g), rate=0.1, eps=0)),
-        ("square_average", lambda: _kernels.rmsprop(floats(), target, alone(g), rate=0.1, decay=0.9, eps=0)),
-        ("first_moment", lambda: adam(floats(), target, floats(), alone(g))),
-        ("second_moment", lambda: adam(floats(), floats(), target, alone(g))),
+        *in_rules,
         ("array", lambda: _kernels.bandwidth([floats(), target], g)),
         ("out", lambda: _kernels.decode(g, 1, target)),
         ("values", lambda: _kernels.encode(target, 1)),
@@ -110,8 +104,7 @@ def calls_on_vectors_with(array):
             yield name, lambda call=call: call(array)
 
 
-SLOTS = {"velocity", "accumulator", "square_average", "first_moment", "second_moment"}
-WRITTEN = {"z", "array", "out", "parameters", *SLOTS}
+WRITTEN = {"z", "array", "out", "parameters", *(slot for rule in RULES.values() for slot in rule.slot_names)}
 
 
 def test_a_read_only_target_is_refused_and_a_read_only_source_is_not():
@@ -120,7 +113,7 @@ def test_a_read_only_target_is_refused_and_a_read_only_source_is_not():
             assert_refused(call, ValueError, f"^{name} is not writable")
         else:
             call()
-    _kernels.sgd(floats(), alone(read_only(floats())), rate=0.1)
+    apply("sgd", floats(), alone(read_only(floats())))
 
 
 REFUSED_GRADIENTS = [
@@ -147,9 +140,9 @@ def test_gradients_that_do_not_fit_are_refused():
     p, a, out = floats(), floats(), floats()
     for gradient, codec, error, words in REFUSED_GRADIENTS:
         for call in (
-            lambda g=gradient, c=codec: _kernels.sgd(p, alone(g, c), rate=0.1),
-            lambda g=gradient, c=codec: _kernels.sgd(p, alone(floats()) + alone(g, c), rate=0.1),
-            lambda g=gradient, c=codec: _kernels.adagrad(p, a, alone(g, c), rate=0.1, eps=0),
+            lambda g=gradient, c=codec: apply("sgd", p, alone(g, c)),
+            lambda g=gradient, c=codec: apply("sgd", p, alone(floats()) + alone(g, c)),
+            lambda g=gradient, c=codec: apply("adagrad", p, a, alone(g, c)),
             lambda g=gradient, c=codec: _kernels.decode(g, c, out),
         ):
             assert_refused(call, error, words)
@@ -163,7 +156,7 @@ def test_a_gradient_may_be_any_buffer_of_the_right_bytes():
     for codec, dtype in {1: np.float32, 2: np.float16, 3: np.uint16}.items():
         payload = _kernels.encode(np.array([0.5, -3, 0, 7], np.float32), codec)
         expected = floats()
-        _kernels.sgd(expected, alone(payload, codec), rate=0.1)
+        apply("sgd", expected, alone(payload, codec))
         for gradient in (
             bytearray(payload),
             memoryview(payload),
@@ -174,15 +167,15 @@ def test_a_gradient_may_be_any_buffer_of_the_right_bytes():
             np.frombuffer(payload, dtype).reshape(2, 2),
         ):
             p = floats()
-            _kernels.sgd(p, alone(gradient, codec), rate=0.1)
+            apply("sgd", p, alone(gradient, codec))
             assert np.array_equal(p, expected), (codec, gradient)
 
 
 def test_arrays_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="accumulator is 5 long; parameters is 4 long"):
-        _kernels.adagrad(floats(4), floats(5), alone(floats(4)), rate=0.1, eps=0)
+        apply("adagrad", floats(4), floats(5), alone(floats(4)))
     with pytest.raises(ValueError, match="second_moment is 3 long; parameters is 4 long"):
-        adam(floats(4), floats(4), floats(3), alone(floats(4)))
+        apply("adam", floats(4), floats(4), floats(3), alone(floats(4)))
 
 
 def test_overlapping_memory_is_refused():
@@ -193,14 +186,14 @@ def test_overlapping_memory_is_refused():
         (floats(), memory[:4], memory[3:7]),
     ):
         with pytest.raises(ValueError, match="overlap in memory"):
-            _kernels.adagrad(p, a, alone(g), rate=0.1, eps=0)
+            apply("adagrad", p, a, alone(g))
     with pytest.raises(ValueError, match="overlap in memory"):
-        _kernels.sgd(memory[:4], alone(memoryview(memory).cast("B")[15:31]), rate=0.1)
+        apply("sgd", memory[:4], alone(memoryview(memory).cast("B")[15:31]))
     with pytest.raises(ValueError, match=r"parameters and gradients\[1\] overlap in memory"):
-        _kernels.sgd(memory[:4], [*alone(floats()), *alone(memory[:4])], rate=0.1)
+        apply("sgd", memory[:4], [*alone(floats()), *alone(memory[:4])])
     with pytest.raises(ValueError, match="first_moment and second_moment overlap in memory"):
-        adam(floats(), memory[:4], memory[3:7], alone(floats()))
-    _kernels.adagrad(memory[:4], memory[4:], alone(floats()), rate=0.1, eps=0)
+        apply("adam", floats(), memory[:4], memory[3:7], alone(floats()))
+    apply("adagrad", memory[:4], memory[4:], alone(floats()))
 
 
 REFUSED_LISTS = [
@@ -219,26 +212,24 @@ REFUSED_LISTS = [
 def test_lists_that_do_not_fit_are_refused():
     p = floats()
     for gradients, error, words in REFUSED_LISTS:
-        assert_refused(lambda g=gradients: _kernels.sgd(p, g, rate=0.1), error, words)
+        assert_refused(lambda g=gradients: apply("sgd", p, g), error, words)
 
     assert (p == 1).all()
 
 
-def test_settings_out_of_range_are_refused():
-    def adam_with(**settings):
-        return lambda: adam(floats(), floats(), floats(), alone(floats()), **settings)
+def test_rules_slots_and_numbers_that_do_not_fit_are_refused():
+    def refused(words, error=ValueError, *, rule="rmsprop", slots=("square_average",), **numbers):
+        present = {name: number for name, number in (NUMBERS | numbers).items() if number is not None}
+        arguments = rule, floats(), {name: floats() for name in slots}, alone(floats()), present
+        assert_refused(lambda: _kernels.apply(*arguments), error, f"^{words}")
 
-    for value in (float("nan"), float("inf"), 1e39):  # The last in float32.
-        for call, name in (
-            (lambda v=value: _kernels.sgd(floats(), alone(floats()), rate=v), "rate"),
-            (lambda v=value: _kernels.adagrad(floats(), floats(), alone(floats()), rate=0.1, eps=v), "eps"),
-        ):
-            assert_refused(call, ValueError, rf"{name} is .*; expected a number that is finite")
-    for name in ("eps", "weight_decay", "root_scale"):
-        assert_refused(adam_with(**{name: -0.1}), ValueError, rf"{name} is -0.1.*; expected at least 0")
-    for name in ("beta1", "beta2"):
-        for value in (-0.1, 1.1, float("nan")):
-            assert_refused(adam_with(**{name: value}), ValueError, rf"{name} is .*; expected a number from 0 to 1")
+    for name in ("rate", "decay", "gradient_share", "eps", "weight_decay"):
+        for value in (float("nan"), float("inf"), 1e39):  # The last in float32.
+            refused(f"{name} is .*; expected a number that is finite in float32", **{name: value})
+        refused(f"{name} is missing; the rule takes rate, decay, gradient_share, eps, weight_decay", **{name: None})
+        refused(f"rmsprop's {name} is of type str; expected a number", TypeError, **{name: "0.1"})
+    refused("second_moment is missing; the rule takes first_moment, second_moment", rule="adam", slots=["first_moment"])
+    refused(f"rule is 'lamb'; expected one of: {', '.join(RULES)}$", rule="lamb")
 
 
 def test_vectors_of_unequal_length_are_refused():
@@ -327,20 +318,14 @@ def test_a_wrong_pyps_isa_is_one_clear_error():
 
 LONG = 1 << 20
 GIL_CALLS = {
-    "sgd": lambda x, y, z: _kernels.sgd(x, alone(z), rate=0.0),
-    "a sum": lambda x, y, z: _kernels.sgd(x, alone(y) + alone(z), rate=0.0),
-    "momentum": lambda x, y, z: _kernels.momentum(x, y, alone(z), rate=0.0, momentum=0.0),
-    "heavy_ball": lambda x, y, z: _kernels.heavy_ball(x, y, alone(z), rate=0.0, momentum=0.0),
-    "nesterov": lambda x, y, z: _kernels.nesterov(x, y, alone(z), rate=0.0, momentum=0.0),
-    "adagrad": lambda x, y, z: _kernels.adagrad(x, y, alone(z), rate=0.0, eps=1.0),
-    "rmsprop": lambda x, y, z: _kernels.rmsprop(x, y, alone(z), rate=0.0, decay=0.5, eps=1.0),
-    "adam": lambda x, y, z: adam(x, y, np.zeros_like(x), alone(z)),
+    "a rule": lambda x, y, z: apply("adagrad", x, y, alone(z)),
+    "a sum": lambda x, y, z: apply("sgd", x, alone(y) + alone(z)),
     "bandwidth": lambda x, y, z: _kernels.bandwidth([x, y], z),
     "first_non_finite": lambda x, y, z: _kernels.first_non_finite(z, 1),
     "decode": lambda x, y, z: _kernels.decode(z, 1, x),
     "encode": lambda x, y, z: _kernels.encode(x, 1),
     "summary": lambda x, y, z: _kernels.summary(x),
-    "a reply": lambda x, y, z: _kernels.sgd(x, alone(z), rate=0.0, reply=(y, 0, 1), guarded=True),
+    "a reply": lambda x, y, z: apply("sgd", x, alone(z), reply=(y, 0, 1), guarded=True),
     "encode_into": lambda x, y, z: _kernels.encode_into(x, (y, 0, 1)),
     "join_frame": lambda x, y, z: _kernels.join_frame(b"", 1, x),
 }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kernel_values
-from kernel_values import CODECS, assert_refused, at_offset, payload_of, wide_values
+from kernel_values import CODECS, apply, assert_refused, at_offset, payload_of, wide_values
 from pyps import _kernels
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
@@ -27,7 +27,7 @@ instruction_set = kernel_values.instruction_set
 def update(length, gradients, **arguments):
     """Applies the gradients to fresh arrays; returns what was left out, parameters and accumulator."""
     p, a = wide_values(length, 1), np.ones(length, F)
-    left_out = _kernels.adagrad(p, a, gradients, rate=0.1, eps=0.0, weight_decay=0.01, **arguments)
+    left_out = apply("adagrad", p, a, gradients, weight_decay=0.01, **arguments)
     return left_out, p, a
 
 
@@ -119,7 +119,7 @@ def test_what_is_left_out_of_one_gradient_is_not_left_out_of_the_others():
     for gradients in ([broken, sound, sound], [sound, broken, sound], [sound, sound, broken]):
         p = np.zeros(length, F)
 
-        left_out = _kernels.sgd(p, [(g, FLOAT32, 1.0) for g in gradients], rate=1.0, guarded=True)
+        left_out = apply("sgd", p, [(g, FLOAT32, 1.0) for g in gradients], rate=1.0, guarded=True)
 
         assert left_out == BLOCK
         assert p.tolist() == [-6.0] * BLOCK + [-2.0] * BLOCK
@@ -129,7 +129,7 @@ def test_left_out_is_summed_over_gradients_and_the_short_last_block():
     length = BLOCK + 10
     nan = np.full(length, np.nan, F)
 
-    left_out = _kernels.sgd(p := np.ones(length, F), [(nan, FLOAT32, 1.0)] * 3, rate=1.0, guarded=True)
+    left_out = apply("sgd", p := np.ones(length, F), [(nan, FLOAT32, 1.0)] * 3, rate=1.0, guarded=True)
 
     assert left_out == 3 * length
     assert (p == 1).all()
@@ -146,7 +146,7 @@ def test_parameters_stay_finite_whatever_is_written_to_the_payload_meanwhile():
             gradient[::97] = 1.0
 
     def spoiled() -> bool:
-        return _kernels.adagrad(p, a, [(gradient, FLOAT32, 1.0)], rate=0.1, eps=0.0, guarded=True) > 0
+        return apply("adagrad", p, a, [(gradient, FLOAT32, 1.0)], guarded=True) > 0
 
     thread = threading.Thread(target=spoil)
     thread.start()
@@ -183,7 +183,7 @@ REFUSED = [
 def test_replies_that_do_not_fit_are_refused():
     p = np.ones(4, F)
     for reply, error, words in REFUSED:
-        assert_refused(lambda r=reply: _kernels.sgd(p, [(p.copy(), FLOAT32, 1.0)], rate=0.1, reply=r), error, words)
+        assert_refused(lambda r=reply: apply("sgd", p, [(p.copy(), FLOAT32, 1.0)], reply=r), error, words)
         assert_refused(lambda r=reply: _kernels.encode_into(p, r), error, words)
     assert_refused(lambda: _kernels.encode_into(p, None), TypeError, "reply is None; expected a tuple")
 
@@ -199,12 +199,10 @@ def test_a_reply_overlaps_nothing_that_the_update_uses():
         (np.zeros(4, F), np.zeros(4, F), memory[:4], r"gradients\[0\]"),
     ):
         with pytest.raises(ValueError, match=f"reply and {name} overlap in memory"):
-            _kernels.adagrad(p, a, [(g, FLOAT32, 1.0)], rate=0.1, eps=0, reply=(view, 12, FLOAT32))
+            apply("adagrad", p, a, [(g, FLOAT32, 1.0)], reply=(view, 12, FLOAT32))
     with pytest.raises(ValueError, match="reply and values overlap in memory"):
         _kernels.encode_into(memory[:4], (view, 15, FLOAT32))
-    _kernels.adagrad(
-        memory[:4], np.zeros(4, F), [(np.zeros(4, F), FLOAT32, 1.0)], rate=0.1, eps=0, reply=(view, 16, FLOAT32)
-    )
+    apply("adagrad", memory[:4], np.zeros(4, F), [(np.zeros(4, F), FLOAT32, 1.0)], reply=(view, 16, FLOAT32))
 
 
 def test_a_frame_beyond_two_gigabytes_is_refused():

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from pyps.cli.main import COMMANDS, app
 from pyps.core import aggregation
 from pyps.core.aggregation import PROTOCOLS
+from pyps.core.rules import RULES
 from pyps.core.staleness import POLICIES
-from pyps.core.update_rules import RULES
 from pyps_wire import inspector_pb2
 from shards import make_run
 from support import ROOT, PythonProcess, ServerThread, inspect, parse_flags

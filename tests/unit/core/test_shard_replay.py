@@ -12,8 +12,8 @@ from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Gradient, PayloadKind
 from pyps.core.roster import Roster
+from pyps.core.rules import RULES
 from pyps.core.shard import Shard
-from pyps.core.update_rules import RULES
 from shards import (
     Completed,
     Configured,

@@ -12,9 +12,9 @@ from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.gradient import Codec, Extent, PayloadKind
 from pyps.core.plan import Reply
+from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
 from pyps.core.update import Target, apply_update
-from pyps.core.update_rules import RULES, validate
 from shards import floats, gradient
 
 

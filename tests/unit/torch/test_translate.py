@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyps.core.update_rules import RULES
+from pyps.core.rules import RULES
 from pyps_client.torch.translate import TRANSLATIONS, refuse_changes, settings_of, translate, translation_of
 from pyps_wire.errors import SettingsChanged, UnsupportedOptimizer
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pyps.core.arrays import Floats
-from pyps.core.update_rules import RULES, find, validate
+from pyps.core.rules import RULES, find, validate
 from pyps_wire.errors import UnsupportedOptimizer
 from shards import make_shard, pull, push, refusal
 

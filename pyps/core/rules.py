@@ -1,0 +1,274 @@
+"""Update rules: what the gradients of an update do to the parameters and to the slots beside them.
+
+A rule is a row of `RULES` here, which is data, and its formula in csrc/kernel_rules.h. In every rule g is the weighted
+sum of the update's gradients, alpha the rate, and, where weight decay is not zero, g += weight_decay * theta before all
+else: once per update, on the parameters as they are then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pyps import _kernels
+from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.plan import Reply
+from pyps_wire.errors import UnsupportedOptimizer
+
+Slots = dict[str, Floats]
+
+
+class WeightedGradient(NamedTuple):
+    """One gradient of an update's sum: encoded numbers, their codec, and what they are multiplied by."""
+
+    payload: bytes | memoryview
+    codec: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameter:
+    """A setting of a rule: any finite float32 from `minimum` up that is less than `below`."""
+
+    default: float
+    minimum: float = 0.0
+    below: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateRule:
+    """Turns gradients into an update, by the kernel of its name.
+
+    `apply` is called under a shard's lock, from many shards at once, once for every stretch of an update: a
+    rule holds no state but what is in the slots, and reads nothing outside the given stretch.
+    """
+
+    name: str
+    settings: Mapping[str, Hyperparameter]
+    slot_names: tuple[str, ...] = ()
+    # The setting that a slot begins at, where that is not zero.
+    first_values: Mapping[str, str] = field(default_factory=dict)
+    # True where the step does not grow with the gradient, so that only the rate can scale it.
+    adaptive: bool = False
+    # The setting that a schedule may move beside the learning rate; empty where the rule has no momentum.
+    momentum_name: str = ""
+    # The rule that holds while the momentum is zero, where this one's kernel would go on to move the velocity.
+    without_momentum: UpdateRule | None = None
+    # Makes the kernel's numbers of the rate and the settings, in place, at a version; None where these are they.
+    derive: Callable[[dict[str, float], int], None] | None = None
+
+    def make_slots(self, length: int, hyperparameters: Mapping[str, float]) -> Slots:
+        """Returns the slots of a shard that has had no update."""
+        slots = {name: aligned_zeros(length) for name in self.slot_names}
+        for name, setting in self.first_values.items():
+            slots[name].fill(hyperparameters[setting])
+        return slots
+
+    def apply(
+        self,
+        parameters: Floats,
+        slots: Slots,
+        gradients: Sequence[WeightedGradient],
+        *,
+        rate: float,
+        version: int,
+        hyperparameters: Mapping[str, float],
+        reply: Reply | None = None,
+        guarded: bool = False,
+    ) -> int:
+        """Updates parameters and slots in place by g = f0 * g0 + f1 * g1 + ..., in float32, in this order.
+
+        `version` counts the shard's updates before this one. `rate` is the step size, in which schedules and
+        staleness are accounted for; the learning rate among the hyperparameters is not read. The new parameters
+        are also written to `reply`.
+
+        Returns how many numbers of gradients were left out: none unless `guarded`, which is for payloads that
+        somebody may write to while they are read. Each block of such a gradient is copied and looked at again.
+        """
+        rule = self
+        if self.without_momentum and hyperparameters[self.momentum_name] == 0.0:
+            rule = self.without_momentum
+        numbers = {**hyperparameters, "rate": rate}
+        if rule.derive:
+            rule.derive(numbers, version)
+        return _kernels.apply(rule.name, parameters, slots, gradients, numbers, reply, guarded)
+
+
+# A share is rounded to float32 once, by the kernel: there 1 - 0.999 is no 0.001.
+def _momentum(numbers: dict[str, float], version: int) -> None:
+    numbers["gradient_share"] = 1.0 - (numbers["dampening"] if version > 0 else 0.0)
+
+
+def _adagrad(numbers: dict[str, float], version: int) -> None:
+    numbers["rate"] /= 1.0 + version * numbers["lr_decay"]
+
+
+def _rmsprop(numbers: dict[str, float], version: int) -> None:
+    numbers["gradient_share"] = 1.0 - numbers["decay"]
+
+
+def _adam(numbers: dict[str, float], version: int) -> None:
+    beta1, beta2, updates = numbers["beta1"], numbers["beta2"], version + 1
+    numbers["gradient_share1"] = 1.0 - beta1
+    numbers["gradient_share2"] = 1.0 - beta2
+    # The moments started at zero.
+    numbers["rate"] /= 1.0 - beta1**updates
+    numbers["root_scale"] = 1.0 / math.sqrt(1.0 - beta2**updates)
+
+
+def _adamw(numbers: dict[str, float], version: int) -> None:
+    numbers["weight_decay"] *= numbers["rate"]
+    numbers["parameter_share"] = 1.0 - numbers["weight_decay"]
+    _adam(numbers, version)
+
+
+_LEARNING_RATE = Hyperparameter(default=0.001)
+_MOMENTUM = Hyperparameter(default=0.9, below=1.0)
+_WEIGHT_DECAY = Hyperparameter(default=0.0)
+_MOMENTUM_SETTINGS = {"learning_rate": _LEARNING_RATE, "momentum": _MOMENTUM, "weight_decay": _WEIGHT_DECAY}
+_ADAM_SETTINGS = {
+    "learning_rate": _LEARNING_RATE,
+    "beta1": Hyperparameter(default=0.9, below=1.0),
+    "beta2": Hyperparameter(default=0.999, below=1.0),
+    "eps": Hyperparameter(default=1e-8),
+    "weight_decay": _WEIGHT_DECAY,
+}
+
+# theta -= alpha * g.
+SGD = UpdateRule(name="sgd", settings={"learning_rate": _LEARNING_RATE, "weight_decay": _WEIGHT_DECAY})
+
+_ROWS = (
+    SGD,
+    # v = m * v + (1 - dampening) * g; theta -= alpha * v: heavy-ball momentum in torch's form.
+    #
+    # A shard's first update takes v = g without dampening, and a momentum of zero leaves v as it is, as torch does. A
+    # new rate moves along the old velocity too.
+    UpdateRule(
+        name="momentum",
+        settings={
+            "learning_rate": _LEARNING_RATE,
+            "momentum": _MOMENTUM,
+            "dampening": Hyperparameter(default=0.0),
+            "weight_decay": _WEIGHT_DECAY,
+        },
+        slot_names=("velocity",),
+        momentum_name="momentum",
+        without_momentum=SGD,
+        derive=_momentum,
+    ),
+    # v = m * v + alpha * g; theta -= v: heavy-ball momentum with the rate inside the velocity.
+    #
+    # The form for updates whose gradients carry rates of their own, as in Zhang et al. 2016 (staleness-aware ASGD):
+    # what a gradient was worth when it came stays so, whatever the rate is later.
+    UpdateRule(name="heavy_ball", settings=_MOMENTUM_SETTINGS, slot_names=("velocity",), momentum_name="momentum"),
+    # v = m * v + g; theta -= alpha * (g + m * v): Nesterov's momentum in torch's form.
+    #
+    # The parameters held and served are the look-ahead point of Sutskever et al. 2013, at which the next gradient is
+    # wanted: with u = -alpha * v and a constant alpha they are phi + m * u, where u' = m * u - alpha *
+    # grad(phi + m * u) and phi' = phi + u'.
+    UpdateRule(
+        name="nesterov",
+        settings=_MOMENTUM_SETTINGS,
+        slot_names=("velocity",),
+        momentum_name="momentum",
+        without_momentum=SGD,
+    ),
+    # s += g * g; theta -= alpha * g / (sqrt(s) + eps) (Dean et al. 2012, section 4.1).
+    #
+    # The sum holds the current gradient; the root is the paper's (a public note lost it). With lr_decay, alpha is
+    # divided by 1 + lr_decay * version.
+    UpdateRule(
+        name="adagrad",
+        settings={
+            "learning_rate": Hyperparameter(default=0.01),
+            "eps": Hyperparameter(default=1e-10),
+            "initial_accumulator_value": Hyperparameter(default=0.0),
+            "lr_decay": Hyperparameter(default=0.0),
+            "weight_decay": _WEIGHT_DECAY,
+        },
+        slot_names=("accumulator",),
+        first_values={"accumulator": "initial_accumulator_value"},
+        adaptive=True,
+        derive=_adagrad,
+    ),
+    # s = decay * s + (1 - decay) * g * g; theta -= alpha * g / (sqrt(s) + eps).
+    UpdateRule(
+        name="rmsprop",
+        settings={
+            "learning_rate": Hyperparameter(default=0.01),
+            "decay": Hyperparameter(default=0.99, below=1.0),
+            "eps": Hyperparameter(default=1e-8),
+            "weight_decay": _WEIGHT_DECAY,
+        },
+        slot_names=("square_average",),
+        adaptive=True,
+        derive=_rmsprop,
+    ),
+    # m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g; theta -= alpha * m' / (sqrt(v') + eps).
+    #
+    # m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t), where t counts the shard's updates with this one; eps stands
+    # after the correction, where torch has it (Kingma and Ba 2015, algorithm 1).
+    UpdateRule(
+        name="adam",
+        settings=_ADAM_SETTINGS,
+        slot_names=("first_moment", "second_moment"),
+        adaptive=True,
+        momentum_name="beta1",
+        derive=_adam,
+    ),
+    # theta -= alpha * weight_decay * theta, then as Adam without decay (Loshchilov and Hutter 2019).
+    #
+    # The decay meets neither moments nor their root, so it is the same for parameters of every gradient.
+    UpdateRule(
+        name="adamw",
+        settings={**_ADAM_SETTINGS, "weight_decay": Hyperparameter(default=0.01)},
+        slot_names=("first_moment", "second_moment"),
+        adaptive=True,
+        momentum_name="beta1",
+        derive=_adamw,
+    ),
+)
+
+# The rules that a run may be given.
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _ROWS}
+
+
+def find(name: str) -> UpdateRule:
+    """Returns the rule of that name."""
+    if name not in RULES:
+        raise UnsupportedOptimizer(f"update rule {name!r} is unknown; this server has {', '.join(sorted(RULES))}")
+    return RULES[name]
+
+
+def require_known(rule: UpdateRule, names: Iterable[str]) -> None:
+    """Raises UnsupportedOptimizer for the name of a setting that the rule does not have."""
+    unknown = sorted(set(names) - set(rule.settings))
+    if unknown:
+        raise UnsupportedOptimizer(
+            f"{rule.name} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(rule.settings)}"
+        )
+
+
+def validate(rule: UpdateRule | str, hyperparameters: Mapping[str, float]) -> dict[str, float]:
+    """Returns the rule's hyperparameters, the missing ones at their defaults.
+
+    Raises UnsupportedOptimizer for a rule, a setting or a value that cannot be.
+    """
+    rule = find(rule) if isinstance(rule, str) else rule
+    require_known(rule, hyperparameters)
+    settled = {name: setting.default for name, setting in rule.settings.items()} | {
+        name: float(value) for name, value in hyperparameters.items()
+    }
+    for name, value in settled.items():
+        setting = rule.settings[name]
+        # Written so that NaN fails; the kernels compute in float32.
+        if not (setting.minimum <= value <= float(np.finfo(np.float32).max) and value < setting.below):
+            bound = f" and less than {setting.below:g}" if setting.below < math.inf else ""
+            raise UnsupportedOptimizer(
+                f"{rule.name}'s {name} is {value}; expected a finite float32 of at least {setting.minimum:g}{bound}"
+            )
+    return settled
