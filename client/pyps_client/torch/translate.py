@@ -15,6 +15,11 @@ from pyps_wire.errors import PypsError, SettingsChanged, UnsupportedOptimizer
 TorchName = str | tuple[str, int]
 
 
+# How the arithmetic is carried out, not what it is.
+_EXECUTION = frozenset({"foreach", "fused", "capturable"})
+_PLAIN = {"maximize": False, "differentiable": False}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
     """How one torch optimizer class is said in the servers' words."""
@@ -23,15 +28,15 @@ class Translation:
     # The servers' rule.
     rule: str
     # True where a step depends on earlier gradients, so that no worker can take it by itself.
-    stateful: bool
+    stateful: bool = True
     # The servers' hyperparameter -> torch's name for it.
     hyperparameters: Mapping[str, TorchName]
     # Settings of a class with several rules that choose this one: every group must have exactly these.
     when: Mapping[str, object] = field(default_factory=dict)
     # Torch settings that the rule lacks -> the only value that is the rule.
-    fixed: Mapping[str, object]
+    fixed: Mapping[str, object] = field(default_factory=lambda: _PLAIN)
     # Torch settings that do not change what is computed.
-    ignored: frozenset[str]
+    ignored: frozenset[str] = _EXECUTION
 
     @property
     def momentum(self) -> str:
@@ -39,98 +44,69 @@ class Translation:
         return next((name for name in ("momentum", "beta1") if name in self.hyperparameters), "")
 
 
-# How the arithmetic is carried out, not what it is.
-_EXECUTION = frozenset({"foreach", "fused", "capturable"})
-_PLAIN = {"maximize": False, "differentiable": False}
-_ADAM: Mapping[str, TorchName] = {
-    "learning_rate": "lr",
-    "beta1": ("betas", 0),
-    "beta2": ("betas", 1),
-    "eps": "eps",
-    "weight_decay": "weight_decay",
-}
+_SGD: Mapping[str, TorchName] = {"learning_rate": "lr", "weight_decay": "weight_decay"}
+_ADAM: Mapping[str, TorchName] = {**_SGD, "beta1": ("betas", 0), "beta2": ("betas", 1), "eps": "eps"}
+_NO_AMSGRAD = {**_PLAIN, "amsgrad": False}
 
-# A rule that the servers learn is one more entry here. Of a class with several, the first that fits is taken.
+# A rule that the servers learn is one more row here. Of a class with several, the first that fits is taken.
 TRANSLATIONS: tuple[Translation, ...] = (
     Translation(
         optimizer=torch.optim.SGD,
         rule="sgd",
         stateful=False,
-        hyperparameters={"learning_rate": "lr", "weight_decay": "weight_decay"},
+        hyperparameters=_SGD,
         when={"momentum": 0, "nesterov": False},
-        fixed=_PLAIN,
         # Dampening only acts through momentum.
         ignored=_EXECUTION | {"dampening"},
     ),
     Translation(
         optimizer=torch.optim.SGD,
         rule="momentum",
-        stateful=True,
-        hyperparameters={
-            "learning_rate": "lr",
-            "momentum": "momentum",
-            "dampening": "dampening",
-            "weight_decay": "weight_decay",
-        },
+        hyperparameters={**_SGD, "momentum": "momentum", "dampening": "dampening"},
         when={"nesterov": False},
-        fixed=_PLAIN,
-        ignored=_EXECUTION,
     ),
     Translation(
         optimizer=torch.optim.SGD,
         rule="nesterov",
-        stateful=True,
-        hyperparameters={"learning_rate": "lr", "momentum": "momentum", "weight_decay": "weight_decay"},
+        hyperparameters={**_SGD, "momentum": "momentum"},
         when={"nesterov": True},
-        fixed={"dampening": 0, **_PLAIN},
-        ignored=_EXECUTION,
+        fixed={**_PLAIN, "dampening": 0},
     ),
     Translation(
         optimizer=torch.optim.Adagrad,
         rule="adagrad",
-        stateful=True,
         hyperparameters={
-            "learning_rate": "lr",
+            **_SGD,
             "eps": "eps",
             "initial_accumulator_value": "initial_accumulator_value",
             "lr_decay": "lr_decay",
-            "weight_decay": "weight_decay",
         },
-        fixed=_PLAIN,
-        ignored=_EXECUTION,
     ),
     Translation(
         optimizer=torch.optim.RMSprop,
         rule="rmsprop",
-        stateful=True,
-        hyperparameters={"learning_rate": "lr", "decay": "alpha", "eps": "eps", "weight_decay": "weight_decay"},
-        fixed={"momentum": 0, "centered": False, **_PLAIN},
-        ignored=_EXECUTION,
+        hyperparameters={**_SGD, "decay": "alpha", "eps": "eps"},
+        fixed={**_PLAIN, "momentum": 0, "centered": False},
     ),
     Translation(
         optimizer=torch.optim.Adam,
         rule="adam",
-        stateful=True,
         hyperparameters=_ADAM,
         when={"decoupled_weight_decay": False},
-        fixed={"amsgrad": False, **_PLAIN},
-        ignored=_EXECUTION,
+        fixed=_NO_AMSGRAD,
     ),
     Translation(
         optimizer=torch.optim.Adam,
         rule="adamw",
-        stateful=True,
         hyperparameters=_ADAM,
         when={"decoupled_weight_decay": True},
-        fixed={"amsgrad": False, **_PLAIN},
-        ignored=_EXECUTION,
+        fixed=_NO_AMSGRAD,
     ),
     Translation(
         optimizer=torch.optim.AdamW,
         rule="adamw",
-        stateful=True,
         hyperparameters=_ADAM,
-        fixed={"amsgrad": False, **_PLAIN},
+        fixed=_NO_AMSGRAD,
         ignored=_EXECUTION | {"decoupled_weight_decay"},
     ),
 )
