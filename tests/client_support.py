@@ -40,6 +40,14 @@ ADAGRAD = ("adagrad", {"learning_rate": 0.05, "eps": 1e-10, "initial_accumulator
 SGD = ("sgd", {"learning_rate": 0.05})
 
 
+def values_of(layout: Layout) -> list[Floats]:
+    """The values of a torch model, one new float32 vector a group."""
+    vectors: list[list[Floats]] = [[] for _ in layout.model.group_sizes]
+    for tensor, parameter in zip(layout.model.tensors, layout.parameters, strict=True):
+        vectors[tensor.group].append(parameter.detach().float().cpu().reshape(-1).numpy())
+    return [np.concatenate(vector) for vector in vectors]
+
+
 class Reference:
     """Adagrad as the paper writes it, in float32: what a single worker must get, bit for bit."""
 

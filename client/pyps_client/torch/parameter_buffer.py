@@ -152,12 +152,3 @@ def _values_in(layout: Layout, shard: ShardRange) -> npt.NDArray[np.float32]:
             source = parameter.detach().reshape(-1).narrow(0, begin - offset, length)
             values.narrow(0, begin - shard.offset, length).copy_(source)
     return values.numpy()
-
-
-@torch.no_grad()
-def values_of(layout: Layout) -> list[npt.NDArray[np.float32]]:
-    """The model's own values, one new float32 vector a group."""
-    vectors = [torch.empty(size, dtype=torch.float32, device="cpu") for size in layout.model.group_sizes]
-    for place, parameter in zip(places_in(layout, vectors), layout.parameters, strict=True):
-        place.copy_(parameter)
-    return [vector.numpy() for vector in vectors]

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from client_support import RecordingSession, lent_for
+from client_support import RecordingSession, lent_for, values_of
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import ParameterBuffer, values_of
+from pyps_client.torch.parameter_buffer import ParameterBuffer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from client_support import RecordingSession
+from client_support import RecordingSession, values_of
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import values_of
 from pyps_wire.errors import ServerUnavailable
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from client_support import lent_for
+from client_support import lent_for, values_of
 from pyps_client.torch.layout import Layout, plan
-from pyps_client.torch.parameter_buffer import ParameterBuffer, initial_values, values_of
+from pyps_client.torch.parameter_buffer import ParameterBuffer, initial_values
 from pyps_wire.partition import partition
 
 

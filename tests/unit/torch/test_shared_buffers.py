@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from client_support import RecordingSession
+from client_support import RecordingSession, values_of
 from pyps_client.torch.downpour import BEHIND_MAX, Downpour
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import values_of
 from pyps_client.torch.shared_buffers import shared_buffers
 from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
