@@ -1,6 +1,6 @@
 """The rules' settings and slots, and each against torch's optimizer: 100 steps of one worker, on its own parameters.
 
-Their arithmetic by hand is in tests/paper and tests/unit/test_kernels.py.
+Their arithmetic by hand is in tests/paper and tests/unit/test_kernel_rules.py.
 """
 
 from __future__ import annotations
