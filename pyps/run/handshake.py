@@ -17,7 +17,6 @@ from pyps_wire.partition import Model, Partition, first_difference, partition
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
     from pyps.run.content import Content
-    from pyps.run.initialization import Opening
     from pyps.run_header import RunHeader
 import re
 import secrets
@@ -65,6 +64,32 @@ class Greeting:
     def name(self) -> str:
         """Whom the run takes it for: its replica, which is one worker, or itself."""
         return self.replica or self.worker_id
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What an initialiser says before it sends the first shard."""
+
+    run_id: str
+    worker_id: str
+    incarnation: int
+    term: int
+    model: Model
+    optimizer: RuleSettings | None
+    server_index: int
+    num_servers: int
+    # The replica that the initialiser is one of several processes of; empty for a worker of one process.
+    replica: str = ""
+
+    @property
+    def name(self) -> str:
+        """Whom the run takes the initialiser for: its replica, or itself."""
+        return self.replica or self.worker_id
+
+    @property
+    def initializer(self) -> tuple[int, str, int]:
+        """Who initialises, in which term."""
+        return self.term, self.name, self.incarnation
 
 
 @dataclass(frozen=True)

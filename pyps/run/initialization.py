@@ -24,11 +24,11 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard, ShardState
 from pyps.core.whole_model import WholeModel
 from pyps.run.content import Content, listed
-from pyps.run.handshake import Holding
+from pyps.run.handshake import Holding, Opening
 from pyps.run_header import RestoredRun
 from pyps.vectors.machine import VectorMachine
 from pyps_wire.errors import BadRequest, RunMismatch, Superseded, WrongSize
-from pyps_wire.partition import Model, Partition, first_difference, partition
+from pyps_wire.partition import Partition, first_difference, partition
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
@@ -145,32 +145,6 @@ class InitializationGate:
         """Ends the election: the parameters are there."""
         self._begun = None
         self._election.done()
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What an initialiser says before it sends the first shard."""
-
-    run_id: str
-    worker_id: str
-    incarnation: int
-    term: int
-    model: Model
-    optimizer: RuleSettings | None
-    server_index: int
-    num_servers: int
-    # The replica that the initialiser is one of several processes of; empty for a worker of one process.
-    replica: str = ""
-
-    @property
-    def name(self) -> str:
-        """Whom the run takes the initialiser for: its replica, or itself."""
-        return self.replica or self.worker_id
-
-    @property
-    def initializer(self) -> tuple[int, str, int]:
-        """Who initialises, in which term."""
-        return self.term, self.name, self.incarnation
 
 
 class Initialization:

@@ -23,8 +23,8 @@ from pyps.core.staleness import StalenessPolicy
 from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, RunRecorder
-from pyps.run.handshake import Greeting, Holding, Pulse, RunState, Welcome, is_measurement
-from pyps.run.initialization import ContentFactory, Initialization, InitializationGate, Opening
+from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, Welcome, is_measurement
+from pyps.run.initialization import ContentFactory, Initialization, InitializationGate
 from pyps.run.observers import Events, Waits
 from pyps.run.registry import WorkerRegistry
 from pyps.run.rounds import RoundController, Settled

@@ -13,8 +13,7 @@ from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out
-from pyps.run.handshake import Greeting, Pulse, Welcome
-from pyps.run.initialization import Opening
+from pyps.run.handshake import Greeting, Opening, Pulse, Welcome
 from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire

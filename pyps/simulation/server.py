@@ -15,8 +15,7 @@ from pyps.core.plan import PushPlan
 from pyps.core.receipt import Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.run.content import RunRecorder
-from pyps.run.handshake import Greeting
-from pyps.run.initialization import Opening
+from pyps.run.handshake import Greeting, Opening
 from pyps.run.run import Run
 from pyps.simulation.event import Event, Kind, Scheduler
 from pyps_wire.contract import PROTOCOL_VERSION

@@ -10,8 +10,7 @@ import pytest
 
 from pyps.core.gradient import Codec
 from pyps.core.shard import Shard
-from pyps.run.handshake import Greeting
-from pyps.run.initialization import Opening
+from pyps.run.handshake import Greeting, Opening
 from pyps.run_header import RunHeader
 from pyps_wire.errors import Superseded
 from pyps_wire.partition import partition

@@ -11,8 +11,7 @@ import pytest
 from pyps.core.gradient import Gradient
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
-from pyps.run.handshake import Greeting
-from pyps.run.initialization import Opening
+from pyps.run.handshake import Greeting, Opening
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition
 from replicas import CUT
