@@ -27,28 +27,29 @@ class Waiters:
     """The waits for a shard's versions. Guarded by its shard's lock."""
 
     def __init__(self) -> None:
-        self.waiting: list[Waiter] = []
+        # By version: a push looks at the versions waited for, of which there are few, not at all who wait.
+        self.waiting: dict[int, dict[Waiter, None]] = {}
 
     def add(self, waiter: Waiter) -> None:
         """Keeps the wait until it is taken or removed."""
-        self.waiting.append(waiter)
+        self.waiting.setdefault(waiter.min_version, {})[waiter] = None
 
     def remove(self, waiter: Waiter) -> bool:
         """Forgets the wait; False where it was taken already."""
-        still_waiting = waiter in self.waiting
-        if still_waiting:
-            self.waiting.remove(waiter)
-        return still_waiting
+        waiting = self.waiting.get(waiter.min_version, {})
+        if waiter not in waiting:
+            return False
+        del waiting[waiter]
+        if not waiting:
+            del self.waiting[waiter.min_version]
+        return True
 
     def take_reached(self, version: int) -> list[Waiter]:
         """Returns the waits that end at that version, and keeps the others."""
-        if not self.waiting:
-            return []
-        reached = [waiter for waiter in self.waiting if waiter.min_version <= version]
-        self.waiting = [waiter for waiter in self.waiting if waiter.min_version > version]
-        return reached
+        reached = [min_version for min_version in self.waiting if min_version <= version]
+        return [waiter for min_version in reached for waiter in self.waiting.pop(min_version)]
 
     def take_all(self) -> list[Waiter]:
         """Returns all waits."""
-        waiting, self.waiting = self.waiting, []
-        return waiting
+        waiting, self.waiting = self.waiting, {}
+        return [waiter for of_version in waiting.values() for waiter in of_version]
