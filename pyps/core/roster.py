@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -54,7 +55,11 @@ class Roster:
     def counts(self, worker_id: str) -> bool:
         """Whether that process counts for some part."""
         parted = self.parted
-        return worker_id in (self.workers if parted is None else parted.counted)
+        if parted is not None:
+            return worker_id in parted.counted
+        # Asked at every push: a look through all would cost a round the square of its workers.
+        index = bisect_left(self.workers, worker_id)
+        return index < len(self.workers) and self.workers[index] == worker_id
 
 
 @dataclass(frozen=True, slots=True)
