@@ -137,7 +137,7 @@ def arrival(
 ) -> aggregation.Arrival:
     """Returns the arrival of a gradient on that version, unless the fields say otherwise, while others wait."""
     arrived = contribution(worker_id, **{"base_version": version, **fields})
-    return aggregation.Arrival(arrived, pending, version, workers)
+    return aggregation.Arrival(arrived, aggregation.Pending(pending), version, workers)
 
 
 def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, **fields: Any) -> Receipt:

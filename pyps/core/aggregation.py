@@ -21,6 +21,7 @@ from pyps.core.protocols.decision import (
     Drop,
     Park,
     Part,
+    Pending,
     Refuse,
 )
 from pyps.core.protocols.paced import Serial, Ssp
@@ -43,6 +44,7 @@ __all__ = [
     "Hardsync",
     "Park",
     "Part",
+    "Pending",
     "Refuse",
     "Sandblaster",
     "Serial",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from pyps import _kernels
 from pyps.core import verdict
-from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Refuse
+from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.finding import FINITE, Finding, scan
@@ -62,7 +62,7 @@ class Shard:
         version: int = 0,
         slots: Mapping[str, Floats] | None = None,
         ledger: Ledger | None = None,
-        pending: tuple[Contribution, ...] = (),
+        pending: Iterable[Contribution] = (),
         examples: int = 0,
         learning_rate: float | None = None,
         momentum: float | None = None,
@@ -100,9 +100,9 @@ class Shard:
         self._readable = read_only(self._parameters)
         self._slots = first_slots(rule, self.hyperparameters, slots, shard_id=shard_id, length=self.length, take=take)
         self._ledger = Ledger() if ledger is None else ledger
-        self._pending = pending
+        self._pending = Pending(pending)
         # The size of the gradients that wait. Read without the lock.
-        self.pending_bytes = _bytes_of(pending)
+        self.pending_bytes = self._pending.num_bytes
         self._budget = PendingBudget() if budget is None else budget
         self._budget.restore(self.pending_bytes)
         self._waiters = Waiters()
@@ -297,7 +297,7 @@ class Shard:
     @property
     def contributors(self) -> set[str]:
         """The workers whose gradients wait."""
-        return {waiting.gradient.worker_id for waiting in self._pending}
+        return set(self._pending.workers)
 
     @property
     def slots_bytes(self) -> int:
@@ -360,7 +360,7 @@ class Shard:
                 parameters=aligned_copy(self._parameters),
                 slots={name: aligned_copy(slot) for name, slot in self._slots.items()},
                 ledger=self._ledger.entries(),
-                pending=self._pending,
+                pending=tuple(self._pending),
                 examples=self._examples,
                 learning_rate=self._learning_rate,
                 momentum=self.hyperparameters.get(self.rule.momentum_name),
@@ -408,7 +408,6 @@ class Shard:
             epoch=self.epoch,
             rate=rate,
             update_scale=update_scale,
-            waiting_for=verdict.waited_for(decision, arrival, aggregation) if isinstance(decision, Park) else (),
         )
         waits_bytes = len(gradient.payload) if isinstance(decision, Park) else 0
         if waits_bytes:
@@ -432,8 +431,8 @@ class Shard:
             if left_out:
                 receipt = verdict.telling(receipt, gradient, left_out=left_out)
         elif isinstance(decision, Park):
-            self._pending = (*self._pending, contribution)
-            self.pending_bytes += waits_bytes
+            self._pending.add(contribution)
+            self.pending_bytes = self._pending.num_bytes
         elif isinstance(decision, Acknowledge):
             self._examples += gradient.example_count
         self._ledger.record(gradient.worker_id, gradient.incarnation, receipt)
@@ -510,10 +509,6 @@ class Shard:
 
     def _forget_pending(self, parts: Sequence[Part]) -> None:
         applied = {id(part.contribution) for part in parts}
-        self._pending = tuple(waiting for waiting in self._pending if id(waiting) not in applied)
-        before, self.pending_bytes = self.pending_bytes, _bytes_of(self._pending)
+        self._pending = Pending(waiting for waiting in self._pending if id(waiting) not in applied)
+        before, self.pending_bytes = self.pending_bytes, self._pending.num_bytes
         self._budget.give_back(before - self.pending_bytes)
-
-
-def _bytes_of(pending: Sequence[Contribution]) -> int:
-    return sum(len(waiting.gradient.payload) for waiting in pending)

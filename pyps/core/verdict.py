@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pyps.core.aggregation import Aggregation, Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
+from pyps.core.aggregation import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
 from pyps.core.finding import Finding
 from pyps.core.gradient import Gradient, require_possible_version
-from pyps.core.receipt import WAITING_FOR_MAX, Outcome, Reason, Receipt
+from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps.core.update import rate_of
 
@@ -21,7 +21,6 @@ def receipt_of(
     epoch: int,
     rate: float,
     update_scale: float,
-    waiting_for: tuple[str, ...],
 ) -> Receipt:
     """Returns the receipt of a push that a protocol has decided on.
 
@@ -31,11 +30,12 @@ def receipt_of(
     contribution, _, version, roster = arrival
     gradient, staleness, weighing = contribution
     outcome, version_after, weight, min_version = Outcome.APPLIED, version, weighing.weight, 0
+    waiting_for: tuple[str, ...] = ()
     if isinstance(decision, Apply):
         version_after += 1
         weight *= decision.share_of(contribution)
     elif isinstance(decision, Park):
-        outcome, min_version = Outcome.PENDING, decision.min_version
+        outcome, min_version, waiting_for = Outcome.PENDING, decision.min_version, decision.waiting_for
     elif isinstance(decision, _REJECTING):
         return rejection(decision, gradient, version, roster, shard_id=shard_id, epoch=epoch, staleness=staleness)
     return Receipt(
@@ -51,15 +51,8 @@ def receipt_of(
         num_workers=len(roster.workers),
         epoch=epoch,
         min_version=min_version,
-        waiting_for=waiting_for[:WAITING_FOR_MAX],
+        waiting_for=waiting_for,
     )
-
-
-def waited_for(decision: Decision, arrival: Arrival, aggregation: Aggregation) -> tuple[str, ...]:
-    """Returns the workers for whose gradients one that waits now waits, ascending; none for one that does not."""
-    if not isinstance(decision, Park):
-        return ()
-    return aggregation.waiting_for((*arrival.pending, arrival.contribution), arrival.roster)
 
 
 def rejection(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pyps.core import aggregation, spec
-from pyps.core.aggregation import Aggregation, Apply, Arrival, Contribution, Decision, Hardsync, Serial
+from pyps.core.aggregation import Aggregation, Apply, Arrival, Decision, Hardsync, Pending, Serial
 from pyps.core.pacing import Pacer, StagedPacer
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
@@ -79,13 +79,13 @@ class Staged(Aggregation):
     def decide(self, arrival: Arrival) -> Decision:
         return self.at(arrival.version).decide(arrival)
 
-    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
+    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
         return self.at(version).complete(pending, version, roster)
 
-    def settle(self, pending: tuple[Contribution, ...]) -> Apply | None:
+    def settle(self, pending: Pending) -> Apply | None:
         return self._stage_of(pending).settle(pending)
 
-    def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+    def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
         return self._stage_of(pending).waiting_for(pending, roster)
 
     def split(self, roster: Roster) -> float:
@@ -131,6 +131,7 @@ class Staged(Aggregation):
     def accumulate(self) -> int:
         return self.main.accumulate
 
-    def _stage_of(self, pending: tuple[Contribution, ...]) -> Aggregation:
+    def _stage_of(self, pending: Pending) -> Aggregation:
         # Waiting gradients came at the present version, which is theirs and their staleness.
-        return self.at(pending[0].gradient.base_version + pending[0].staleness) if pending else self.main
+        first = next(iter(pending), None)
+        return self.main if first is None else self.at(first.gradient.base_version + first.staleness)

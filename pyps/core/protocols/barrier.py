@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.protocols.base import Aggregation, mean
-from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Drop, Park, Part, Refuse
-from pyps.core.receipt import Reason
+from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Drop, Park, Part, Pending, Refuse
+from pyps.core.receipt import WAITING_FOR_MAX, Reason
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
 
@@ -26,35 +27,33 @@ class Barrier(Aggregation):
         return True
 
     def decide(self, arrival: Arrival) -> Decision:
-        gradient, version = arrival.contribution.gradient, arrival.version
+        contribution, pending, version, roster = arrival
+        gradient = contribution.gradient
         if gradient.base_version != version:
             return self.late(gradient.base_version, version)
         worker_id = gradient.worker_id
-        if any(waiting.gradient.worker_id == worker_id for waiting in arrival.pending):
+        if worker_id in pending.workers:
             message = (
                 f"worker {worker_id!r} has given its gradient to the round that makes version {version + 1};"
                 " wait for that version"
             )
             return Refuse(Reason.REPEATED, message, min_version=version + 1)
-        gathered = (*arrival.pending, arrival.contribution)
-        if self._is_due(gathered, arrival.roster):
-            return Apply(self.parts(_in_worker_order(gathered)))
-        return Park(min_version=version + 1)
+        late = pending.late(roster)
+        if self._is_due(roster, num_gathered=len(pending) + 1, num_late=len(late) - (worker_id in late)):
+            return Apply(self.parts(_in_worker_order((*pending, contribution))))
+        others = (name for name in chain(late, roster.awaited) if name != worker_id)
+        return Park(version + 1, tuple(islice(others, WAITING_FOR_MAX)))
 
-    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
-        if pending and self._is_due(pending, roster):
+    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
+        if pending and self._is_due(roster, num_gathered=len(pending), num_late=len(pending.late(roster))):
             return Apply(self.parts(_in_worker_order(pending)))
         return None
 
-    def settle(self, pending: tuple[Contribution, ...]) -> Apply | None:
+    def settle(self, pending: Pending) -> Apply | None:
         return Apply(self.parts(_in_worker_order(pending))) if pending else None
 
-    def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
-        if not pending:
-            return ()
-        gathered = {contribution.gradient.worker_id for contribution in pending}
-        late = tuple(worker_id for worker_id in roster.workers if worker_id not in gathered)
-        return (*late, *roster.awaited)
+    def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
+        return (*pending.late(roster), *roster.awaited) if pending else ()
 
     def late(self, base_version: int, version: int) -> Decision:
         """Returns what becomes of a gradient of an earlier version."""
@@ -64,30 +63,25 @@ class Barrier(Aggregation):
         )
         return Refuse(Reason.STALE, message, min_version=version)
 
-    def _is_due(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
+    def _is_due(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
         # The first update waits for all expected workers; the number of those that count settles with it.
-        return not roster.missing and self.is_complete(gathered, roster)
+        return not roster.missing and self.is_complete(roster, num_gathered=num_gathered, num_late=num_late)
 
-    @abstractmethod
-    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-        """Returns whether these gradients, each of another worker, make the round's update; nobody is missing."""
+    def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
+        """Returns whether so many gradients, each of another worker, make the round's update; nobody is missing.
+
+        `num_late` of the workers that count have not come. Those that have may have died since, and are in it too.
+        """
+        return num_late == 0
 
     @abstractmethod
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         """Returns the round's update."""
 
 
-def _in_worker_order(gathered: Sequence[Contribution]) -> list[Contribution]:
+def _in_worker_order(gathered: Iterable[Contribution]) -> list[Contribution]:
     """Float sums depend on the order: this one depends on no timing (algorithm notes 2.1, H1; 2.7, S2)."""
     return sorted(gathered, key=lambda contribution: contribution.gradient.worker_id)
-
-
-def _all_have_come(gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-    if len(gathered) < roster.num_workers:
-        return False
-    # Gradients of workers that have died since are in it too.
-    have_come = {contribution.gradient.worker_id for contribution in gathered}
-    return have_come.issuperset(roster.workers)
 
 
 WEIGHTINGS = ("by_count", "equal")
@@ -112,9 +106,6 @@ class Hardsync(Barrier):
     def weighs_examples(self) -> bool:
         return self.weighting == "by_count"
 
-    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-        return _all_have_come(gathered, roster)
-
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         counts = [contribution.gradient.example_count for contribution in gathered]
         if self.weighting == "equal" or any(_is_uncounted(contribution.gradient) for contribution in gathered):
@@ -136,9 +127,6 @@ class StrictBsp(Barrier):
 
     name: ClassVar[str] = "ssp:s=0,strict_bsp=true"
 
-    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-        return _all_have_come(gathered, roster)
-
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         return tuple(Part(contribution) for contribution in gathered)
 
@@ -157,8 +145,8 @@ class Backup(Barrier):
         if self.b < 0:
             raise BadRequest(f"backup's b is {self.b}; expected the workers that no update waits for, as in backup:b=2")
 
-    def is_complete(self, gathered: tuple[Contribution, ...], roster: Roster) -> bool:
-        return len(gathered) >= max(1, roster.num_workers - self.b)
+    def is_complete(self, roster: Roster, *, num_gathered: int, num_late: int) -> bool:
+        return num_gathered >= max(1, roster.num_workers - self.b)
 
     def parts(self, gathered: Sequence[Contribution]) -> tuple[Part, ...]:
         return mean(gathered)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.pacing import Pacer
-from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Part
+from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Part, Pending
 from pyps.core.roster import Roster
 
 
@@ -30,15 +30,15 @@ class Aggregation(ABC):
     def decide(self, arrival: Arrival) -> Decision:
         """Returns what is to be done with the arrival."""
 
-    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
+    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
         """Returns the update that is due now that other workers count; asked again after each until None."""
         return None
 
-    def settle(self, pending: tuple[Contribution, ...]) -> Apply | None:
+    def settle(self, pending: Pending) -> Apply | None:
         """Returns the update that all that waits becomes when another protocol takes over: its mean."""
         return Apply(mean(pending)) if pending else None
 
-    def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+    def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
         """Returns the workers for whose gradients those that are here wait, ascending."""
         return ()
 

@@ -10,7 +10,7 @@ from pyps.core.pacing import ClockBound, Pacer, TurnTaking
 from pyps.core.protocols.asynchronous import Async
 from pyps.core.protocols.barrier import StrictBsp
 from pyps.core.protocols.base import Aggregation
-from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision
+from pyps.core.protocols.decision import Apply, Arrival, Decision, Pending
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
 
@@ -54,13 +54,13 @@ class Ssp(Aggregation):
     def decide(self, arrival: Arrival) -> Decision:
         return self.at(arrival.version).decide(arrival)
 
-    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
+    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
         return self.at(version).complete(pending, version, roster)
 
-    def settle(self, pending: tuple[Contribution, ...]) -> Apply | None:
+    def settle(self, pending: Pending) -> Apply | None:
         return self.at(0).settle(pending)
 
-    def waiting_for(self, pending: tuple[Contribution, ...], roster: Roster) -> tuple[str, ...]:
+    def waiting_for(self, pending: Pending, roster: Roster) -> tuple[str, ...]:
         return self.at(0).waiting_for(pending, roster)
 
     def split(self, roster: Roster) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import PayloadKind
 from pyps.core.protocols.base import Aggregation, mean
-from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Contribution, Decision, Park
+from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Decision, Park, Pending
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
 
@@ -46,11 +47,11 @@ class Softsync(Aggregation):
             return _PARK
         return Apply(mean((*pending, contribution)))
 
-    def complete(self, pending: tuple[Contribution, ...], version: int, roster: Roster) -> Apply | None:
+    def complete(self, pending: Pending, version: int, roster: Roster) -> Apply | None:
         gradients_per_update = self.gradients_per_update(roster.num_expected)
         if len(pending) < gradients_per_update:
             return None
-        return Apply(mean(pending[:gradients_per_update]))
+        return Apply(mean(islice(pending, gradients_per_update)))
 
     def split(self, roster: Roster) -> float:
         """Returns the effective n = L / c, which is above the n asked for where that does not divide L."""

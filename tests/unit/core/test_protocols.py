@@ -13,6 +13,7 @@ from pyps.core.aggregation import (
     Hardsync,
     Park,
     Part,
+    Pending,
     Refuse,
     Serial,
     Softsync,
@@ -88,8 +89,11 @@ def test_without_a_barrier_each_gradient_is_applied_alone_and_whole_however_old(
         protocol, arrived = parse(text), arrival("a", workers=roster_of(4), version=9, base_version=2)
         assert protocol.decide(arrived) == Apply((Part(arrived.contribution, share=1.0),)), text
         assert protocol.decide(arrival("a", workers=roster_of(4), kind=PayloadKind.NOTHING)) == Acknowledge(), text
-        assert (protocol.complete((), version=0, roster=roster_of(4)), protocol.settle(())) == (None, None), text
-        assert (protocol.waiting_for((), roster_of(4)), protocol.warnings(1)) == ((), ()), text
+        assert (protocol.complete(Pending(), version=0, roster=roster_of(4)), protocol.settle(Pending())) == (
+            None,
+            None,
+        ), text
+        assert (protocol.waiting_for(Pending(), roster_of(4)), protocol.warnings(1)) == ((), ()), text
         protocol.check(1)
 
 
@@ -135,12 +139,12 @@ def test_c_gradients_are_one_mean_in_order_of_arrival_whoever_sent_them() -> Non
 
 def test_when_workers_go_exactly_c_of_those_that_wait_are_applied() -> None:
     waiting = tuple(contribution("a", sequence=sequence) for sequence in range(3))
-    due = Softsync(1).complete(waiting, version=0, roster=roster_of(2))
+    due = Softsync(1).complete(Pending(waiting), version=0, roster=roster_of(2))
     assert due == Apply((Part(waiting[0], 0.5), Part(waiting[1], 0.5)))
-    assert Softsync(1).complete(waiting[2:], version=1, roster=roster_of(2)) is None
+    assert Softsync(1).complete(Pending(waiting[2:]), version=1, roster=roster_of(2)) is None
     # When another protocol comes all are, as one mean.
-    assert shares(Softsync(1).settle(waiting)) == [1 / 3] * 3
-    assert Softsync(1).settle(()) is None
+    assert shares(Softsync(1).settle(Pending(waiting))) == [1 / 3] * 3
+    assert Softsync(1).settle(Pending()) is None
 
 
 # Hardsync, backup workers and strict BSP decide by who has contributed (algorithm notes 2.1, 2.7, 2.9, 2.11).
@@ -158,7 +162,7 @@ def shares(decision: object) -> list[float]:
 
 def test_the_first_of_two_waits_for_the_next_version_and_the_last_completes_the_round_in_worker_order() -> None:
     for protocol in BARRIERS:
-        assert protocol.decide(arrival("a", workers=roster("a", "b"), version=5)) == Park(min_version=6), protocol
+        assert protocol.decide(arrival("a", workers=roster("a", "b"), version=5)) == Park(6, ("b",)), protocol
         arrived = arrival("b", contribution("c"), contribution("a"), workers=roster("a", "b", "c"))
         assert workers_of(protocol.decide(arrived)) == ["a", "b", "c"], protocol
 
@@ -188,28 +192,39 @@ def test_a_round_waits_for_the_live_and_keeps_the_gradients_of_the_dead() -> Non
     # Two gradients and two live workers, but one of the gradients is of a third.
     assert isinstance(Hardsync().decide(arrival("b", contribution("dead"), workers=roster("b", "c"))), Park)
     assert isinstance(Hardsync().decide(arrival("b", contribution("a"), workers=roster("a", "b", "late"))), Park)
-    assert Hardsync().waiting_for((contribution("b"),), roster("c", "a", "b")) == ("a", "c")
-    assert Hardsync().waiting_for((), roster("c", "a", "b")) == ()
+    assert Hardsync().waiting_for(Pending([contribution("b")]), roster("c", "a", "b")) == ("a", "c")
+    assert Hardsync().waiting_for(Pending(), roster("c", "a", "b")) == ()
 
 
 def test_a_round_is_complete_when_the_one_it_waited_for_goes() -> None:
-    waiting = (contribution("b"), contribution("a"))
+    waiting = Pending([contribution("b"), contribution("a")])
     for protocol in BARRIERS:
         assert protocol.complete(waiting, version=0, roster=roster("a", "b", "c")) is None, protocol
-        assert protocol.complete((), version=0, roster=Roster()) is None, protocol
+        assert protocol.complete(Pending(), version=0, roster=Roster()) is None, protocol
         assert workers_of(protocol.complete(waiting, version=0, roster=roster("a", "b"))) == ["a", "b"], protocol
 
 
 def test_the_first_update_waits_for_all_expected_workers() -> None:
     """Backup too: its L is not known before, and an update of the first few would be another algorithm."""
-    waiting = (contribution("a"),)
+    waiting = Pending([contribution("a")])
     early = Roster(("a", "b"), 2, coming=("c",))
     for protocol in BARRIERS:
-        assert protocol.decide(arrival("b", *waiting, workers=early)) == Park(min_version=1), protocol
+        others = ("c", "1 more worker that has not joined")
+        assert protocol.decide(arrival("b", *waiting, workers=early)) == Park(1, others), protocol
         assert protocol.complete(waiting, 0, Roster(("a",), 1)) is None, protocol
         assert protocol.waiting_for(waiting, early) == ("b", "c", "1 more worker that has not joined"), protocol
         assert protocol.waiting_for(waiting, Roster(("a",), 2)) == ("2 more workers that have not joined",), protocol
         assert workers_of(protocol.decide(arrival("b", *waiting, workers=roster("a", "b")))) == ["a", "b"], protocol
+
+
+def test_whose_gradients_are_there_is_known_through_all_that_come_and_all_changes_of_the_roster() -> None:
+    pending, rosters = Pending(), (roster("a", "b", "c"), roster("a", "b", "c"), roster("b", "d"), Roster())
+    for count, name in enumerate("bdab", start=1):
+        pending.add(contribution(name))
+        there = set("bdab"[:count])
+        assert (len(pending), set(pending.workers), pending.num_bytes) == (count, there, 4 * count)
+        for each in rosters:
+            assert list(pending.late(each)) == [worker for worker in each.workers if worker not in there], each
 
 
 def test_by_count_weighs_by_examples_so_that_unequal_minibatches_give_the_mean_over_examples() -> None:

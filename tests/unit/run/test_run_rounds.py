@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -46,6 +48,56 @@ def test_a_push_that_was_on_its_way_while_the_roster_shrank_completes_its_round_
     shard.push = push
     assert driver.push("a", base_version=1).outcome is Outcome.PENDING
     assert shard.version == 2
+
+
+class Name(str):
+    """A worker's name that counts how often it is looked at."""
+
+    looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.looks += 1
+        return str.__eq__(self, other)
+
+    def __lt__(self, other: str) -> bool:
+        Name.looks += 1
+        return str.__lt__(self, other)
+
+    def __hash__(self) -> int:
+        Name.looks += 1
+        return str.__hash__(self)
+
+
+def effort_of(call: Callable[[], object]) -> int:
+    """How many lines of Python a call takes and how often it looks at workers' names."""
+    lines, looks, before = 0, Name.looks, sys.gettrace()
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines + Name.looks - looks
+
+
+def test_a_push_to_a_round_of_many_workers_takes_no_more_than_one_to_a_round_of_few():
+    def last_before_the_update(num_workers: int) -> int:
+        names = [Name(f"w{index:02d}") for index in range(num_workers)]
+        driver = RunDriver(*names, protocol="hardsync", expected_workers=str(num_workers))
+        for name in names:
+            driver.push(name)
+        for name in names[:-2]:
+            driver.push(name, base_version=1)
+            driver.run.shards[0].when_version(2, lambda: None)
+        return effort_of(lambda: driver.push(names[-2], base_version=1))
+
+    few, many = last_before_the_update(8), last_before_the_update(64)
+    assert many - few < 56 / 4, (few, many)
 
 
 def test_bytes_that_wait_are_counted_until_they_are_an_update():
