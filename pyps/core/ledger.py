@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
 from pyps.core.receipt import Outcome, Reason, Receipt
 
@@ -14,9 +17,10 @@ RECEIPTS_PER_LIFE = 8
 LIVES_MAX = 1024
 # Names of lives that were let go, for each life held.
 NAMES_PER_LIFE = 4
-# As CPython 3.11 has them: a receipt with the numbers in it, a life with its table and key, a name with its number.
-_RECEIPT_BYTES = 350
-_LIFE_BYTES = 600
+# As CPython 3.11 has them: what a receipt takes beside its bytes, a life with its place in the table, a name with its
+# number.
+_RECEIPT_BYTES = 45
+_LIFE_BYTES = 310
 _NAME_BYTES = 130
 
 
@@ -29,16 +33,15 @@ class Forgotten(Enum):
 FORGOTTEN: Final = Forgotten.FORGOTTEN
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
+class LedgerEntry(NamedTuple):
     """What is remembered of one life (incarnation) of a worker."""
 
     worker_id: str
     incarnation: int
     # The largest sequence whose receipt was let go; -1 before any was.
     forgotten_sequence: int
-    # By ascending sequence.
-    receipts: tuple[Receipt, ...]
+    # By ascending sequence, as `packed` makes them.
+    receipts: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +56,34 @@ class LedgerState:
     forgotten: Mapping[str, int] = field(default_factory=dict)
     lives_max: int = LIVES_MAX
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the state in plain lists, dictionaries, numbers and strings."""
-        entries = [
-            {
-                "worker_id": entry.worker_id,
-                "incarnation": entry.incarnation,
-                "forgotten_sequence": entry.forgotten_sequence,
-                "receipts": [_plain(receipt) for receipt in entry.receipts],
-            }
-            for entry in self.entries
-        ]
-        return {
-            "entries": entries,
+    def to_plain(self) -> tuple[dict[str, Any], bytes]:
+        """Returns the state in plain lists, dictionaries, numbers and strings, and the receipts end to end."""
+        plain = {
+            "lives": [(*entry[:3], len(entry.receipts)) for entry in self.entries],
             "forgotten_incarnation": self.forgotten_incarnation,
             "forgotten": dict(self.forgotten),
             "lives_max": self.lives_max,
         }
+        return plain, b"".join([receipt for entry in self.entries for receipt in entry.receipts])
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> LedgerState:
-        """Returns the state that `to_json` gave."""
-        entries = tuple(
-            LedgerEntry(**{**entry, "receipts": tuple(_receipt(fields) for fields in entry["receipts"])})
-            for entry in plain["entries"]
-        )
-        # Ledgers of earlier releases kept no names.
+    def from_plain(cls, plain: Mapping[str, Any], receipts: bytes) -> LedgerState:
+        """Returns the state that `to_plain` gave."""
+        if "lives" in plain:
+            each = _split(receipts)
+            entries = [
+                LedgerEntry(worker_id, incarnation, forgotten_sequence, tuple(islice(each, count)))
+                for worker_id, incarnation, forgotten_sequence, count in plain["lives"]
+            ]
+        else:
+            # Ledgers of earlier releases kept each receipt in words.
+            entries = [
+                LedgerEntry(**{**entry, "receipts": tuple(packed(_receipt(fields)) for fields in entry["receipts"])})
+                for entry in plain["entries"]
+            ]
+        # The first ones kept no names.
         forgotten, lives_max = plain.get("forgotten", {}), plain.get("lives_max", LIVES_MAX)
-        return cls(entries, plain["forgotten_incarnation"], dict(forgotten), lives_max)
+        return cls(tuple(entries), plain["forgotten_incarnation"], dict(forgotten), lives_max)
 
 
 class Ledger:
@@ -116,6 +119,8 @@ class Ledger:
         self._lives: OrderedDict[tuple[str, int], _Life] = OrderedDict()
         self._forgotten: dict[str, int] = {}
         self._forgotten_incarnation = -1
+        # The size of all receipts.
+        self._packed_bytes = 0
         self.restore(state)
 
     def __len__(self) -> int:
@@ -125,7 +130,8 @@ class Ledger:
     @property
     def num_bytes(self) -> int:
         """About what it takes of the memory: to ask each of its objects would take longer than a push may wait."""
-        return len(self) * _RECEIPT_BYTES + len(self._lives) * _LIFE_BYTES + len(self._forgotten) * _NAME_BYTES
+        objects = len(self) * _RECEIPT_BYTES + len(self._lives) * _LIFE_BYTES + len(self._forgotten) * _NAME_BYTES
+        return self._packed_bytes + objects
 
     def lookup(self, worker_id: str, incarnation: int, sequence: int) -> Receipt | Forgotten | None:
         """Returns the push's receipt; None when it is new; FORGOTTEN when it may have been answered."""
@@ -133,40 +139,47 @@ class Ledger:
         if life is None:
             largest = max(self._forgotten.get(worker_id, -1), self._forgotten_incarnation)
             return FORGOTTEN if incarnation <= largest else None
-        receipt = life.receipts.get(sequence)
-        if receipt is None and sequence <= life.forgotten_sequence:
-            return FORGOTTEN
-        return receipt
+        key = _SEQUENCE.pack(sequence)
+        place = bisect_left(life.receipts, key)
+        if place < len(life.receipts) and life.receipts[place].startswith(key):
+            return unpacked(life.receipts[place])
+        return FORGOTTEN if sequence <= life.forgotten_sequence else None
 
     def record(self, worker_id: str, incarnation: int, receipt: Receipt) -> None:
         """Remembers the receipt of a push that `lookup` called new."""
-        key = (worker_id, incarnation)
+        key, data = (worker_id, incarnation), packed(receipt)
         life = self._lives.get(key)
         if life is None:
             life = self._lives[key] = _Life()
         self._lives.move_to_end(key)
-        life.receipts[receipt.sequence] = receipt
+        insort(life.receipts, data)
+        self._packed_bytes += len(data)
         if len(life.receipts) > self._receipts_max:
             # Not the first recorded: pushes of one worker may overtake each other.
-            life.forgotten_sequence = min(life.receipts)
-            del life.receipts[life.forgotten_sequence]
+            first = life.receipts.pop(0)
+            (life.forgotten_sequence,) = _SEQUENCE.unpack_from(first)
+            self._packed_bytes -= len(first)
         if len(self._lives) > self._lives_max:
-            oldest, _ = self._lives.popitem(last=False)
+            oldest, gone = self._lives.popitem(last=False)
+            self._packed_bytes -= sum(map(len, gone.receipts))
             self._let_go(*oldest)
 
     def entries(self) -> LedgerState:
         """Returns all that is remembered."""
         entries = tuple(
-            LedgerEntry(worker_id, incarnation, life.forgotten_sequence, life.sorted_receipts())
-            for (worker_id, incarnation), life in self._lives.items()
+            LedgerEntry(*key, life.forgotten_sequence, tuple(life.receipts)) for key, life in self._lives.items()
         )
         return LedgerState(entries, self._forgotten_incarnation, dict(self._forgotten), self._lives_max)
 
     def restore(self, state: LedgerState) -> None:
         """Remembers what `entries` gave, and nothing else."""
-        self._lives = OrderedDict(((entry.worker_id, entry.incarnation), _Life.of(entry)) for entry in state.entries)
+        self._lives = OrderedDict(
+            ((entry.worker_id, entry.incarnation), _Life(entry.forgotten_sequence, entry.receipts))
+            for entry in state.entries
+        )
         self._forgotten = dict(state.forgotten)
         self._forgotten_incarnation = state.forgotten_incarnation
+        self._packed_bytes = sum(len(receipt) for entry in state.entries for receipt in entry.receipts)
 
     def _let_go(self, worker_id: str, incarnation: int) -> None:
         self._forgotten[worker_id] = max(incarnation, self._forgotten.get(worker_id, -1))
@@ -178,25 +191,72 @@ class Ledger:
 class _Life:
     __slots__ = ("forgotten_sequence", "receipts")
 
-    def __init__(self) -> None:
-        self.receipts: dict[int, Receipt] = {}
-        self.forgotten_sequence = -1
-
-    @classmethod
-    def of(cls, entry: LedgerEntry) -> _Life:
-        life = cls()
-        life.receipts = {receipt.sequence: receipt for receipt in entry.receipts}
-        life.forgotten_sequence = entry.forgotten_sequence
-        return life
-
-    def sorted_receipts(self) -> tuple[Receipt, ...]:
-        return tuple(self.receipts[sequence] for sequence in sorted(self.receipts))
+    def __init__(self, forgotten_sequence: int = -1, receipts: Iterable[bytes] = ()) -> None:
+        self.forgotten_sequence = forgotten_sequence
+        self.receipts = list(receipts)
 
 
-def _plain(receipt: Receipt) -> dict[str, Any]:
-    """Its fields, without those that say nothing: a checkpoint may hold millions of receipts."""
-    defaults = Receipt._field_defaults
-    return {name: value for name, value in receipt._asdict().items() if value != defaults.get(name)}
+# The sequence comes first and most significant byte first: receipts sort by it as bytes.
+_SEQUENCE = struct.Struct(">Q")
+# Behind it outcome, reason, shard_id, num_workers, epoch, version_before, updates, staleness, min_version, rate,
+# rate_scale, weight, and how many bytes of text follow.
+_FIXED = struct.Struct(">QBBIIQqBqqdddI")
+
+
+def packed(receipt: Receipt) -> bytes:
+    """Returns a receipt in as few bytes as will do: there are eight of each worker and shard."""
+    # No name holds a zero, as all are printable, and no message does.
+    text = "\0".join((receipt.message, *receipt.waiting_for)).encode()
+    fixed = _FIXED.pack(
+        receipt.sequence,
+        receipt.outcome,
+        receipt.reason,
+        receipt.shard_id,
+        receipt.num_workers,
+        receipt.epoch,
+        receipt.version_before,
+        receipt.version_after - receipt.version_before,
+        receipt.staleness,
+        receipt.min_version,
+        receipt.rate,
+        receipt.rate_scale,
+        receipt.weight,
+        len(text),
+    )
+    return fixed + text
+
+
+def unpacked(data: bytes) -> Receipt:
+    """Returns the receipt that was packed."""
+    sequence, outcome, reason, shard_id, num_workers, epoch, before, updates, *numbers, _ = _FIXED.unpack_from(data)
+    staleness, min_version, rate, rate_scale, weight = numbers
+    message, *waiting_for = data[_FIXED.size :].decode().split("\0")
+    return Receipt(
+        shard_id=shard_id,
+        sequence=sequence,
+        outcome=Outcome(outcome),
+        version_before=before,
+        version_after=before + updates,
+        reason=Reason(reason),
+        message=message,
+        staleness=staleness,
+        rate=rate,
+        rate_scale=rate_scale,
+        weight=weight,
+        num_workers=num_workers,
+        epoch=epoch,
+        min_version=min_version,
+        waiting_for=tuple(waiting_for),
+    )
+
+
+def _split(receipts: bytes) -> Iterator[bytes]:
+    """Yields each of the receipts that lie end to end."""
+    start = 0
+    while start < len(receipts):
+        end = start + _FIXED.size + _FIXED.unpack_from(receipts, start)[-1]
+        yield receipts[start:end]
+        start = end
 
 
 def _receipt(fields: Mapping[str, Any]) -> Receipt:

@@ -3,8 +3,9 @@
 checkpoint-00000007/
   parameters.safetensors   the shards' parameters, float32, by name "shard-000012"
   slots.safetensors        the optimizer's arrays beside them: "shard-000012.accumulator"; if the rule has any
-  ledger.jsonl             one line a shard: which pushes were answered and how, and which gradients still wait
-  pending.bin              the payloads of the gradients that wait, end to end in the order of the lines
+  ledger.jsonl             one line a shard: whose pushes were answered, and which gradients still wait
+  receipts.bin             how they were answered, end to end in the order of the lines, packed by `core/ledger.py`
+  pending.bin              the payloads of the gradients that wait, likewise
   vectors.safetensors      a coordinator's gradient and history: "shard-000012.g", "shard-000012.s7"; if there was one
   manifest.json            written last: everything else, and the checksums of all this
 
@@ -18,7 +19,7 @@ import contextlib
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +30,6 @@ import numpy.typing as npt
 
 from pyps import __version__
 from pyps.checksum import checksum_of
-from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
@@ -42,7 +42,9 @@ from pyps.vectors.machine import MachineState, VectorMachine
 from pyps.vectors.program import Precision, Standing
 from pyps_wire.errors import PypsError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+# Of format 2 the lines of the ledger hold the receipts too.
+FORMATS_READ = (2, FORMAT_VERSION)
 MANIFEST = "manifest.json"
 
 
@@ -86,9 +88,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(f"{file} is no JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
         raise CheckpointDamaged(f"{file} is not what was written: its checksum differs")
-    if manifest["format_version"] != FORMAT_VERSION:
+    if manifest["format_version"] not in FORMATS_READ:
         raise CheckpointDamaged(
-            f"{path} has format version {manifest['format_version']}, this software reads {FORMAT_VERSION}"
+            f"{path} has format version {manifest['format_version']}, this software reads"
+            f" {' and '.join(map(str, FORMATS_READ))}"
         )
     return manifest
 
@@ -166,6 +169,7 @@ def with_vectors(
 PARAMETERS = "parameters.safetensors"
 SLOTS = "slots.safetensors"
 LEDGER = "ledger.jsonl"
+RECEIPTS = "receipts.bin"
 PENDING = "pending.bin"
 
 
@@ -234,31 +238,31 @@ class Checkpoint:
                 f"{self.path / LEDGER} holds other bytes for shard {shard['shard_id']} than were written"
             )
         plain = json.loads(line)
+        receipts = self._bytes(shard, RECEIPTS) if RECEIPTS in self._files else b""
+        pending, payloads = plain["pending"], split_payloads(plain["pending"], self._bytes(shard, PENDING))
         return ShardState(
             version=shard["version"],
             parameters=parameters,
             slots=slots,
-            ledger=LedgerState.from_json(plain["ledger"]),
-            pending=self._pending(shard, plain["pending"]),
+            ledger=LedgerState.from_plain(plain["ledger"], receipts),
+            pending=tuple(map(contribution_from_plain, pending, payloads)),
             examples=shard["examples"],
             learning_rate=shard["learning_rate"],
             momentum=shard.get("momentum"),
         )
 
-    def _pending(self, shard: Mapping[str, Any], plains: Sequence[Mapping[str, Any]]) -> tuple[Contribution, ...]:
-        place = shard["pending"]
+    def _bytes(self, shard: Mapping[str, Any], name: str) -> bytes:
+        """Returns what the file holds for the shard, verified."""
+        path, place = self.path / name, shard[Path(name).stem]
         try:
-            with (self.path / PENDING).open("rb") as file:
+            with path.open("rb") as file:
                 file.seek(place["offset"])
                 data = file.read(place["bytes"])
         except OSError as error:
-            raise CheckpointDamaged(f"{self.path / PENDING} cannot be read: {error.strerror}") from None
-        if zlib.crc32(data) != int(shard["checksums"]["pending"], 16):
-            raise CheckpointDamaged(
-                f"{self.path / PENDING} holds other bytes for shard {shard['shard_id']} than were written"
-            )
-        payloads = split_payloads(plains, data)
-        return tuple(contribution_from_plain(plain, payload) for plain, payload in zip(plains, payloads, strict=True))
+            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from None
+        if zlib.crc32(data) != int(shard["checksums"][path.stem], 16):
+            raise CheckpointDamaged(f"{path} holds other bytes for shard {shard['shard_id']} than were written")
+        return data
 
     def _slots(self) -> dict[int, dict[str, Floats]]:
         names = find(self.header.optimizer.rule).slot_names
@@ -325,7 +329,8 @@ def write(path: Path, snapshot: Snapshot, *, disk: Disk) -> Written:
     # A machine to which nobody ever came has nothing to keep.
     machine = machine if machine is not None and machine.coordinator_epoch else None
     slot_names = find(header.optimizer.rule).slot_names
-    names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, PENDING, *([VECTORS] if machine else [])]
+    names = [PARAMETERS, *([SLOTS] if slot_names else []), LEDGER, RECEIPTS, PENDING]
+    names += [VECTORS] if machine else []
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(disk.create(path / name)) for name in names}
         if machine is not None:
@@ -364,7 +369,6 @@ class _Writer:
         slot_names = find(header.optimizer.rule).slot_names
         shapes = {_name(shard_id, name): (shard.length,) for shard_id, shard in shards.items() for name in slot_names}
         self._slots = TensorFile(_Appender(disk, files[SLOTS]), shapes) if slot_names else None
-        self._pending_bytes = 0
         self._machine = machine
         self._vectors: VectorsWriter | None = None
         if machine is not None:
@@ -390,16 +394,20 @@ class _Writer:
             assert self._slots is not None
             self._slots.write(_name(shard_id, name), slot)
             checksums[name] = checksum_of(slot)
-        line = _ledger_line(state)
+        ledger, receipts = state.ledger.to_plain()
+        pending = [contribution_to_plain(contribution) for contribution in state.pending]
+        line = json.dumps({"ledger": ledger, "pending": pending}).encode()
         self._disk.write(self._files[LEDGER], line + b"\n")
         checksums["ledger"] = f"{zlib.crc32(line):08x}"
-        offset, checksum = self._pending_bytes, 0
-        for contribution in state.pending:
-            payload = memoryview(contribution.gradient.payload)
-            self._disk.write(self._files[PENDING], payload)
-            self._pending_bytes += payload.nbytes
-            checksum = zlib.crc32(payload, checksum)
-        checksums["pending"] = f"{checksum:08x}"
+        places = {}
+        payloads = [contribution.gradient.payload for contribution in state.pending]
+        for name, pieces in ((RECEIPTS, [receipts]), (PENDING, payloads)):
+            file, key, checksum = self._files[name], Path(name).stem, 0
+            offset = file.tell()
+            for piece in pieces:
+                self._disk.write(file, piece)
+                checksum = zlib.crc32(piece, checksum)
+            places[key], checksums[key] = {"offset": offset, "bytes": file.tell() - offset}, f"{checksum:08x}"
         return {
             "shard_id": shard_id,
             "version": state.version,
@@ -407,7 +415,7 @@ class _Writer:
             "examples": state.examples,
             "learning_rate": state.learning_rate,
             "momentum": state.momentum,
-            "pending": {"offset": offset, "bytes": self._pending_bytes - offset},
+            **places,
             "checksums": checksums,
         }
 
@@ -423,11 +431,6 @@ class _Appender:
 
 def _name(shard_id: int, array: str = "") -> str:
     return f"shard-{shard_id:06d}" + (f".{array}" if array else "")
-
-
-def _ledger_line(state: ShardState) -> bytes:
-    pending = [contribution_to_plain(contribution) for contribution in state.pending]
-    return json.dumps({"ledger": state.ledger.to_json(), "pending": pending}).encode()
 
 
 def _require_size(path: Path, size: int) -> None:

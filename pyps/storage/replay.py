@@ -26,6 +26,9 @@ from pyps.run_header import RunHeader
 from pyps.storage.plain import contribution_from_plain, push_from_plain, update_to_plain
 from pyps.storage.update_log import FORMAT, UpdateLogError, decode
 
+# Of format 2 the first line holds the receipts too.
+_FORMATS_READ = ("pyps update log 2", FORMAT)
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedPush:
@@ -98,7 +101,7 @@ class ShardLog:
         begin = next(self._lines(), None)
         if begin is None or begin["event"] != "begin":
             raise UpdateLogError(f"{path} ends before the shard's beginning")
-        if begin["format"] != FORMAT:
+        if begin["format"] not in _FORMATS_READ:
             raise UpdateLogError(f"{path} is a {begin['format']!r}, this software reads {FORMAT!r}")
         self._begin = begin
         self.shard_id: int = begin["shard_id"]
@@ -116,7 +119,8 @@ class ShardLog:
             payloads = [self._payload(file, place) for place in begin["payloads"]]
         num_slots = len(begin["slots"])
         parameters, *slots = (_floats(payload) for payload in payloads[: 1 + num_slots])
-        waiting = zip(begin["pending"], payloads[1 + num_slots :], strict=True)
+        waiting = payloads[1 + num_slots :][: len(begin["pending"])]
+        receipts = b"".join(payloads[1 + num_slots + len(waiting) :])
         return Shard(
             self.shard_id,
             parameters,
@@ -126,8 +130,8 @@ class ShardLog:
             epoch=self.run.epoch,
             version=begin["version"],
             slots=dict(zip(begin["slots"], slots, strict=True)),
-            ledger=Ledger(LedgerState.from_json(begin["ledger"])),
-            pending=tuple(contribution_from_plain(plain, payload) for plain, payload in waiting),
+            ledger=Ledger(LedgerState.from_plain(begin["ledger"], receipts)),
+            pending=tuple(map(contribution_from_plain, begin["pending"], waiting)),
             examples=begin["examples"],
             learning_rate=begin["learning_rate"],
             recorder=recorder,

@@ -3,7 +3,7 @@
 One folder a run and epoch, in it two files a shard:
 
 shard-000003.jsonl     one line an event: how the shard began, pushes, updates, pulls, changes, its end
-shard-000003.payloads  the first parameters and slots, then the gradients, as the lines say; only with --log-gradients
+shard-000003.payloads  what the shard began with, then the gradients, as the lines say; only with --log-gradients
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pyps.storage.disk import FOLDER_MODE, create
 from pyps.storage.plain import contribution_to_plain, push_to_plain, update_to_plain
 from pyps_wire.errors import PypsError
 
-FORMAT = "pyps update log 2"
+FORMAT = "pyps update log 3"
 _CHECKSUM = b', "crc32": "'
 
 
@@ -109,7 +109,8 @@ class ShardFiles:
         state = shard.state()
         values = {"parameters": state.parameters, **{f"slot {name}": slot for name, slot in state.slots.items()}}
         pending = [memoryview(waiting.gradient.payload) for waiting in state.pending]
-        places = self._keep([*values.values(), *pending])
+        ledger, receipts = state.ledger.to_plain()
+        places = self._keep([*values.values(), *pending, receipts])
         self._append(
             {
                 "event": "begin",
@@ -121,7 +122,7 @@ class ShardFiles:
                 "learning_rate": state.learning_rate,
                 "behaviour": shard.behaviour.texts,
                 "hyperparameters": dict(shard.hyperparameters),
-                "ledger": state.ledger.to_json(),
+                "ledger": ledger,
                 "pending": [contribution_to_plain(waiting) for waiting in state.pending],
                 "slots": list(state.slots),
                 "payloads": places,

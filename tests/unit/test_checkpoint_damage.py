@@ -35,7 +35,9 @@ def flip(path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shards = {0: make_shard(np.zeros(16), rule="adagrad", settings={}, pending=waiting(1.5))}
-    names = ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "pending.bin", "manifest.json"]
+    push(shards[0], np.ones(16))
+    names = ["parameters.safetensors", "slots.safetensors", "ledger.jsonl", "receipts.bin"]
+    names += ["pending.bin", "manifest.json"]
     for name, damage in itertools.product(names, [flip, truncate, Path.unlink]):
         folder = CheckpointFolder(tmp_path / f"{name} {damage.__name__}")
         older, newer = write_checkpoint(folder, shards), write_checkpoint(folder, shards)
@@ -121,11 +123,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure_of_the_new_one(
 
 def test_a_checkpoint_of_a_later_format_is_told_apart_from_a_damaged_one(folder: CheckpointFolder) -> None:
     path = write_checkpoint(folder) / "manifest.json"
-    manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 3}
+    manifest = {**json.loads(path.read_text(encoding="utf-8")), "format_version": 4}
     del manifest["checksum"]
     checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
     path.write_text(json.dumps({**manifest, "checksum": f"{checksum:08x}"}), encoding="utf-8")
-    with pytest.raises(CheckpointDamaged, match="has format version 3, this software reads 2"):
+    with pytest.raises(CheckpointDamaged, match="has format version 4, this software reads 2 and 3"):
         Checkpoint(path.parent)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.gradient import Extent
+from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
@@ -220,15 +221,32 @@ def test_a_restored_shard_is_logged_from_where_it_stands(tmp_path: Path) -> None
         behaviour=before.behaviour,
         version=state.version,
         slots=state.slots,
+        ledger=Ledger(state.ledger),
         pending=state.pending,
         examples=state.examples,
         learning_rate=0.3,
     )
+    assert ShardLog(only(tmp_path / "second")).shard().state().ledger == state.ledger
     push(shard, np.ones(16), sequence=20, epoch=2, workers=roster("a", "b", "c", "d"))
     log.end()
     replayed = replay(only(tmp_path / "second"))
     assert not replayed.difference
     assert (replayed.version, replayed.updates) == (3, 1)
+
+
+def test_a_log_whose_receipts_are_in_words_is_replayed(log: UpdateLog, tmp_path: Path) -> None:
+    """Format 2, as it was before receipts were packed."""
+    shard = logged_shard(log, behaviour=make_behaviour("hardsync"))
+    hardsync(shard)
+    log.end()
+    path = only(tmp_path)
+    first, *lines = path.read_bytes().splitlines(keepends=True)
+    begin = decode(first)
+    assert begin is not None
+    ledger = {"entries": [], "forgotten_incarnation": -1}
+    begin |= {"format": "pyps update log 2", "ledger": ledger, "payloads": begin["payloads"][:-1]}
+    path.write_bytes(b"".join([encode(begin), *lines]))
+    assert (replay(path).difference, replay(path).version) == ("", shard.version)
 
 
 def test_a_momentum_that_was_moved_before_the_log_and_in_it_is_replayed(log: UpdateLog, tmp_path: Path) -> None:
