@@ -10,10 +10,9 @@ import re
 from pyps.core import spec
 from pyps.core.protocols.asynchronous import Asgd, Async
 from pyps.core.protocols.barrier import Backup, Hardsync, StrictBsp
-from pyps.core.protocols.base import Aggregation, mean
-from pyps.core.protocols.coordinated import Sandblaster
-from pyps.core.protocols.decision import (
+from pyps.core.protocols.base import (
     Acknowledge,
+    Aggregation,
     Apply,
     Arrival,
     Contribution,
@@ -23,8 +22,9 @@ from pyps.core.protocols.decision import (
     Part,
     Pending,
     Refuse,
+    mean,
 )
-from pyps.core.protocols.paced import Serial, Ssp
+from pyps.core.protocols.paced import Sandblaster, Serial, Ssp
 from pyps.core.protocols.softsync import Softsync
 
 __all__ = [

@@ -10,8 +10,19 @@ from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import Gradient, PayloadKind
-from pyps.core.protocols.base import Aggregation, mean
-from pyps.core.protocols.decision import Apply, Arrival, Contribution, Decision, Drop, Park, Part, Pending, Refuse
+from pyps.core.protocols.base import (
+    Aggregation,
+    Apply,
+    Arrival,
+    Contribution,
+    Decision,
+    Drop,
+    Park,
+    Part,
+    Pending,
+    Refuse,
+    mean,
+)
 from pyps.core.receipt import WAITING_FOR_MAX, Reason
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest

@@ -1,4 +1,8 @@
-"""Protocols that decide who may compute; on the shard every gradient is an update."""
+"""Protocols that decide who may compute.
+
+Under serial and ssp every gradient is an update on the shard. Under sandblaster nobody pushes: a coordinator moves the
+parameters, by operations on vectors that lie on the servers.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,7 @@ from pyps.core import spec
 from pyps.core.pacing import ClockBound, Pacer, TurnTaking
 from pyps.core.protocols.asynchronous import Async
 from pyps.core.protocols.barrier import StrictBsp
-from pyps.core.protocols.base import Aggregation
-from pyps.core.protocols.decision import Apply, Arrival, Decision, Pending
+from pyps.core.protocols.base import Aggregation, Apply, Arrival, Decision, Pending
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
 
@@ -76,3 +79,36 @@ class Ssp(Aggregation):
 
 _EAGER = Async()
 _STRICT = StrictBsp()
+
+
+@dataclass(frozen=True, slots=True)
+class Sandblaster(Aggregation):
+    """Sandblaster L-BFGS (Dean et al. 2012, section 4.2): workers stage sums of gradients, nobody pushes."""
+
+    name: ClassVar[str] = "sandblaster"
+
+    def decide(self, arrival: Arrival) -> Decision:
+        raise BadRequest(
+            f"worker {arrival.contribution.gradient.worker_id!r} pushed a gradient to a run under sandblaster, whose"
+            " parameters its coordinator moves: let the script call pyps_client.sandblaster, or start the servers with"
+            " another --protocol"
+        )
+
+    @property
+    def coordinated(self) -> bool:
+        return True
+
+    def check_worker(self, worker_id: str, parts: tuple[int, ...], replica: str) -> None:
+        if replica or parts:
+            raise BadRequest(
+                f"worker {worker_id!r} is a process of a replica or holds a part of the model, and under {self.text} "
+                "workers of one process compute with the whole of it: start the servers with another --protocol"
+            )
+
+    def check_change(self, before: Aggregation) -> None:
+        if not before.coordinated:
+            raise BadRequest(
+                f"the run trains by {before.text}, and {self.text} would end each of its workers at its next push: a "
+                "coordinator moves the parameters then. Keep the run's protocol, or begin another run under "
+                f"{self.name}"
+            )

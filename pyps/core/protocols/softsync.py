@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from pyps.core import spec
 from pyps.core.gradient import PayloadKind
-from pyps.core.protocols.base import Aggregation, mean
-from pyps.core.protocols.decision import Acknowledge, Apply, Arrival, Decision, Park, Pending
+from pyps.core.protocols.base import Acknowledge, Aggregation, Apply, Arrival, Decision, Park, Pending, mean
 from pyps.core.roster import Roster
 from pyps_wire.errors import BadRequest
 
