@@ -1,11 +1,13 @@
-"""What a worker pushes to one shard, and whether it fits."""
+"""What a worker pushes to one shard, and whether it can be used at all: it fits, and its numbers are finite."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+from pyps import _kernels
 from pyps_wire.errors import BadRequest, WrongSize
 
 
@@ -93,6 +95,39 @@ class Gradient(NamedTuple):
                 return offset + payload_index
             payload_index -= length
         return payload_index
+
+
+class Finding(NamedTuple):
+    """The first number of a push that is NaN or infinity; all of them are finite without a shard."""
+
+    shard_id: int = -1
+    # Its place in the shard.
+    parameter: int = -1
+
+    @property
+    def finite(self) -> bool:
+        """Whether there was none."""
+        return self.shard_id < 0
+
+
+FINITE = Finding()
+
+
+def scan(gradient: Gradient, *, shard_id: int, shard_length: int) -> Finding:
+    """Looks through a gradient's numbers; it takes as long as a small update, without the GIL.
+
+    Raises BadRequest (WrongSize where sizes differ) when the gradient could never be applied to its shard.
+    """
+    require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
+    if gradient.kind == PayloadKind.NOTHING:
+        return FINITE
+    index = _kernels.first_non_finite(gradient.payload, gradient.codec)
+    return FINITE if index < 0 else Finding(shard_id, gradient.parameter_index(index))
+
+
+def first_of(findings: Iterable[Finding]) -> Finding:
+    """Returns the first that speaks against its push, FINITE where none does."""
+    return next((finding for finding in findings if not finding.finite), FINITE)
 
 
 # Each extent costs a kernel call under the shard's lock: this many take a fraction of a second.

@@ -12,8 +12,7 @@ from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
-from pyps.core.finding import FINITE, Finding, scan
-from pyps.core.gradient import Gradient, require_rate
+from pyps.core.gradient import FINITE, Finding, Gradient, require_rate, scan
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
 from pyps.core.pending import PendingBudget
 from pyps.core.plan import Reply, SharedMemory

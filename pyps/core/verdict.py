@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pyps.core.aggregation import Apply, Arrival, Contribution, Decision, Drop, Park, Refuse
-from pyps.core.finding import Finding
-from pyps.core.gradient import Gradient, require_possible_version
+from pyps.core.gradient import Finding, Gradient, require_possible_version
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.roster import Roster
 from pyps.core.update import rate_of

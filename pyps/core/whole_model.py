@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from pyps.core.finding import Finding
-from pyps.core.gradient import require_fitting, require_possible_version
+from pyps.core.gradient import Finding, require_fitting, require_possible_version
 from pyps.core.plan import PushPlan
 from pyps.core.roster import Roster
 from pyps.core.shard import Pushed, Shard

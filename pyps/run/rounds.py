@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
-from pyps.core.finding import Finding, scan
-from pyps.core.gradient import ITEM_BYTES, Gradient, PayloadKind, require_fitting, require_rate
+from pyps.core.gradient import ITEM_BYTES, Finding, Gradient, PayloadKind, require_fitting, require_rate, scan
 from pyps.core.pacing import Free, Pacer
 from pyps.core.pending import PendingBudget
 from pyps.core.plan import PushPlan

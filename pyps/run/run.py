@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyps import __version__, logs
 from pyps.core.aggregation import Aggregation, brought_policy
 from pyps.core.behaviour import Behaviour
-from pyps.core.finding import Finding, scan
-from pyps.core.gradient import Gradient
+from pyps.core.gradient import Finding, Gradient, scan
 from pyps.core.membership import Membership
 from pyps.core.plan import PushPlan
 from pyps.core.roster import Roster

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from pyps.core.finding import Finding, first_of
-from pyps.core.gradient import Gradient, item_bytes, require_few_extents
+from pyps.core.gradient import Finding, Gradient, first_of, item_bytes, require_few_extents
 from pyps.core.plan import PushPlan
 from pyps.core.shard import Pushed, Shard
 from pyps.run.handshake import RunState

@@ -14,8 +14,7 @@ import pytest
 from pyps import _kernels
 from pyps.core import shard as shard_module
 from pyps.core.arrays import Floats
-from pyps.core.finding import Finding, scan
-from pyps.core.gradient import Codec, Extent, Gradient, item_bytes
+from pyps.core.gradient import Codec, Extent, Finding, Gradient, item_bytes, scan
 from pyps.core.pending import PendingBudget
 from pyps.core.plan import Reply
 from pyps.core.receipt import Outcome, Reason, Receipt

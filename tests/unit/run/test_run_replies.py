@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import Floats
-from pyps.core.finding import Finding, first_of
-from pyps.core.gradient import Codec, Gradient
+from pyps.core.gradient import Codec, Finding, Gradient, first_of
 from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Reason
 from pyps.storage.replay import Pulled, ShardLog, log_paths, replay
