@@ -137,13 +137,16 @@ class Call:
     async def receive(self, *, under_way: bool = False) -> bytes | None:
         """The next message, None after the last.
 
-        A caller that leaves a push unfinished (`under_way`) for long loses its call, and what it held is free.
+        A caller that leaves unfinished for long what it has begun (`under_way`) loses its call, and what that held is
+        free.
         """
         try:
             async with asyncio.timeout(READ_SECONDS if under_way else None):
                 message = await self.read()
         except TimeoutError:
-            raise WaitTimedOut(f"the rest of the push did not come within {READ_SECONDS:g} s: send it again") from None
+            raise WaitTimedOut(
+                f"the rest of what the call brings did not come within {READ_SECONDS:g} s: call again"
+            ) from None
         return None if message is grpc.aio.EOF else message
 
     async def messages(self) -> AsyncIterator[Any]:

@@ -105,26 +105,39 @@ class ParameterServer:
 
     async def initialize(self, _: object, context: Call) -> bytes:
         """Takes the first parameters, shard by shard, and makes them the run's."""
-        initialization: Initialization | None = None
-        while (message := await context.receive()) is not None:
+        begun: list[Initialization] = []
+        try:
+            return await self._initialize(context, begun)
+        except BaseException:
+            for initialization in begun:
+                if not initialization.opening.replica:
+                    # Nobody goes on with it; other processes of a replica might.
+                    initialization.abandon()
+            raise
+
+    async def _initialize(self, call: Call, begun: list[Initialization]) -> bytes:
+        while (message := await call.receive(under_way=bool(begun))) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             large = len(message) >= MODEL_BYTES_INLINE
             read = partial(convert.parse_frame, wire.InitializeRequest, message)
             request, payload = await self._off_loop_where(large, read)
             with self._budget.account(request.sender.worker_id).holding(len(message)):
-                if initialization is None:
+                if not begun:
                     begin = partial(self._begin_initialize, request)
                     initialization = await self._off_loop_where(large, begin)
                     if initialization is None:
                         return self._initialize_reply()
+                    begun.append(initialization)
                     continue
-                self._run.renew_term(initialization.opening)
-                add = partial(initialization.add, request.shard_id, request.codec, payload)
+                self._run.renew_term(begun[0].opening)
+                add = partial(begun[0].add, request.shard_id, request.codec, payload)
                 await self._work.compute(len(payload), add)
-        if initialization is None:
+            # Nothing of it is held while the next is waited for.
+            del message, request, payload
+        if not begun:
             raise BadRequest("Initialize came without a message: the model comes first, then each shard")
         # On a thread whatever the size: it copies this server's whole part of the model.
-        await self._work.begin(partial(self._run.commit, initialization))
+        await self._work.begin(partial(self._run.commit, begun[0]))
         return self._initialize_reply()
 
     def push(self, _: object, call: Call) -> Awaitable[None]:

@@ -243,3 +243,22 @@ def test_the_control_plane_answers_while_the_data_plane_is_full(start_server):
         finally:
             ends.set()
         assert all(f.result(60) for f in floods)
+
+
+def test_an_initialisation_that_stops_half_way_ends_and_holds_nothing(start_server, monkeypatch):
+    monkeypatch.setattr(calls, "READ_SECONDS", 0.2)
+    server, ends = start_server(), threading.Event()
+    with WireWorker(server.data, model=LARGE) as worker:
+        term = worker.hello().term
+
+        def stops_half_way():
+            messages = worker.initialize_messages(term, 1.0)
+            yield from (next(messages) for _ in range(3))
+            ends.wait(60)
+
+        refused = refusal_of(worker.stub.Initialize, stops_half_way(), timeout=60)
+        ends.set()
+        assert refused[:2] == ("DEADLINE_EXCEEDED", "WaitTimedOut") and "0.2 s" in refused[2]
+        assert inspect(server.control, "GetMemory").first_parameters_bytes == 0
+        worker.initialize(term, 2.0)
+        assert [shard.version for shard in worker.pull()] == [0] * 4
