@@ -141,7 +141,7 @@ class Server:
         self._local.start(self._config.local_socket)
         await data.start()
         await control.start()
-        metrics.start()
+        await metrics.start()
         self._announce(addresses)
         on_ready(addresses)
         watch = asyncio.create_task(self._keep_looking())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import hmac
 import socket
-import socketserver
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
@@ -48,10 +44,12 @@ LISTED_MAX = 100
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 # A reader that has not got its page within so long is cut off.
 REQUEST_SECONDS = 10.0
-# Readers at once, a thread each. One more takes the place of the one that came first.
+# Readers at once. One more takes the place of the one that came first.
 READERS_MAX = 16
-# A reader that was cut off ends within so long, unless its page is just being put together.
-_CUT_SECONDS = 1.0
+# The longest line of a request.
+_LINE_BYTES_MAX = 2**13
+# Of these alone the page depends.
+_HEADERS = ("accept", "accept-encoding", "authorization")
 
 log = logs.get("pyps.service")
 
@@ -239,134 +237,96 @@ class RunCollector(Collector):
 
 
 class MetricsServer:
-    """Serves the page over HTTP on threads of its own."""
+    """Serves the page over HTTP on the event loop; one thread puts the pages together, one at a time."""
 
-    def __init__(
-        self,
-        collector: RunCollector,
-        *,
-        host: str,
-        port: int,
-        token: str | None,
-    ):
+    def __init__(self, collector: RunCollector, *, host: str, port: int, token: str | None):
         """Binds the port. Raises ConfigError when it is taken."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
-        application = _guarded(make_wsgi_app(registry), token)
-        kind = _Server6 if ":" in host else _Server
+        self._application = make_wsgi_app(registry)
+        self._authorization = f"Bearer {token}".encode() if token else None
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = kind((host.strip("[]"), port), _Handler)
-        except OSError:
+            self._socket = socket.create_server(
+                (host.strip("[]"), port), family=family, dualstack_ipv6=family == socket.AF_INET6
+            )
+        except (OSError, ValueError):
+            # ValueError: a machine without IPv6.
             raise ConfigError(busy_port(host, port, field="metrics_port")) from None
-        self._server.set_app(application)
-        self.address = address_of(host, self._server.server_port)
-        # It looks that often whether it is to stop.
-        serve = partial(self._server.serve_forever, poll_interval=0.05)
-        self._thread = threading.Thread(target=serve, name="metrics", daemon=True)
+        self.address = address_of(host, self._socket.getsockname()[1])
+        self._server: asyncio.Server | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        # One for each connection, the earliest first.
+        self._readers: dict[asyncio.Task[None], None] = {}
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Answers from now on."""
-        self._thread.start()
+        self._server = await asyncio.start_server(self._admit, sock=self._socket, limit=_LINE_BYTES_MAX)
 
     def stop(self) -> None:
-        """Gives the port back."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-        self._server.server_close()
+        """Gives the port back, and waits for nobody."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+        for reader in self._readers:
+            reader.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers a reader, for whom the one that came first may have to go."""
+        if len(self._readers) >= READERS_MAX:
+            earliest = next(iter(self._readers))
+            earliest.cancel()
+            del self._readers[earliest]
+        task = asyncio.create_task(self._serve(reader, writer), name="metrics reader")
+        self._readers[task] = None
+        task.add_done_callback(lambda done: self._readers.pop(done, None))
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    # Those of the library, 5, a few silent readers fill.
-    request_queue_size = 128
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        # Connections that have a thread, and until when; the earliest first. Changed from their threads too.
-        self._readers: dict[socket.socket, float] = {}
-        self._threads_left = threading.Semaphore(READERS_MAX)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a reader on a thread, for which another may have to go."""
-        if not self._threads_left.acquire(blocking=False):
-            for earliest in list(self._readers)[:1]:
-                _cut_off(earliest)
-            if not self._threads_left.acquire(timeout=_CUT_SECONDS):
-                super().shutdown_request(request)
-                return
-        self._readers[request] = time.monotonic() + REQUEST_SECONDS
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._threads_left.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serves it, and notes its end."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._threads_left.release()
-
-    def shutdown_request(self, request: Any) -> None:
-        """Ends a reader's connection."""
-        self._readers.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Cuts off who takes too long: a limit for each single read and write would let it take any time."""
-        now = time.monotonic()
-        for request, deadline in list(self._readers.items()):
-            if now > deadline:
-                _cut_off(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says in a line what went wrong, nothing of readers that have gone."""
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
+            async with asyncio.timeout(REQUEST_SECONDS):
+                writer.write(await self._answer(await _read_request(reader)))
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, ValueError):
+            # It is slow, has gone, or speaks no HTTP.
+            pass
+        except Exception as error:
             log.error("a page of metrics could not be served", reason=repr(error))
+        finally:
+            writer.transport.abort()
 
-    def server_bind(self) -> None:
-        # HTTPServer's own would ask the name service for this machine's name, which can take seconds.
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
+    async def _answer(self, request: dict[str, str]) -> bytes:
+        """The status line, the headers and the page; 401 for those who do not show the token."""
+        shown = request.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if self._authorization is not None and not hmac.compare_digest(shown, self._authorization):
+            page = b"this server wants its token: Authorization: Bearer TOKEN\n"
+            return _response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")], page)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._page, request)
 
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-def _cut_off(request: socket.socket) -> None:
-    """Makes whoever reads from that connection or writes to it end."""
-    with contextlib.suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(WSGIRequestHandler):
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Says nothing: a scrape every few seconds is no event."""
+    def _page(self, request: dict[str, str]) -> bytes:
+        started: list[tuple[str, Any]] = []
+        blocks = self._application(request, lambda status, headers: started.append((status, headers)))
+        return _response(*started[0], b"".join(blocks))
 
 
-Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+async def _read_request(reader: asyncio.StreamReader) -> dict[str, str]:
+    """What the application reads of a request, as WSGI names it; ValueError where it is none of HTTP."""
+    method, target, *_ = (await reader.readline()).decode("latin-1").split()
+    path, _, query = target.partition("?")
+    request = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query}
+    while line := (await reader.readline()).decode("latin-1").strip():
+        name, _, value = line.partition(":")
+        if name.lower() in _HEADERS:
+            request["HTTP_" + name.upper().replace("-", "_")] = value.strip()
+    return request
 
 
-def _guarded(application: Application, token: str | None) -> Application:
-    """The application, for those who show the token, where there is one."""
-    if token is None:
-        return application
-    expected = f"Bearer {token}".encode()
-
-    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        shown = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
-        if hmac.compare_digest(shown, expected):
-            return application(environ, start_response)
-        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
-        return [b"this server wants its token: Authorization: Bearer TOKEN\n"]
-
-    return guarded
+def _response(status: str, headers: Iterable[tuple[str, str]], page: bytes) -> bytes:
+    lines = [f"{name}: {value}" for name, value in (*headers, ("Content-Length", len(page)))]
+    return "\r\n".join([f"HTTP/1.0 {status}", *lines, "", ""]).encode("latin-1") + page
 
 
 def _about_pushes(total: Tally) -> Iterator[Metric]:

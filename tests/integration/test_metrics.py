@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import struct
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pyps.service import metrics
 from pyps_wire.partition import Model, Tensor
-from support import ServerThread, wait_until
+from support import ServerThread, server_loop, wait_until
 from wire_worker import WireWorker
 
 # So many shards that the page is longer than what lies between a server and a reader with small buffers.
@@ -190,13 +191,18 @@ def test_readers_that_are_slow_are_cut_off_without_a_word(
     assert "Traceback" not in server.output() + "".join(capfd.readouterr())
 
 
-def test_many_silent_readers_hold_few_threads_and_keep_nobody_out(start_server: Start) -> None:
+def test_many_silent_readers_hold_no_threads_keep_nobody_out_and_do_not_delay_the_end(start_server: Start) -> None:
     server = start_server()
+    before = threading.active_count()
     with contextlib.ExitStack() as stack:
         for _ in range(3 * metrics.READERS_MAX):
             stack.enter_context(reader(server, b"GET"))
         assert value(scrape(server), "pyps_shards") == 0
         assert num_readers() <= metrics.READERS_MAX
+        # The one that puts the pages together.
+        assert threading.active_count() <= before + 1
+        server.stop()
+        wait_until(lambda: num_readers() == 0, what="the end of all readers")
 
 
 def reader(server: ServerThread, says: bytes) -> socket.socket:
@@ -212,7 +218,7 @@ def reader(server: ServerThread, says: bytes) -> socket.socket:
 
 
 def num_readers() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+    return sum(task.get_name() == "metrics reader" for task in asyncio.all_tasks(server_loop()))
 
 
 def test_a_server_with_a_token_shows_its_page_to_those_who_have_it(start_server: Start, tmp_path: Path) -> None:
