@@ -203,13 +203,11 @@ class ShardFiles:
 
 def _create(path: Path) -> BinaryIO:
     """Opens a new file; a name that an earlier life of the server took is not taken again."""
-    for number in range(1, 10_000):
-        try:
-            free = path if number == 1 else path.with_stem(f"{path.stem}.{number}")
-            return create(free)
-        except FileExistsError:
-            continue
-    raise UpdateLogError(f"{path} and 9,998 like it exist already: name another --update-log")
+    free, number = path, 1
+    while free.exists():
+        number += 1
+        free = path.with_stem(f"{path.stem}.{number}")
+    return create(free)
 
 
 class UpdateLog:
