@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyps.cli.bench_progress import BenchProgress
 from pyps.cli.control import TOKEN_HELP, Control, DataServers, data_addresses, fail, read_token
-from pyps.cli.rounds import Bench, Rounds, Way
 from pyps.run.handshake import new_name
-from pyps_wire.common_pb2 import RUN_STATE_EMPTY
+from pyps_client import Launch, Session
+from pyps_wire.codecs import codec_of, encode, item_size
+from pyps_wire.common_pb2 import OUTCOME_REJECTED, RUN_STATE_EMPTY, GroupSettings, OptimizerSettings, Reason
 from pyps_wire.errors import NotAllowed, PypsError
 from pyps_wire.parameter_server_pb2 import HelloReply
+from pyps_wire.partition import Model, Tensor
 
 # One model for the bandwidth, one for the latency.
 PARAMETERS = (25_600_000, 10_000)
@@ -31,9 +39,56 @@ PARAMETERS = (25_600_000, 10_000)
 FORGET_SECONDS = 10.0
 # The exit status after Ctrl-C: 128 and SIGINT's number.
 INTERRUPTED = 130
+# The first rounds make connections and buffers; the slowest link still gets this many timed ones.
+WARM_UP_ROUNDS = 2
+TIMED_ROUNDS_MIN = 3
+# Servers are there, or the measurement ends.
+WAIT_SECONDS = 10.0
+
+# The rule hardly matters for time, the rate keeps the numbers finite for ever.
+OPTIMIZER = OptimizerSettings(
+    rule="adagrad", groups=[GroupSettings(hyperparameters={"learning_rate": 1e-6, "initial_accumulator_value": 0.1})]
+)
+
+
+class Way(NamedTuple):
+    """How gradients and parameters travel: "auto" (shared memory where offered) or "grpc", and as what numbers."""
+
+    transport: str
+    codec: str
+
 
 WAYS = (Way("auto", "float32"), Way("grpc", "float32"), Way("grpc", "bfloat16"))
 TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC", "mixed": "shared memory and gRPC"}
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Timed rounds of one model on one way."""
+
+    # "shm", "grpc", or "mixed" where only some servers share memory with this machine.
+    transport: str
+    codec: str
+    num_parameters: int
+    # Of each round, in the order made; grows while they are made.
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def rounds_per_second(self) -> float:
+        """Rounds made in the time that all of them took."""
+        return len(self.seconds) / sum(self.seconds)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Payload bytes each way: as many come back as go out."""
+        return self.rounds_per_second * self.num_parameters * item_size(codec_of(self.codec))
+
+    def percentile(self, percent: float) -> float:
+        """The seconds that so many of 100 rounds did not exceed."""
+        rank = math.ceil(percent / 100 * len(self.seconds))
+        return sorted(self.seconds)[max(0, rank - 1)]
 
 
 def bench(
@@ -116,21 +171,80 @@ def _measure(
     results: list[Rounds], addresses: tuple[str, ...], token: str, *, sizes: Sequence[int], seconds: float
 ) -> None:
     """Measures each way with each size into `results`, which has all rounds that were made whatever ends it."""
-    with BenchProgress(Console(stderr=True), num_stages=len(sizes) * len(WAYS), seconds=seconds) as progress:
-        for size in sizes:
-            run_id = new_name()
-            bench = Bench(addresses, token=token, run_id=run_id, num_parameters=size)
-            try:
-                with bench.open():
-                    for way in WAYS:
-                        progress.begin(way, size)
-                        bench.measure(way, results, seconds=seconds, made=progress.made)
-            except BaseException:
-                # What ended it is said, not that a server that is gone cannot be asked either.
-                with suppress(PypsError):
-                    _wait_until_forgotten(addresses, token, run_id)
-                raise
-            _wait_until_forgotten(addresses, token, run_id)
+    stages = itertools.count(1)
+    for size in sizes:
+        run_id = new_name()
+        session = partial(_session, addresses, Model((Tensor("bench", (size,)),)), token=token, run_id=run_id)
+        try:
+            # Holds the run between measurements, by a worker that never pushes.
+            with session(Way("grpc", "float32"), name="holder"):
+                for way in WAYS:
+                    stage = f"{next(stages)} of {len(sizes) * len(WAYS)}"
+                    typer.echo(f"{stage}: {size:,} parameters, {way.transport}, {way.codec} ...", err=True)
+                    with session(way, name=f"{way.transport}-{way.codec}") as worker:
+                        _make_rounds(worker, way, size, results, seconds=seconds)
+        except BaseException:
+            # What ended it is said, not that a server that is gone cannot be asked either.
+            with suppress(PypsError):
+                _wait_until_forgotten(addresses, token, run_id)
+            raise
+        _wait_until_forgotten(addresses, token, run_id)
+
+
+def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, run_id: str, name: str) -> Session:
+    """A worker's session with the servers, which begins the run where it is the first."""
+    launch = Launch(
+        servers=servers,
+        run_id=run_id,
+        worker_id=f"bench-{socket.gethostname()}-{os.getpid()}-{name}",
+        token=token,
+        start_wait_seconds=WAIT_SECONDS,
+        loss_wait_seconds=WAIT_SECONDS,
+        wait_seconds=6 * WAIT_SECONDS,
+        codec=way.codec,
+        pull_codec=way.codec,
+        transport=way.transport,
+    )
+    size = model.num_parameters
+    return Session(model, OPTIMIZER, launch=launch, initial=lambda: [np.zeros(size, np.float32)], device="cpu")
+
+
+def _make_rounds(session: Session, way: Way, size: int, results: list[Rounds], *, seconds: float) -> None:
+    """Makes rounds for so long, and a few at least, into `results`; adds none where "auto" comes down to gRPC.
+
+    A refused gradient ends it, as any error does, and Ctrl-C; the rounds made until then are in `results`.
+    """
+    lent = session.lend()
+    if way.transport == "auto" and session.transport == "grpc":
+        return
+    gradient, parameters = lent.gradients[0], lent.parameters
+    payload = encode(np.full(size, 1e-3, np.float32), codec_of(way.codec))
+    gradient[0][:] = np.frombuffer(payload, gradient[0].dtype)
+    session.pull(parameters)
+
+    for _ in range(WARM_UP_ROUNDS):
+        _make_round(session, gradient, parameters)
+    # There before the first round: whatever ends the rounds, and however often, takes none of them away.
+    rounds = Rounds(session.transport, way.codec, size)
+    results.append(rounds)
+    end = time.perf_counter() + seconds
+    while len(rounds.seconds) < TIMED_ROUNDS_MIN or time.perf_counter() < end:
+        rounds.seconds.append(_make_round(session, gradient, parameters))
+
+
+def _make_round(session: Session, gradient: Sequence[Array], parameters: Sequence[Array]) -> float:
+    """Makes one round, with the waits that the protocol in force asks for; returns its seconds."""
+    began = time.perf_counter()
+    session.proceed()
+    session.clock += 1
+    receipts = session.exchange(gradient, parameters)
+    if session.pull_needed:
+        session.pull(parameters)
+    took = time.perf_counter() - began
+    for receipt in receipts:
+        if receipt.outcome == OUTCOME_REJECTED:
+            raise PypsError(f"a server refused a gradient: {receipt.message or Reason.Name(receipt.reason)}")
+    return took
 
 
 def _wait_until_forgotten(addresses: tuple[str, ...], token: str, run_id: str) -> None:

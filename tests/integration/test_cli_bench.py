@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from pyps.cli.rounds import OPTIMIZER
+from pyps.cli.bench import OPTIMIZER
 from pyps_wire import common_pb2 as common
 from pyps_wire.partition import Model, Tensor
-from support import AnyServer, PythonProcess, child_environment, inspect, wait_until
+from support import AnyServer, PythonProcess, inspect, wait_until
 from wire_worker import QUICK_LEASES, WireWorker
 
 Start = Callable[..., AnyServer]
@@ -107,32 +101,6 @@ def test_a_measurement_that_was_killed_is_forgotten(start_server: Start, start_p
     wait_for_updates(server)
     endless.kill()
     wait_until(lambda: state_of(server) == (common.RUN_STATE_EMPTY, ""), what="an empty server")
-
-
-@pytest.mark.extended
-def test_a_terminal_shows_how_far_it_is(start_server: Start) -> None:
-    server = start_server()
-    terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "pyps", "bench", "--servers", server.data, "--parameters", "1000"]
-    environment = child_environment({"TERM": "xterm", "COLUMNS": "120"})
-    with subprocess.Popen([*command, "--seconds", "1.5"], stdout=PIPE, stderr=end, env=environment) as process:
-        os.close(end)
-        shown = b"".join(iter(lambda: read_of(terminal), b"")).decode()
-        assert process.stdout is not None
-        table = process.stdout.read().decode()
-    os.close(terminal)
-    assert process.returncode == 0, shown
-    assert "1 of 3: 1,000 parameters, auto, float32" in shown
-    assert re.search(r"[\d,]+ rounds, p50 [\d.,]+ ms", shown)
-    assert "bfloat16" in table and "p50 ms" in table and "of 3" not in table
-
-
-def read_of(terminal: int) -> bytes:
-    """What comes next; nothing once the last process has closed the terminal."""
-    try:
-        return os.read(terminal, 65536)
-    except OSError:
-        return b""
 
 
 @pytest.mark.extended
