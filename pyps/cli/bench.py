@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pyps.cli.control import TOKEN_HELP, Control, DataServers, data_addresses, fail, read_token
+from pyps.cli.control import Control, DataServers, TokenFile, data_addresses, fail, read_token
 from pyps.run.handshake import new_name
 from pyps_client import Launch, Session
 from pyps_wire.codecs import codec_of, encode, item_size
@@ -98,7 +97,7 @@ def bench(
     ] = list(PARAMETERS),  # noqa: B006 (typer shows it and copies it)
     seconds: Annotated[float, typer.Option(help="How long each line is measured.", min=0.0)] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of a table.")] = False,
-    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Measure rounds between this machine and running servers that hold no run.
 

@@ -1,4 +1,7 @@
-"""Talking to a server from the command line: one call, one answer or one clear error."""
+"""Talking to running servers from the command line: one call, one answer or one clear error.
+
+The commands that are no more than that stand here too: `pyps set`, `save`, `stop`, `reset` and `health`.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from typing import Annotated, Any, NoReturn
 
 import grpc
 import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps import __version__
+from pyps.units import counted
 from pyps_client import Observer, launch
 from pyps_client.launch import parse_servers
+from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
 from pyps_wire.contract import CONTROL_PORT, PROTOCOL_VERSION
 from pyps_wire.errors import (
@@ -24,7 +30,6 @@ from pyps_wire.errors import (
     WaitTimedOut,
     from_status,
 )
-from pyps_wire.inspector_pb2 import GetStatusRequest, WorkerInfo
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, LeaveRequest
 from pyps_wire.parameter_server_pb2_grpc import ParameterServerStub
@@ -40,6 +45,7 @@ TOKEN_HELP = "File with the servers' token."
 # The option of commands that talk to control ports, and of those that talk to data ports.
 Servers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_CONTROL", "PYPS_SERVERS"])]
 DataServers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_SERVERS", "PYPS_CONTROL"])]
+TokenFile = Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")]
 
 
 class Control:
@@ -70,10 +76,10 @@ class Control:
         try:
             self.hello()
         except ProtocolMismatch:
-            return _same_host(self.address, self.call("GetStatus", GetStatusRequest()).data_address)
+            return _same_host(self.address, self.call("GetStatus", pb.GetStatusRequest()).data_address)
         return self.address
 
-    def take_off(self, worker: WorkerInfo, run_id: str, *, timeout_seconds: float) -> None:
+    def take_off(self, worker: pb.WorkerInfo, run_id: str, *, timeout_seconds: float) -> None:
         """Takes leave for a worker whose process has ended without doing so."""
         sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation)
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
@@ -142,7 +148,7 @@ def read_token(path: Path | None) -> str:
 
 
 def call_each(
-    servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float
+    servers: str, token_file: Path | None, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> list[tuple[str, Any]]:
     """Makes the same call on every server; tells of each that refuses, and exits with 1 if any did."""
     token, failed = read_token(token_file), False
@@ -156,8 +162,8 @@ def call_each(
                 typer.echo(f"pyps: {error}", err=True)
                 failed = True
     if failed:
-        if not method.startswith("Get"):
-            _tell_done(method, [address for address, _ in replies])
+        if replies and not method.startswith("Get"):
+            typer.echo(f"{method} was done on {', '.join(address for address, _ in replies)}.", err=True)
         raise typer.Exit(1)
     return replies
 
@@ -184,9 +190,146 @@ def fail(message: str, *, status: int = 1) -> NoReturn:
     raise typer.Exit(status)
 
 
-def _tell_done(method: str, addresses: Sequence[str]) -> None:
-    if addresses:
-        typer.echo(f"{method} was done on {', '.join(addresses)}.", err=True)
+def configure(
+    servers: Servers = "127.0.0.1:7611",
+    protocol: Annotated[str, typer.Option(help="How pushes become updates, as hardsync or softsync:n=4.")] = "",
+    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as none or divide.")] = "",
+    learning_rate: Annotated[
+        float | None, typer.Option(help="The learning rate of every parameter group, before the schedule.")
+    ] = None,
+    schedule: Annotated[str, typer.Option(help="How the rate changes by version, as step:every=100,factor=0.5.")] = "",
+    expected_workers: Annotated[
+        int | None, typer.Option(help="Workers that the job has, those that have ended included; 0: unknown.", min=0)
+    ] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Set it on the servers named, though the run has more.")
+    ] = False,
+    token_file: TokenFile = None,
+) -> None:
+    """Change protocol, staleness policy, learning rate, schedule or expected workers of a run while it goes on.
+
+    What is not named stays as it is, but for the staleness policy that a protocol's name brings (downpour,
+    asynchronous, asgd, ssp: none). Gradients that wait are settled first, by the protocol that kept them.
+    All servers of the run must be named: each changes at once, not all at the same update. Works on the servers' own
+    machine only. The change is an event that `pyps status` shows, and is part of the checkpoints.
+    """
+    if not (protocol or staleness or schedule or learning_rate is not None or expected_workers is not None):
+        fail(
+            "nothing was named to set: give --protocol, --staleness, --learning-rate, --schedule or --expected-workers",
+            status=2,
+        )
+    request = pb.ConfigureRequest(
+        protocol=protocol,
+        staleness=staleness,
+        schedule=schedule,
+        learning_rate=learning_rate,
+        expected_workers=expected_workers,
+    )
+    if not partial:
+        require_all(servers, token_file)
+    expecting = "" if expected_workers is None else f", {expected_workers or 'no'} workers expected"
+    for address, reply in call_each(servers, token_file, "Configure", request):
+        typer.echo(f"{address}: {in_force(reply)}{expecting}{settled(reply)}.")
+        for warning in reply.warnings:
+            typer.echo(f"{address} warns: {warning}")
+
+
+def require_all(servers: str, token_file: Path | None) -> None:
+    """Exits, before anything changes, when the run has servers that are not among those named."""
+    statuses = [status for _, status in call_each(servers, token_file, "GetStatus", pb.GetStatusRequest())]
+    if hint := not_asked(statuses):
+        total = max(status.num_servers for status in statuses)
+        fail(f"nothing was set, as the run has {total} servers: {hint}, or set it on those named with --partial")
+
+
+def in_force(reply: Any) -> str:
+    """What a server says is in force, in a line: "hardsync, staleness none, learning rate 0.01"."""
+    words = [reply.protocol, f"staleness {reply.staleness}"]
+    rates = {rate.base: None for rate in reply.learning_rates}
+    if rates:
+        words.append(f"learning rate {' and '.join(f'{rate:g}' for rate in rates)}")
+    if reply.schedule != "constant":
+        words.append(f"schedule {reply.schedule}")
+    return ", ".join(words)
+
+
+def settled(reply: Any) -> str:
+    """What became of the gradients that waited, in words; empty where none did."""
+    if not reply.gradients_settled:
+        return ""
+    return (
+        f"; {counted(reply.gradients_settled, 'gradient')} that waited became {counted(reply.updates_made, 'update')}"
+    )
+
+
+def not_asked(statuses: Sequence[pb.Status]) -> str:
+    """A line about the run's servers that are not among these; empty where all are."""
+    total = max((status.num_servers for status in statuses), default=0)
+    asked = {status.server_index for status in statuses if status.num_servers}
+    missing = [str(index) for index in range(total) if index not in asked]
+    if not missing:
+        return ""
+    subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
+    return f"{subject} not asked: name all with --servers"
+
+
+def save(servers: Servers = "127.0.0.1:7611", token_file: TokenFile = None) -> None:
+    """Make servers write a checkpoint now, each into its --checkpoint-dir.
+
+    Works on the servers' own machine only.
+    """
+    request = pb.SaveCheckpointRequest()
+    replies = call_each(servers, token_file, "SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
+    for address, reply in replies:
+        typer.echo(f"{address} wrote {reply.path}: {reply.bytes:,} bytes in {reply.seconds:.2f} s.")
+
+
+def stop(servers: Servers = "127.0.0.1:7611", token_file: TokenFile = None) -> None:
+    """Finish the run: workers are told to end, the servers refuse pushes and go on answering pulls.
+
+    Works on the servers' own machine only.
+    """
+    for address, _ in call_each(servers, token_file, "Stop", pb.StopRequest()):
+        typer.echo(f"{address} has finished its run.")
+
+
+def reset(
+    run_id: Annotated[str, typer.Argument(help="The run to forget: its name, as `pyps status` gives it.")],
+    servers: Servers = "127.0.0.1:7611",
+    token_file: TokenFile = None,
+) -> None:
+    """Make servers forget a run, its parameters included.
+
+    Its checkpoints stay on the servers' disks, renamed to forgotten-..., so that --resume does not bring it back.
+    Works on the servers' own machine only. The run must be named, so that nothing is forgotten by accident.
+    """
+    for address, _ in call_each(servers, token_file, "Reset", pb.ResetRequest(run_id=run_id)):
+        typer.echo(f"{address} has forgotten run {run_id!r} and is empty.")
+
+
+def health(
+    servers: Annotated[
+        str, typer.Option(help="Addresses to ask, data or control, separated by commas.")
+    ] = "127.0.0.1:7610",
+    timeout_seconds: Annotated[float, typer.Option(help="How long each may take to answer.", min=0.1)] = 5.0,
+) -> None:
+    """Ask servers for their health; exit with 0 when all of them serve. Needs no token."""
+    answers = {address: ask(address, timeout_seconds=timeout_seconds) for address in parse_servers(servers)}
+    for address, answer in answers.items():
+        typer.echo(f"{address} {answer}")
+    raise typer.Exit(0 if all(answer == "SERVING" for answer in answers.values()) else 1)
+
+
+def ask(address: str, *, timeout_seconds: float) -> str:
+    """The server's own word for its state, or why there is none."""
+    with _open(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]
+                health_pb2.HealthCheckRequest(), timeout=timeout_seconds
+            )
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
 def _open(address: str) -> grpc.Channel:

@@ -14,7 +14,7 @@ import typer
 from safetensors.numpy import save_file
 
 from pyps import logs
-from pyps.cli.control import TOKEN_HELP, DataServers, fail, observe, read_token
+from pyps.cli.control import DataServers, TokenFile, fail, observe, read_token
 from pyps.storage.checkpoint import Checkpoint, CheckpointError
 from pyps.storage.folder import newest
 from pyps_client.client import split_tensors
@@ -31,7 +31,7 @@ def export(
         list[Path] | None,
         typer.Option(help="Instead: a job's checkpoint folder; or a server's, or one checkpoint in it, once a server."),
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+    token_file: TokenFile = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
 ) -> None:
     """Write the model to a safetensors file: every tensor under its own name and shape, in float32.

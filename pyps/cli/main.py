@@ -1,4 +1,4 @@
-"""The `pyps` command: one file a subcommand in this folder."""
+"""The `pyps` command: subcommands, each imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ from typer.core import TyperGroup
 from pyps import __version__
 from pyps_wire.errors import PypsError
 
-# What each subcommand does, in a line. It is the function of its own name in the module of its name.
+# What each subcommand does, in a line, and the function that it is.
 COMMANDS = {
-    "serve": "Run a server, which holds parameters and applies gradients.",
-    "run": "Start servers and workers on this machine, and end with them.",
-    "sandblaster": "Train by Sandblaster L-BFGS on this machine.",
-    "coordinate": "Coordinate Sandblaster L-BFGS over running servers.",
-    "demo": "Watch workers train a small network on real images.",
-    "status": "Show what servers, workers and shards are doing.",
-    "set": "Change protocol, staleness policy or learning rate of a running job.",
-    "export": "Write the model to a safetensors file.",
-    "reset": "Make servers forget a run, its parameters included.",
-    "replay": "Make logged updates again, and compare the bits.",
-    "save": "Make servers write a checkpoint now.",
-    "stop": "Finish a run.",
-    "eval": "Score a running model with a script of your own.",
-    "bench": "Measure rounds between this machine and running servers.",
-    "health": "Ask servers for their health.",
+    "serve": ("Run a server, which holds parameters and applies gradients.", "serve:serve"),
+    "run": ("Start servers and workers on this machine, and end with them.", "run:run"),
+    "sandblaster": ("Train by Sandblaster L-BFGS on this machine.", "sandblaster:sandblaster"),
+    "coordinate": ("Coordinate Sandblaster L-BFGS over running servers.", "coordinate:coordinate"),
+    "demo": ("Watch workers train a small network on real images.", "demo:demo"),
+    "status": ("Show what servers, workers and shards are doing.", "status:status"),
+    "set": ("Change protocol, staleness policy or learning rate of a running job.", "control:configure"),
+    "export": ("Write the model to a safetensors file.", "export:export"),
+    "reset": ("Make servers forget a run, its parameters included.", "control:reset"),
+    "replay": ("Make logged updates again, and compare the bits.", "replay:replay"),
+    "save": ("Make servers write a checkpoint now.", "control:save"),
+    "stop": ("Finish a run.", "control:stop"),
+    "eval": ("Score a running model with a script of your own.", "evaluate:evaluate"),
+    "bench": ("Measure rounds between this machine and running servers.", "bench:bench"),
+    "health": ("Ask servers for their health.", "control:health"),
 }
-# A module is not called as what Python has under that name.
-_MODULES = {"eval": "evaluate"}
 
 
 class App(typer.Typer):
@@ -54,18 +52,18 @@ class CommandGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Lists the subcommands without importing any."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, what) for name, (what, _) in COMMANDS.items()])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The subcommand of that name, None for an unknown one."""
         if cmd_name not in COMMANDS:
             return None
-        module_name = _MODULES.get(cmd_name, cmd_name)
+        module_name, _, function_name = COMMANDS[cmd_name][1].partition(":")
         module = importlib.import_module(f"pyps.cli.{module_name}")
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         # A command that hands arguments on to another program says so in CONTEXT_SETTINGS.
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        single.command(cmd_name, context_settings=settings)(getattr(module, module_name))
+        single.command(cmd_name, context_settings=settings)(getattr(module, function_name))
         return typer.main.get_command(single)
 
 

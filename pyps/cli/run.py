@@ -18,9 +18,10 @@ from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError, ServerConfig, flag_name
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
-from pyps.launcher.output import PrefixedOutput, ServerLines, counted
+from pyps.launcher.output import PrefixedOutput, ServerLines
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import newest
+from pyps.units import counted
 
 WAIT_SECONDS = 1.0
 # What servers get beyond the time that they take for themselves.

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import TOKEN_HELP, Control, Servers, control_addresses, read_token
+from pyps.cli.control import Control, Servers, TokenFile, control_addresses, not_asked, read_token
 from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes
 from pyps_wire import common_pb2 as common
@@ -70,7 +69,7 @@ def status(
     events: Annotated[
         int, typer.Option(help="How many of the newest events to show.", min=0, max=EVENTS_MAX)
     ] = EVENTS_SHOWN,
-    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+    token_file: TokenFile = None,
 ) -> None:
     """Show what servers, workers and shards are doing.
 
@@ -177,17 +176,6 @@ def _lines(answers: Sequence[Answer]) -> Iterable[str]:
     for answer in answers:
         for warning in answer.status.warnings:
             yield f"{answer.address} warns: {warning}"
-
-
-def not_asked(statuses: Sequence[pb.Status]) -> str:
-    """A line about the run's servers that are not among these; empty where all are."""
-    total = max((status.num_servers for status in statuses), default=0)
-    asked = {status.server_index for status in statuses if status.num_servers}
-    missing = [str(index) for index in range(total) if index not in asked]
-    if not missing:
-        return ""
-    subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"
-    return f"{subject} not asked: name all with --servers"
 
 
 def _servers_table(answers: Sequence[Answer]) -> Table:

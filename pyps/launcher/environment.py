@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyps.config import ConfigError, unknown_variables
-from pyps.launcher.output import counted
+from pyps.units import counted
 from pyps_client import Launch, process_hooks
 
 

@@ -7,11 +7,6 @@ import sys
 import threading
 
 
-def counted(count: int, noun: str) -> str:
-    """A number of things in words: "1 worker", "2 workers"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 class PrefixedOutput:
     """Prints whole lines behind an aligned name: "worker-0 | step 10". Any thread may print."""
 

@@ -26,7 +26,7 @@ from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
-from pyps.launcher.output import counted
+from pyps.units import counted
 from pyps_client.observer import Observer
 
 WANTED_ACCURACY = 0.95
