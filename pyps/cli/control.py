@@ -5,6 +5,7 @@ The commands that are no more than that stand here too: `pyps set`, `save`, `sto
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -145,6 +146,12 @@ def read_token(path: Path | None) -> str:
         return launch.read_token(path)
     except PypsError as error:
         fail(str(error), status=2)
+
+
+def inherited_token() -> str:
+    """The token of servers that inherit this environment."""
+    file = os.environ.get("PYPS_TOKEN_FILE")
+    return read_token(Path(file) if file else None)
 
 
 def call_each(

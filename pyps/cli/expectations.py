@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
-from pyps.cli.control import Control, read_token
+from pyps.cli.control import Control, inherited_token
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.errors import PypsError
 
@@ -20,9 +18,7 @@ class Expectations:
 
     def __init__(self, expected_workers: int):
         self._expected_workers = expected_workers
-        # The servers read the same variables.
-        file = os.environ.get("PYPS_TOKEN_FILE")
-        self._token = read_token(Path(file) if file else None)
+        self._token = inherited_token()
         # Workers that each server never saw, by its control address.
         self._never_came: Counter[str] = Counter()
 

@@ -17,7 +17,7 @@ COMMANDS = {
     "run": ("Start servers and workers on this machine, and end with them.", "run:run"),
     "sandblaster": ("Train by Sandblaster L-BFGS on this machine.", "sandblaster:sandblaster"),
     "coordinate": ("Coordinate Sandblaster L-BFGS over running servers.", "coordinate:coordinate"),
-    "demo": ("Watch workers train a small network on real images.", "demo:demo"),
+    "demo": ("Watch workers train a small network on real images.", "demonstration:demo"),
     "status": ("Show what servers, workers and shards are doing.", "status:status"),
     "set": ("Change protocol, staleness policy or learning rate of a running job.", "control:configure"),
     "export": ("Write the model to a safetensors file.", "export:export"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pyps.cli.demo import command
+from pyps.cli import demonstration as command
 from pyps.cli.main import app
 from support import PythonProcess
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pyps.cli.demo.command import worker_script
-from pyps.cli.demo.progress import merge_workers
-from pyps.cli.demo.scores import Scores
+from pyps.cli.demonstration import Answers, Images, by_worker, mean, worker_script
 from pyps_wire import inspector_pb2 as pb
 
 
@@ -24,33 +22,35 @@ def test_loss_and_accuracy_are_those_of_the_scripts_images() -> None:
     network.load_state_dict({name: torch.tensor(values) for name, values in parameters.items()})
     images, labels = script.digits()[0].tensors
 
-    scores = Scores()
+    loss, accuracy = Images().score(parameters)
 
     with torch.no_grad():
-        assert scores.loss(parameters) == pytest.approx(
-            functional.cross_entropy(network(images), labels).item(), rel=1e-5
-        )
-    assert scores.accuracy(parameters) == pytest.approx(script.evaluate(parameters)["accuracy"])
+        assert loss == pytest.approx(functional.cross_entropy(network(images), labels).item(), rel=1e-5)
+    assert accuracy == pytest.approx(script.evaluate(parameters)["accuracy"])
 
 
 def worker(worker_id: str, **known: float) -> pb.WorkerInfo:
     return pb.WorkerInfo(worker_id=worker_id, state="alive", **known)
 
 
+def listing(*workers: pb.WorkerInfo) -> pb.ListWorkersReply:
+    return pb.ListWorkersReply(workers=workers)
+
+
 def test_a_worker_of_two_servers_is_listed_once_with_means_over_both() -> None:
-    first = worker("b", clock=5, pushes_applied=9, staleness_mean=1.0, staleness_max=2, rate_scale_mean=1.0)
-    second = worker("b", clock=5, pushes_applied=3, staleness_mean=3.0, staleness_max=7, rate_scale_mean=0.6)
-    first.scalars["loss"] = 0.5
+    first = worker("b", pushes_applied=9, staleness_mean=1.0, rate_scale_mean=1.0)
+    second = worker("b", pushes_applied=3, staleness_mean=3.0, rate_scale_mean=0.6)
+    statuses = [pb.Status(num_shards=3), pb.Status(num_shards=1)]
 
-    merged = merge_workers([[first, worker("a")], [second]], [pb.Status(num_shards=3), pb.Status(num_shards=1)])
+    answers = Answers(statuses, by_worker([listing(first, worker("a")), listing(second)]))
 
-    assert [one.worker_id for one in merged] == ["a", "b"]
-    b = merged[1]
-    assert (b.steps, b.loss, b.pushes, b.staleness_mean, b.staleness_max) == (5, 0.5, 3.0, 1.5, 7)
-    assert b.rate_scale_mean == pytest.approx(0.9)
+    assert list(answers.workers) == ["a", "b"]
+    known = answers.workers["b"]
+    assert (answers.pushes(known), mean(known, "staleness_mean")) == (3.0, 1.5)
+    assert mean(known, "rate_scale_mean") == pytest.approx(0.9)
 
 
 def test_workers_that_joined_before_there_are_shards_have_pushed_nothing() -> None:
-    merged = merge_workers([[worker("a")]], [pb.Status()])
+    answers = Answers([pb.Status()], by_worker([listing(worker("a"))]))
 
-    assert (merged[0].pushes, merged[0].staleness_mean, merged[0].loss) == (0.0, 0.0, None)
+    assert (answers.pushes(answers.workers["a"]), mean(answers.workers["a"], "staleness_mean")) == (0.0, 0.0)
