@@ -6,8 +6,11 @@ import asyncio
 import hmac
 import socket
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -79,75 +82,35 @@ class RunCollector(Collector):
         statistics = self._run.statistics
         yield from self._about_run()
         yield from _about_pushes(statistics.total())
-        yield from self._about_rates()
         yield from self._about_each(statistics)
         yield from self._about_time(statistics)
-        yield from self._about_versions()
-        yield from self._about_memory()
+        yield from self._about_shards()
         yield from _about_work(self._run.work.progress(self._run.clock()))
 
     def _about_run(self) -> Iterator[Metric]:
-        run, texts = self._run, self._run.behaviour.texts
+        run, texts, roster = self._run, self._run.behaviour.texts, self._run.roster
+        in_force = {name: texts[name] for name in ("protocol", "warmup", "staleness", "schedule")}
+        server = {"software": SOFTWARE, "instruction_set": _kernels.isa(), "server_index": str(run.server_index)}
+        rule = run.optimizer.rule if run.optimizer else ""
         yield InfoMetricFamily(
-            "pyps",
-            "What is in force.",
-            value={
-                "software": SOFTWARE,
-                "instruction_set": _kernels.isa(),
-                "run_id": run.run_id,
-                "protocol": texts["protocol"],
-                "warmup": texts["warmup"],
-                "staleness": texts["staleness"],
-                "schedule": texts["schedule"],
-                "rule": run.optimizer.rule if run.optimizer else "",
-                "server_index": str(run.server_index),
-            },
+            "pyps", "What is in force.", value={**server, **in_force, "run_id": run.run_id, "rule": rule}
         )
-        state = run.state
-        states = GaugeMetricFamily("pyps_run_state", "1 for the state the run is in.", labels=["state"])
-        for known in RunState:
-            states.add_metric([known.name.lower()], float(known == state))
-        yield states
-        yield GaugeMetricFamily("pyps_epoch", "Restores and resets since the run began.", value=run.epoch)
-        yield CounterMetricFamily(
-            "pyps_checkpoint_failures",
-            "Checkpoints that could not be written.",
-            value=self._checkpoints.failures if self._checkpoints else 0,
-        )
-        yield GaugeMetricFamily(
-            "pyps_durable_version",
-            "Newest version that checkpoints hold of every shard here.",
-            value=run.durable_version,
-        )
-        members = [member.state for member in run.membership.all()]
-        workers = GaugeMetricFamily("pyps_workers", "Workers known, by state.", labels=["state"])
-        for worker_state in WorkerState:
-            workers.add_metric([worker_state.value], members.count(worker_state))
-        yield workers
-        yield GaugeMetricFamily("pyps_workers_alive", "Live workers.", value=run.membership.num_alive)
-        yield GaugeMetricFamily(
-            "pyps_workers_sharing_memory",
-            "Workers that share memory with this server.",
-            value=len(self._local.attached),
-        )
-        roster = run.roster
-        yield GaugeMetricFamily(
-            "pyps_workers_counted", "Workers that the protocol reckons with (L).", value=roster.num_workers
-        )
-        yield GaugeMetricFamily(
-            "pyps_workers_missing", "Expected workers that the protocol still waits for.", value=roster.missing
-        )
-        yield GaugeMetricFamily(
-            "pyps_batch_size", "The minibatch asked of workers; 0 where it is theirs.", value=run.batch_size
-        )
-
-    def _about_rates(self) -> Iterator[Metric]:
-        rates = GaugeMetricFamily(
-            "pyps_learning_rate", "Each parameter group's rate, with the schedule.", labels=["group"]
-        )
-        for rate in learning_rates_of(self._run):
-            rates.add_metric([str(rate.group)], rate.current)
-        yield rates
+        states = {state.name.lower(): float(state == run.state) for state in RunState}
+        yield gauge("run_state", "1 for the state the run is in.", states, by="state")
+        yield gauge("epoch", "Restores and resets since the run began.", run.epoch)
+        failures = self._checkpoints.failures if self._checkpoints else 0
+        yield counter("checkpoint_failures", "Checkpoints that could not be written.", failures)
+        yield gauge("durable_version", "Newest version that checkpoints hold of every shard here.", run.durable_version)
+        members = Counter(member.state for member in run.membership.all())
+        workers = {state.value: members[state] for state in WorkerState}
+        yield gauge("workers", "Workers known, by state.", workers, by="state")
+        yield gauge("workers_alive", "Live workers.", run.membership.num_alive)
+        yield gauge("workers_sharing_memory", "Workers that share memory with this server.", len(self._local.attached))
+        yield gauge("workers_counted", "Workers that are active in the protocol's round (L).", roster.num_workers)
+        yield gauge("workers_missing", "Expected workers that the protocol still waits for.", roster.missing)
+        yield gauge("batch_size", "The minibatch asked of workers; 0 where it is theirs.", run.batch_size)
+        rates = {str(rate.group): rate.current for rate in learning_rates_of(run)}
+        yield gauge("learning_rate", "Each parameter group's rate, with the schedule.", rates, by="group")
 
     def _about_each(self, statistics: Statistics) -> Iterator[Metric]:
         """What is told of each worker and each shard, where they are not too many."""
@@ -157,83 +120,47 @@ class RunCollector(Collector):
         of_shards = {str(shard_id): statistics.shard(shard_id) for shard_id in shards}
         yield _staleness_of_each("worker", of_workers)
         yield _staleness_of_each("shard", of_shards if len(shards) <= LISTED_MAX else {})
-        blocked = CounterMetricFamily(
-            "pyps_worker_blocked_seconds", "Seconds that each worker waited for others.", labels=["worker"]
-        )
-        lost = GaugeMetricFamily(
-            "pyps_worker_step_lost", "Part of each worker's step size that staleness took.", labels=["worker"]
-        )
-        for name, tally in of_workers.items():
-            blocked.add_metric([name], tally.blocked_seconds)
-            lost.add_metric([name], tally.step_lost)
-        yield blocked
-        yield lost
+        blocked = {name: tally.blocked_seconds for name, tally in of_workers.items()}
+        yield counter("worker_blocked_seconds", "Seconds that each worker waited for others.", blocked, by="worker")
+        lost = {name: tally.step_lost for name, tally in of_workers.items()}
+        yield gauge("worker_step_lost", "Part of each worker's step size that staleness took.", lost, by="worker")
 
     def _about_time(self, statistics: Statistics) -> Iterator[Metric]:
         last = statistics.last_update
         timestamp = 0.0 if last is None else time.time() - (self._run.clock() - last)
-        yield GaugeMetricFamily(
-            "pyps_last_update_timestamp_seconds",
-            "Unix time of the last update; 0 before it.",
-            value=timestamp,
-        )
+        yield gauge("last_update_timestamp_seconds", "Unix time of the last update; 0 before it.", timestamp)
         apply = statistics.apply_seconds()
         buckets = _cumulative(zip(apply.bounds, apply.counts, strict=True), above=apply.above)
-        yield HistogramMetricFamily(
-            "pyps_apply_seconds",
-            "Seconds that pushes took in their shard.",
-            buckets=buckets,
-            sum_value=apply.sum,
-        )
+        meaning = "Seconds that pushes took in their shard."
+        yield HistogramMetricFamily("pyps_apply_seconds", meaning, buckets=buckets, sum_value=apply.sum)
 
-    def _about_versions(self) -> Iterator[Metric]:
-        shards = self._run.shards
-        versions = {shard_id: shard.version for shard_id, shard in shards.items()}
-        yield GaugeMetricFamily("pyps_shards", "Shards on this server.", value=len(shards))
-        for name, choose in (("min", min), ("max", max)):
-            yield GaugeMetricFamily(
-                f"pyps_version_{name}",
-                f"The {name} of the shards' versions.",
-                value=choose(versions.values(), default=0),
-            )
-        listed = GaugeMetricFamily(
-            "pyps_shard_version", f"Each shard's version, up to {LISTED_MAX} shards.", labels=["shard"]
-        )
-        if len(versions) <= LISTED_MAX:
-            for shard_id, version in versions.items():
-                listed.add_metric([str(shard_id)], version)
-        yield listed
-
-    def _about_memory(self) -> Iterator[Metric]:
+    def _about_shards(self) -> Iterator[Metric]:
         shards = list(self._run.shards.values())
-        memory = GaugeMetricFamily("pyps_memory_bytes", "Bytes held, by what for.", labels=["kind"])
-        memory.add_metric(["parameters"], 4 * sum(shard.length for shard in shards))
-        memory.add_metric(["slots"], sum(shard.slots_bytes for shard in shards))
-        memory.add_metric(["in_flight"], self._budget.bytes_held)
-        memory.add_metric(["pending"], sum(shard.pending_bytes for shard in shards))
-        memory.add_metric(["first_parameters"], self._run.gate.num_bytes)
-        memory.add_metric(["ledger"], sum(shard.ledger_bytes for shard in shards))
-        memory.add_metric(["serialized"], self._serializations.bytes_held)
-        memory.add_metric(["shared"], self._local.shared_bytes)
-        memory.add_metric(["resident"], resident_bytes())
-        yield memory
-        yield GaugeMetricFamily(
-            "pyps_in_flight_bytes_max",
-            "Most bytes of pushes and pulls held at once.",
-            value=self._budget.bytes_max,
-        )
-        yield GaugeMetricFamily(
-            "pyps_pending_gradients",
-            "Gradients that wait for an update.",
-            value=sum(shard.num_pending for shard in shards),
-        )
-        yield GaugeMetricFamily(
-            "pyps_late_messages",
-            "Messages that have not come for 5 s; gRPC may hold most of each.",
-            value=self._awaited.num_late,
-        )
+        versions = {str(shard.shard_id): shard.version for shard in shards}
+        yield gauge("shards", "Shards on this server.", len(shards))
+        yield gauge("version_min", "The min of the shards' versions.", min(versions.values(), default=0))
+        yield gauge("version_max", "The max of the shards' versions.", max(versions.values(), default=0))
+        listed = versions if len(versions) <= LISTED_MAX else {}
+        yield gauge("shard_version", f"Each shard's version, up to {LISTED_MAX} shards.", listed, by="shard")
+        memory = {
+            "parameters": 4 * sum(shard.length for shard in shards),
+            "slots": sum(shard.slots_bytes for shard in shards),
+            "in_flight": self._budget.bytes_held,
+            "pending": sum(shard.pending_bytes for shard in shards),
+            "first_parameters": self._run.gate.num_bytes,
+            "ledger": sum(shard.ledger_bytes for shard in shards),
+            "serialized": self._serializations.bytes_held,
+            "shared": self._local.shared_bytes,
+            "resident": resident_bytes(),
+        }
+        yield gauge("memory_bytes", "Bytes held, by what for.", memory, by="kind")
+        yield gauge("in_flight_bytes_max", "Most bytes of pushes and pulls held at once.", self._budget.bytes_max)
+        pending = sum(shard.num_pending for shard in shards)
+        yield gauge("pending_gradients", "Gradients that wait for an update.", pending)
+        late = self._awaited.num_late
+        yield gauge("late_messages", "Messages that have not come for 5 s; gRPC may hold most of each.", late)
         receipts = sum(shard.num_receipts for shard in shards)
-        yield GaugeMetricFamily("pyps_ledger_receipts", "Receipts kept for repeated pushes.", value=receipts)
+        yield gauge("ledger_receipts", "Receipts kept for repeated pushes.", receipts)
 
 
 class MetricsServer:
@@ -329,65 +256,47 @@ def _response(status: str, headers: Iterable[tuple[str, str]], page: bytes) -> b
     return "\r\n".join([f"HTTP/1.0 {status}", *lines, "", ""]).encode("latin-1") + page
 
 
+def _family(kind: Any, name: str, meaning: str, value: float | Mapping[str, float], *, by: str = "") -> Metric:
+    """A family of one sample, or of one for each value of the label `by`."""
+    family: Metric = kind(f"pyps_{name}", meaning, labels=[by] if by else ())
+    for label, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+        kind.add_metric(family, [label] if by else [], number)
+    return family
+
+
+gauge = partial(_family, GaugeMetricFamily)
+counter = partial(_family, CounterMetricFamily)
+
+
 def _about_pushes(total: Tally) -> Iterator[Metric]:
-    yield CounterMetricFamily("pyps_updates", "Updates applied to shards.", value=total.updates)
-    pushes = CounterMetricFamily("pyps_pushes", "Pushed shards, by outcome.", labels=["outcome"])
-    for outcome in ("applied", "pending", "rejected", "duplicate"):
-        pushes.add_metric([outcome], getattr(total, outcome))
-    yield pushes
-    rejected = CounterMetricFamily("pyps_pushes_rejected", "Rejected pushes, by reason.", labels=["reason"])
-    for reason in Reason:
-        if reason:
-            rejected.add_metric([reason.name.lower()], total.reasons.get(reason, 0))
-    yield rejected
-    yield CounterMetricFamily(
-        "pyps_blocked_seconds", "Seconds that workers waited for others.", value=total.blocked_seconds
-    )
-    payload = CounterMetricFamily("pyps_payload_bytes", "Payload bytes moved.", labels=["direction"])
-    payload.add_metric(["in"], total.bytes_in)
-    payload.add_metric(["out"], total.bytes_out)
-    yield payload
-    yield HistogramMetricFamily(
-        "pyps_staleness",
-        "Staleness of the gradients taken, in updates.",
-        buckets=_staleness_buckets(total),
-        sum_value=total.staleness_sum,
-    )
-    yield GaugeMetricFamily(
-        "pyps_rate_scale_mean",
-        "Mean of what staleness left of the learning rate.",
-        value=total.rate_scale_mean,
-    )
-    yield GaugeMetricFamily("pyps_step_lost", "Part of the step size that staleness took.", value=total.step_lost)
+    yield counter("updates", "Updates applied to shards.", total.updates)
+    outcomes = {name: getattr(total, name) for name in ("applied", "pending", "rejected", "duplicate")}
+    yield counter("pushes", "Pushed shards, by outcome.", outcomes, by="outcome")
+    rejected = {reason.name.lower(): total.reasons.get(reason, 0) for reason in Reason if reason}
+    yield counter("pushes_rejected", "Rejected pushes, by reason.", rejected, by="reason")
+    yield counter("blocked_seconds", "Seconds that workers waited for others.", total.blocked_seconds)
+    payload = {"in": total.bytes_in, "out": total.bytes_out}
+    yield counter("payload_bytes", "Payload bytes moved.", payload, by="direction")
+    buckets, meaning = _staleness_buckets(total), "Staleness of the gradients taken, in updates."
+    yield HistogramMetricFamily("pyps_staleness", meaning, buckets=buckets, sum_value=total.staleness_sum)
+    yield gauge("rate_scale_mean", "Mean of what staleness left of the learning rate.", total.rate_scale_mean)
+    yield gauge("step_lost", "Part of the step size that staleness took.", total.step_lost)
 
 
 def _about_work(work: Progress) -> Iterator[Metric]:
     """Families of server 0, at 0 on others and where no worker shares a data set."""
-    portions = GaugeMetricFamily(
-        "pyps_work_portions", "Portions of the present pass, by state; ahead: of later ones, done.", labels=["state"]
-    )
-    for state in ("done", "running", "pending", "ahead"):
-        portions.add_metric([state], getattr(work, state))
-    yield portions
-    yield GaugeMetricFamily("pyps_work_pass", "The present pass over the data set.", value=work.pass_)
-    yield GaugeMetricFamily(
-        "pyps_work_seconds_left", "Until the present pass is done; -1 while unknown.", value=work.seconds_left
-    )
-    for name, what in (
-        ("passes", "Passes over the data set that are done."),
-        ("copies", "Backup copies of portions given out."),
-        ("stolen", "Portions that a backup copy finished first."),
-        ("lost", "Leases of portions whose workers died or gave nothing for too long."),
-        ("wasted", "Results of portions that were thrown away."),
-    ):
-        count = work.passes_done if name == "passes" else getattr(work, name)
-        yield CounterMetricFamily(f"pyps_work_{name}", what, value=count)
-    speeds = GaugeMetricFamily(
-        "pyps_work_examples_per_second", "Speed over a worker's last portions.", labels=["worker"]
-    )
-    for worker in work.workers:
-        speeds.add_metric([worker.worker_id], worker.examples_per_second)
-    yield speeds
+    states = {state: getattr(work, state) for state in ("done", "running", "pending", "ahead")}
+    meaning = "Portions of the present pass, by state; ahead: of later ones, done."
+    yield gauge("work_portions", meaning, states, by="state")
+    yield gauge("work_pass", "The present pass over the data set.", work.pass_)
+    yield gauge("work_seconds_left", "Until the present pass is done; -1 while unknown.", work.seconds_left)
+    yield counter("work_passes", "Passes over the data set that are done.", work.passes_done)
+    yield counter("work_copies", "Backup copies of portions given out.", work.copies)
+    yield counter("work_stolen", "Portions that a backup copy finished first.", work.stolen)
+    yield counter("work_lost", "Leases of portions whose workers died or gave nothing for too long.", work.lost)
+    yield counter("work_wasted", "Results of portions that were thrown away.", work.wasted)
+    speeds = {worker.worker_id: worker.examples_per_second for worker in work.workers}
+    yield gauge("work_examples_per_second", "Speed over a worker's last portions.", speeds, by="worker")
 
 
 def _staleness_of_each(label: str, tallies: Mapping[str, Tally]) -> Metric:
@@ -401,15 +310,10 @@ def _staleness_of_each(label: str, tallies: Mapping[str, Tally]) -> Metric:
 
 
 def _staleness_buckets(tally: Tally) -> list[tuple[str, float]]:
-    counts = dict.fromkeys(STALENESS_BOUNDS, 0)
-    above = 0
+    counts = [0] * (len(STALENESS_BOUNDS) + 1)
     for staleness, count in tally.histogram.items():
-        bound = next((bound for bound in STALENESS_BOUNDS if staleness <= bound), None)
-        if bound is None:
-            above += count
-        else:
-            counts[bound] += count
-    return _cumulative(counts.items(), above=above)
+        counts[bisect_left(STALENESS_BOUNDS, staleness)] += count
+    return _cumulative(zip(STALENESS_BOUNDS, counts, strict=False), above=counts[-1])
 
 
 def _cumulative(counts: Iterable[tuple[float, int]], *, above: int) -> list[tuple[str, float]]:
