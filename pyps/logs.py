@@ -10,44 +10,30 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from functools import partialmethod
 from typing import Any, Literal, TextIO
 
 Format = Literal["text", "json"]
 
 
 class Log:
-    """Writes events with fields through the standard logger of a name."""
+    """Writes events with fields through the standard logger of a name; `exception` is for bugs only."""
 
     def __init__(self, name: str):
         self._logger = logging.getLogger(name)
 
-    def debug(self, event: str, **fields: object) -> None:
-        """Says what only a developer wants to know."""
-        self._write(logging.DEBUG, event, fields)
+    def _write(self, level: int, with_traceback: bool, event: str, /, **fields: object) -> None:
+        self._logger.log(level, event, exc_info=with_traceback, extra={"fields": fields})
 
-    def info(self, event: str, **fields: object) -> None:
-        """Says what happened."""
-        self._write(logging.INFO, event, fields)
-
-    def warning(self, event: str, **fields: object) -> None:
-        """Says what somebody should look at."""
-        self._write(logging.WARNING, event, fields)
-
-    def error(self, event: str, **fields: object) -> None:
-        """Says what failed."""
-        self._write(logging.ERROR, event, fields)
-
-    def exception(self, event: str, **fields: object) -> None:
-        """Says what failed and by which exception, with its traceback: for bugs only."""
-        self._logger.error(event, exc_info=True, extra={"fields": fields})
-
-    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
-        self._logger.log(level, event, extra={"fields": fields})
+    debug = partialmethod(_write, logging.DEBUG, False)
+    info = partialmethod(_write, logging.INFO, False)
+    warning = partialmethod(_write, logging.WARNING, False)
+    error = partialmethod(_write, logging.ERROR, False)
+    exception = partialmethod(_write, logging.ERROR, True)
 
 
-def get(name: str) -> Log:
-    """The log of a module, by its name."""
-    return Log(name)
+# The log of a module, by its name.
+get = Log
 
 
 def configure(format: Format = "text", *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
