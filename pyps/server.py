@@ -21,7 +21,7 @@ import grpc.aio
 from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pyps import _kernels, announcement, logs
+from pyps import _kernels, logs
 from pyps.config import ConfigError, ServerConfig
 from pyps.run.handshake import RunState
 from pyps.run.observers import Standstill
@@ -244,21 +244,21 @@ class Server:
             "data": addresses.data,
             "control": addresses.control,
             "metrics": f"http://{addresses.metrics}/metrics",
-            "access": announcement.access(config),
+            "access": _access(config),
             "shared memory": f"at {self._local.address}" if self._local.address else "not offered",
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
             "protocol": run.aggregation.text,
-            "staleness": announcement.staleness_in_words(config, run),
+            "staleness": _staleness_in_words(config, run),
             "schedule": run.behaviour.schedule.text,
-            "shards": announcement.shards_in_words(run) if run.partition else later,
-            "memory": announcement.memory_in_words(run) if run.partition else later,
+            "shards": _shards_in_words(run) if run.partition else later,
+            "memory": _memory_in_words(run) if run.partition else later,
             "in flight": f"at most {in_bytes(config.max_in_flight_bytes)} of pushes and pulls",
             "pending": f"at most {in_bytes(config.max_pending_bytes)} of gradients that wait for an update",
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
             if config.checkpoint_dir
             else "none (--checkpoint-dir)",
-            "update log": announcement.update_log_in_words(config),
+            "update log": _update_log_in_words(config),
         }
 
     def _log_ready(self) -> None:
@@ -269,8 +269,8 @@ class Server:
             epoch=run.epoch,
             server=f"{run.server_index} of {run.num_servers}",
             optimizer=run.optimizer,
-            shards=announcement.shards_in_words(run),
-            memory=announcement.memory_in_words(run),
+            shards=_shards_in_words(run),
+            memory=_memory_in_words(run),
         )
 
     # While it serves.
@@ -393,6 +393,46 @@ class Server:
     async def _set_health(self, status: int) -> None:
         # One for both ports, and that of the whole server: probes need to know one port only.
         self._health.set(status, "", PARAMETER_SERVER, INSPECTOR)
+
+
+def _access(config: ServerConfig) -> str:
+    """Who may call the server."""
+    if config.token_file is not None:
+        return f"with the token in {config.token_file}"
+    if config.insecure:
+        return "open to everybody who can reach it (--insecure)"
+    return "this machine only"
+
+
+def _staleness_in_words(config: ServerConfig, run: Run) -> str:
+    """What staleness costs, and where that comes from if nobody chose it."""
+    policy = run.staleness.text
+    if policy != config.brought_policy:
+        return policy
+    return f"{policy}, as {config.protocol.partition(':')[0].strip()} brings it (--staleness)"
+
+
+def _shards_in_words(run: Run) -> str:
+    """How much of the run lies here."""
+    total = run.partition.num_shards if run.partition else 0
+    held = sum(shard.length for shard in run.shards.values())
+    return f"{len(run.shards)} of {total}, {held:,} parameters"
+
+
+def _memory_in_words(run: Run) -> str:
+    """What that takes."""
+    parameters = sum(4 * shard.length for shard in run.shards.values())
+    slots = sum(shard.slots_bytes for shard in run.shards.values())
+    return f"{in_bytes(parameters)} of parameters, {in_bytes(slots)} of slots"
+
+
+def _update_log_in_words(config: ServerConfig) -> str:
+    """Where updates are logged, and what of them."""
+    if config.update_log is None:
+        return "none (--update-log)"
+    if not config.log_gradients:
+        return f"{config.update_log}, without gradients (--log-gradients)"
+    return f"{config.update_log}, with gradients up to {in_bytes(config.log_gradients_max_bytes)}"
 
 
 def _update_log_of(config: ServerConfig) -> UpdateLog | None:
