@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pyps.cli.control import Control, inherited_token
-from pyps.cli.server_flags import check_servers_flags, spelled
+from pyps.cli.run import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables

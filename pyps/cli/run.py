@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pyps.cli.expectations import Expectations
-from pyps.cli.server_flags import check_servers_flags, spelled
-from pyps.config import ConfigError, ServerConfig, flag_name
+from pyps.cli.control import Control, inherited_token
+from pyps.config import ConfigError, ServerConfig, flag_name, resolve
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
-from pyps.launcher.output import PrefixedOutput, ServerLines
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import newest
 from pyps.units import counted
+from pyps_wire import inspector_pb2 as pb
+from pyps_wire.errors import BadRequest, PypsError
 
 WAIT_SECONDS = 1.0
 # What servers get beyond the time that they take for themselves.
@@ -31,6 +34,11 @@ LOG_VARIABLE = "PYPS_UPDATE_LOG"
 # More on one machine is a slip of the finger.
 SERVERS_MAX = 64
 WORKERS_MAX = 256
+# A server that does not answer is about to end, or to be noticed.
+_CALL_SECONDS = 5.0
+# As pyps.logs writes them, for people and as JSON.
+_ROUTINE = re.compile(r'\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO) |\{"time": "[^"]*", "level": "(debug|info)"')
+_START_BLOCK = re.compile(r"pyps \S+ parameter server$")
 # What follows the worker's program is the worker's, --flags too, with and without a -- before it.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
@@ -313,3 +321,102 @@ class Kept:
 
 def _newest_in(folder: Path) -> Checkpoint | None:
     return newest(folder) if folder.is_dir() else None
+
+
+def spelled(settings: Mapping[str, str], config: Path | None = None) -> tuple[str, ...]:
+    """The flags of `pyps serve` for settings by their names; empty ones are left out."""
+    given = [part for name, value in settings.items() if value for part in (flag_name(name), value)]
+    return (*given, *(("--config", str(config)) if config else ()))
+
+
+def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int) -> ServerConfig:
+    """What every server is told, by flags, file and environment.
+
+    Raises ConfigError for what every server would refuse at its start, or the run once it has all its servers.
+    """
+    given = {name: value for name, value in settings.items() if value not in ("", None)}
+    # A launcher takes free ports whatever the environment says; each server warns by itself of what it ignores.
+    ports = {"port": "0", "control_port": "0", "metrics_port": "0"}
+    resolved = resolve(given | ports, os.environ, config, warn=lambda line: None)
+    try:
+        resolved.behaviour.aggregation.check_servers(num_servers)
+    except BadRequest as error:
+        raise ConfigError(str(error)) from None
+    return resolved
+
+
+class Expectations:
+    """How many workers each server of a job expects; lowered for those that ended for good without having joined."""
+
+    def __init__(self, expected_workers: int):
+        self._expected_workers = expected_workers
+        self._token = inherited_token()
+        # Workers that each server never saw, by its control address.
+        self._never_came: Counter[str] = Counter()
+
+    def lower(self, worker_id: str, addresses: Sequence[str]) -> bool:
+        """Tells the servers that never saw the worker to expect one fewer; True where it never came to any of them.
+
+        A server that did see it, and takes it for alive, is told that it is gone: it would wait for its lease. A worker
+        under another name than the job gave it looks as if it never came; then a first round may begin without one that
+        is slow to come. A replica was seen with any of its processes, and counts as one worker.
+        """
+        told = {self._lower(worker_id, address) for address in addresses}
+        # One that came to some servers did join; what the others expect is not for people to know.
+        return True in told and False not in told
+
+    def _lower(self, worker_id: str, address: str) -> bool | None:
+        """True where the server was told, False where it had seen the worker, None where it does not answer."""
+        try:
+            with Control(address, token=self._token) as control:
+                known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=_CALL_SECONDS)
+                if own := [worker for worker in known.workers if worker_id == (worker.replica or worker.worker_id)]:
+                    run_id = control.call("GetStatus", pb.GetStatusRequest(), timeout_seconds=_CALL_SECONDS).run_id
+                    for worker in own:
+                        if worker.state == "alive":
+                            control.take_off(worker, run_id, timeout_seconds=_CALL_SECONDS)
+                    return False
+                self._never_came[address] += 1
+                expected = max(0, self._expected_workers - self._never_came[address])
+                request = pb.ConfigureRequest(expected_workers=expected)
+                control.call("Configure", request, timeout_seconds=_CALL_SECONDS)
+        except PypsError:
+            return None
+        return True
+
+
+class PrefixedOutput:
+    """Prints whole lines behind an aligned name: "worker-0 | step 10". Any thread may print."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._lock = threading.Lock()
+
+    def line(self, name: str, text: str) -> None:
+        with self._lock:
+            # One write a line, so that a reader of a pipe never sees half of one.
+            sys.stdout.write(f"{name:<{self._width}} | {text}\n")
+            sys.stdout.flush()
+
+    def announce(self, text: str) -> None:
+        """A line of the launcher itself."""
+        self.line("pyps", text)
+
+
+class ServerLines:
+    """Tells routine from what needs attention: warnings, errors, and whatever is no log line at all."""
+
+    def __init__(self) -> None:
+        # The servers whose start block is being written; each server's lines come from a thread of its own.
+        self._starting: set[str] = set()
+
+    def attention(self, name: str, line: str) -> bool:
+        """True for a line of server `name` that is no routine."""
+        if _START_BLOCK.match(line):
+            self._starting.add(name)
+            return False
+        if name in self._starting:
+            if line.startswith("  "):
+                return False
+            self._starting.discard(name)
+        return not _ROUTINE.match(line)

@@ -12,21 +12,22 @@ import typer
 
 from pyps.cli.coordination import flags
 from pyps.cli.coordination.link import PROTOCOL
-from pyps.cli.expectations import Expectations
 from pyps.cli.run import (
     SERVERS_MAX,
     STOP_SPARE_SECONDS,
     WORKERS_MAX,
+    Expectations,
     Kept,
+    PrefixedOutput,
     attention_only,
+    check_servers_flags,
     folder_flags,
     run_job,
+    spelled,
 )
-from pyps.cli.server_flags import check_servers_flags, spelled
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobSettings
 from pyps.launcher.environment import check_worker_variables
-from pyps.launcher.output import PrefixedOutput
 from pyps.launcher.process import COORDINATOR
 
 # So that a fast worker gets more of them than a slow one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pyps.cli.expectations import Expectations
+from pyps.cli.run import Expectations
 from pyps_wire import inspector_pb2 as pb
 from replicas import CUT
 from support import ServerThread, inspect

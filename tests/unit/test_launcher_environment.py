@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from pyps import logs
+from pyps.cli.run import ServerLines
 from pyps.launcher import ports
 from pyps.launcher.environment import Group, visible_gpus, worker_environment
-from pyps.launcher.output import ServerLines
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-11111111-2222-3333-4444-555555555555)
