@@ -1,4 +1,4 @@
-"""What a server can be told: one frozen dataclass, filled from flags, the environment and a TOML file."""
+"""A server's settings: one frozen dataclass, filled from flags, the environment and a TOML file."""
 
 # ruff: noqa: RUF009 - `setting` makes a dataclasses.field, which is what a default may be.
 
@@ -10,7 +10,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,10 +52,6 @@ class ConfigError(PypsError):
     """A setting that cannot be used; the text says where it came from and what was expected."""
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
-
-
 def setting(
     default: Any,
     meaning: str,
@@ -71,7 +67,7 @@ def setting(
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Everything that a server is told at its start; it never changes afterwards."""
+    """The settings of a server, which never change after its start."""
 
     # The settings that somebody chose, be it their defaults. No setting itself.
     given: ClassVar[frozenset[str]] = frozenset()
@@ -82,13 +78,13 @@ class ServerConfig:
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
     protocol: str = setting(
-        "async", f"How pushes become updates, as {_listed(map(spec.example, aggregation.PROTOCOLS.values()))}."
+        "async", f"How pushes become updates, as {', '.join(map(spec.example, aggregation.PROTOCOLS.values()))}."
     )
     warmup: str = setting("", "A protocol before that one, as updates=200,protocol=serial; more by release_every=50.")
     staleness: str = setting(
         "auto",
-        f"What staleness costs a gradient, as {_listed(map(spec.example, staleness.POLICIES.values()))}; "
-        f"auto: none under {_listed(aggregation.IN_FULL)}, else divide.",
+        f"What staleness costs a gradient, as {', '.join(map(spec.example, staleness.POLICIES.values()))}; "
+        f"auto: none under {', '.join(aggregation.IN_FULL)}, else divide.",
     )
     optimizer: str = setting(
         "", "Update rule and settings, as adagrad:learning_rate=0.05; empty takes the first worker's."
@@ -126,7 +122,7 @@ class ServerConfig:
     max_vector_bytes: int = setting(
         4 * 2**30, "Bytes of a coordinator's vectors and of staged gradients.", minimum=2**10, maximum=10**15
     )
-    heartbeat_seconds: float = setting(5.0, "How often workers give a sign of life.", minimum=0.05)
+    heartbeat_seconds: float = setting(5.0, "How often workers send a heartbeat.", minimum=0.05)
     lease_seconds: float = setting(30.0, "Silence after which a worker is forgotten.", minimum=0.1)
     stop_after: str = setting("", "Finish the run after updates=N, examples=N or seconds=N.")
     exit_when_done: bool = setting(False, "Exit when all workers that joined are gone.")
@@ -185,7 +181,7 @@ class StopCondition:
         except ValueError:
             limit = 0
         if unit not in ("updates", "examples", "seconds") or not 0 < limit < float("inf"):
-            raise ValueError("updates=N, examples=N or seconds=N with N above 0")
+            raise ValueError(f"{text!r} is none of updates=N, examples=N and seconds=N with N above 0")
         return cls(unit, limit)
 
 
@@ -211,7 +207,9 @@ def resolve(
     Raises ConfigError for a value that cannot be used; `warn` gets a line for one that is ignored.
     """
     table = _read_toml(toml_path) if toml_path is not None else {}
-    _warn_of_unknown(environment, warn)
+    for name, near in unknown_variables(environment):
+        hint = f"did you mean {near}?" if near else "`pyps serve --help` lists the variables"
+        warn(f"{name} in the environment is no setting and is ignored; {hint}")
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     types_of = typing.get_type_hints(ServerConfig)
@@ -240,13 +238,6 @@ def _from_environment(environment: Mapping[str, str], variable: str, warn: Calla
         warn(f"{variable}={value} is ignored: Kubernetes sets it for a service of that name")
         return None
     return value or None
-
-
-def _warn_of_unknown(environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Tells of variables that look like settings and are none."""
-    for name, near in unknown_variables(environment):
-        hint = f"did you mean {near}?" if near else "`pyps serve --help` lists the variables"
-        warn(f"{name} in the environment is no setting and is ignored; {hint}")
 
 
 def unknown_variables(environment: Mapping[str, str], *, likeness: float = 0.6) -> Iterator[tuple[str, str]]:
@@ -286,10 +277,11 @@ def _parse(raw: Any, kind: Any, field: dataclasses.Field[Any], origin: str) -> A
     """`raw` as a value of the field's type, within its bounds."""
     optional = isinstance(kind, types.UnionType)
     kind = typing.get_args(kind)[0] if optional else kind
+    expected, parse = _KINDS[kind]
     try:
-        value = _PARSERS[kind](raw)
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(f"{origin} is {raw!r}, but must be {_EXPECTED[kind]}") from None
+        value = parse(raw)
+    except (ValueError, TypeError):
+        raise ConfigError(f"{origin} is {raw!r}, but must be {expected}") from None
     minimum, maximum = field.metadata["minimum"], field.metadata["maximum"]
     # Written so that NaN fails too.
     if (minimum is not None and not value >= minimum) or (maximum is not None and not value <= maximum):
@@ -307,12 +299,6 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
     def origin(name: str) -> str:
         return origins.get(name, f"the default of {name}")
 
-    if config.stop_after:
-        try:
-            StopCondition.parse(config.stop_after)
-        except ValueError as error:
-            text = f"{origin('stop_after')} is {config.stop_after!r}, but must be {error}"
-            raise ConfigError(text) from None
     for name, parse in _PARSED_FURTHER.items():
         try:
             parse(config)
@@ -324,12 +310,13 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
             f"{origin('stop_after')} is {config.stop_after!r}, but under sandblaster nothing is pushed that could "
             "be counted: give the coordinator --iterations, or stop after seconds=N"
         )
-    if config.start_together and not config.expected_workers:
-        raise ConfigError(f"{origin('start_together')} needs to know how many start: give --expected-workers too")
-    if config.log_gradients and config.update_log is None:
-        raise ConfigError(f"{origin('log_gradients')} needs a folder to log to: give --update-log too")
-    if config.resume and config.checkpoint_dir is None:
-        raise ConfigError(f"{origin('resume')} needs a folder to resume from: give --checkpoint-dir too")
+    for name, needed, what in (
+        ("start_together", "expected_workers", "the number of workers that start"),
+        ("log_gradients", "update_log", "a folder to log to"),
+        ("resume", "checkpoint_dir", "a folder to resume from"),
+    ):
+        if getattr(config, name) and not getattr(config, needed):
+            raise ConfigError(f"{origin(name)} needs {what}: give {flag_name(needed)} too")
     if config.lease_seconds <= config.heartbeat_seconds:
         raise ConfigError(
             f"{origin('lease_seconds')} gives {config.lease_seconds:g} s, but must be longer than the "
@@ -343,47 +330,32 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         )
 
 
-def _parse_bool(raw: Any) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False,
-            "off": False}[str(raw).lower()]  # fmt: skip
-
-
-def _parse_int(raw: Any) -> int:
-    if isinstance(raw, bool | float):
+def _bool(raw: Any) -> bool:
+    word = str(raw).lower()
+    if word not in _TRUE + _FALSE:
         raise ValueError
-    return int(raw)
+    return word in _TRUE
 
 
-def _parse_float(raw: Any) -> float:
-    if isinstance(raw, bool):
-        raise ValueError
-    return float(raw)
-
-
-def _parse_str(raw: Any) -> str:
-    if not isinstance(raw, str):
+def _of(raw: Any, *kinds: type) -> Any:
+    """The value, where its type is one of these: Python would convert more of what a TOML file may hold."""
+    if type(raw) not in kinds:
         raise TypeError
     return raw
 
 
-_PARSERS: dict[Any, Callable[[Any], Any]] = {
-    bool: _parse_bool,
-    int: _parse_int,
-    float: _parse_float,
-    str: _parse_str,
-    Path: lambda raw: Path(_parse_str(raw)).expanduser(),
-}
-_EXPECTED = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Path: "a path",
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+# What is expected, and what reads it or raises ValueError or TypeError.
+_KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    bool: ("true or false", _bool),
+    int: ("a whole number", lambda raw: int(_of(raw, str, int))),
+    float: ("a number", lambda raw: float(_of(raw, str, int, float))),
+    str: ("a text", lambda raw: _of(raw, str)),
+    Path: ("a path", lambda raw: Path(_of(raw, str)).expanduser()),
 }
 # Texts with a grammar of their own: what reads each, and complains of it by BadRequest or ValueError.
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
+    "stop_after": lambda config: config.stop_condition,
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
     "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
     "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), aggregation.parse(config.protocol)),
