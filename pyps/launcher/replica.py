@@ -5,69 +5,60 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pyps.launcher.environment import JobSettings, worker_name, workers_noun
 from pyps.launcher.process import ChildProcess
 
 
+@dataclass(eq=False)
 class Life:
     """One life of a worker: its processes, which end together."""
 
-    def __init__(self, children: list[ChildProcess]) -> None:
-        self.children = children
-        # Those whose end nobody was told of.
-        self._living = set(children)
-        # By the monotonic clock: when the first of them failed, and when the others were asked to end.
-        self._failed_at: float | None = None
-        self._asked_at: float | None = None
-        self._killed = False
-        # The first that finished, with its time, and whether somebody was told that others go on without it.
-        self._early: tuple[ChildProcess, float] | None = None
-        self._told_of_early = False
+    children: list[ChildProcess]
+    # The processes whose end was noted, in that order, with its time by the monotonic clock.
+    ends: list[tuple[ChildProcess, float]] = field(default_factory=list)
+    # When the others were asked to end after a failure, and whether they were killed since.
+    asked_at: float | None = None
+    killed: bool = False
+    # Whether was said that others go on without the first that finished.
+    told_of_early: bool = False
 
     @property
     def over(self) -> bool:
-        """True once `ended` was told of every process."""
-        return not self._living
+        """True once the end of every process was noted."""
+        return len(self.ends) == len(self.children)
+
+    def first(self, *, failed: bool) -> tuple[ChildProcess, float] | None:
+        """The first process that ended with an error or by a signal, or that finished, and when."""
+        return next((end for end in self.ends if bool(end[0].returncode) == failed), None)
 
     @property
     def failed(self) -> bool:
-        """True once a process has ended with an error or by a signal."""
-        return self._failed_at is not None
-
-    def ended(self, child: ChildProcess) -> bool:
-        """Notes the end of a process; True where it is the first failure."""
-        self._living.remove(child)
-        if child.returncode == 0 and self._early is None:
-            self._early = child, time.monotonic()
-        if child.returncode == 0 or self.failed:
-            return False
-        self._failed_at = time.monotonic()
-        return True
+        return self.first(failed=True) is not None
 
     def early(self, *, seconds: float) -> ChildProcess | None:
         """The process that finished so long ago while others of this life go on; None once it was returned."""
-        if self._early is None or self._told_of_early or self.failed or self.over:
+        finished = self.first(failed=False)
+        if finished is None or self.told_of_early or self.failed or self.over:
             return None
-        child, finished_at = self._early
-        if time.monotonic() < finished_at + seconds:
-            return None
-        self._told_of_early = True
-        return child
+        child, finished_at = finished
+        self.told_of_early = time.monotonic() >= finished_at + seconds
+        return child if self.told_of_early else None
 
     def press(self, *, end_seconds: float, stop_seconds: float) -> list[ChildProcess]:
         """Ends what is left after a failure, and returns what had to be killed just now.
 
         The processes get `end_seconds` to see for themselves that one is missing, `stop_seconds` more after SIGTERM.
         """
-        if self._failed_at is None or self.over:
+        failure, now = self.first(failed=True), time.monotonic()
+        if failure is None or self.over:
             return []
-        now = time.monotonic()
-        if self._asked_at is None and now >= self._failed_at + end_seconds:
-            self._asked_at = now
+        if self.asked_at is None and now >= failure[1] + end_seconds:
+            self.asked_at = now
             self._signal(signal.SIGTERM)
-        elif self._asked_at is not None and not self._killed and now >= self._asked_at + stop_seconds:
-            self._killed = True
+        elif self.asked_at is not None and not self.killed and now >= self.asked_at + stop_seconds:
+            self.killed = True
             return self._signal(signal.SIGKILL)
         return []
 
@@ -78,21 +69,15 @@ class Life:
         return running
 
 
+@dataclass(eq=False)
 class Replica:
     """A worker, with as many lives as it is given."""
 
-    def __init__(self, name: str, start: Callable[[], list[ChildProcess]]) -> None:
-        self.name = name
-        self._start = start
-        self.life = Life(start())
-        self.num_restarts = 0
-        # True once it has ended for good.
-        self.over = False
-
-    def restart(self) -> None:
-        assert self.life.over
-        self.num_restarts += 1
-        self.life = Life(self._start())
+    name: str
+    life: Life
+    num_restarts: int = 0
+    # True once it has ended for good.
+    over: bool = False
 
 
 class Replicas:
@@ -118,7 +103,7 @@ class Replicas:
         """Starts the next worker."""
         index = len(self._all)
         name = worker_name(index, self._settings.num_processes)
-        self._all.append(Replica(name, lambda: self._start(index)))
+        self._all.append(Replica(name, Life(self._start(index))))
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -132,7 +117,8 @@ class Replicas:
     def ended(self, child: ChildProcess, *, may_restart: bool) -> None:
         """Acts on the end of a process; `may_restart` says whether there is a run left to come back to."""
         replica = next(one for one in self._all if child in one.life.children)
-        first_failure = replica.life.ended(child)
+        first_failure = bool(child.returncode) and not replica.life.failed
+        replica.life.ends.append((child, time.monotonic()))
         if first_failure and len(replica.life.children) > 1:
             self._announce(f"{replica.name} ends: its process {self._end_of(child)}{self._others_go_on(replica)}.")
         if not replica.life.over:
@@ -165,7 +151,8 @@ class Replicas:
         # The failure of one among several was told when it happened.
         who = f"{self._end_of(children[0])} and" if len(children) == 1 else replica.name
         self._announce(f"{who} is started again (restart {replica.num_restarts + 1} of {self._settings.restarts_max}).")
-        replica.restart()
+        replica.num_restarts += 1
+        replica.life = Life(self._start(self._all.index(replica)))
 
     def _conclude(self, replica: Replica) -> None:
         replica.over = True
