@@ -24,6 +24,7 @@ from rich.text import Text
 
 from pyps.cli.control import Control, inherited_token
 from pyps.cli.run import check_servers_flags, spelled
+from pyps.cli.status import Counts, mean, taken
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
@@ -292,20 +293,6 @@ def by_worker(listings: Sequence[pb.ListWorkersReply]) -> dict[str, list[pb.Work
     for worker in sorted((one for listing in listings for one in listing.workers), key=lambda one: one.worker_id):
         found.setdefault(worker.worker_id, []).append(worker)
     return found
-
-
-Counts = Sequence[pb.Status] | Sequence[pb.WorkerInfo]
-
-
-def taken(counts: Counts) -> int:
-    """The pushed shards that became part of an update, or wait for theirs."""
-    return sum(one.pushes_applied + one.pushes_pending for one in counts)
-
-
-def mean(counts: Counts, field: str) -> float:
-    """The mean over servers, each weighed by the pushed shards it took; 0 over none."""
-    weighted = sum(getattr(one, field) * (one.pushes_applied + one.pushes_pending) for one in counts)
-    return weighted / taken(counts) if taken(counts) else 0.0
 
 
 def live_table(answers: Answers) -> Table:

@@ -79,7 +79,13 @@ def status(
     addresses = control_addresses(servers)
     try:
         while True:
-            answers, errors = _ask_all(addresses, token, num_events=events)
+            answers: list[Answer] = []
+            errors: dict[str, str] = {}
+            for address in addresses:
+                try:
+                    answers.append(_ask(address, token, num_events=events))
+                except PypsError as error:
+                    errors[address] = str(error)
             if watch:
                 Console().clear()
             _tell(answers, errors, as_json=as_json, wide=wide, shards_shown=None if all_shards else SHARDS_SHOWN)
@@ -88,18 +94,6 @@ def status(
             time.sleep(WATCH_SECONDS)
     except KeyboardInterrupt:
         raise typer.Exit(0 if watch else 130) from None
-
-
-def _ask_all(addresses: Iterable[str], token: str, *, num_events: int) -> tuple[list[Answer], dict[str, str]]:
-    """What the servers say, and what is wrong with those that say nothing."""
-    answers: list[Answer] = []
-    errors: dict[str, str] = {}
-    for address in addresses:
-        try:
-            answers.append(_ask(address, token, num_events=num_events))
-        except PypsError as error:
-            errors[address] = str(error)
-    return answers, errors
 
 
 def _tell(
@@ -162,20 +156,17 @@ def _show(answers: Sequence[Answer], *, wide: bool, shards_shown: int | None) ->
 
 
 def _lines(answers: Sequence[Answer]) -> Iterable[str]:
-    """What is said in words, below the tables: events, waits, warnings."""
+    """Yields the lines below the tables: events, waits, warnings."""
     for answer in answers:
         for event in answer.events:
             yield f"{answer.address} {_seconds(event.age_seconds)} ago: {event.message}"
     for answer in answers:
-        late = sorted({name for shard in answer.shards for name in shard.waiting_for})
-        if late:
+        if late := sorted({name for shard in answer.shards for name in shard.waiting_for}):
             yield f"{answer.address} its round waits for the gradients of {_names(late)}"
     for answer in answers:
-        for reason in answer.status.waiting_for:
-            yield f"{answer.address} waits: {reason}"
+        yield from (f"{answer.address} waits: {reason}" for reason in answer.status.waiting_for)
     for answer in answers:
-        for warning in answer.status.warnings:
-            yield f"{answer.address} warns: {warning}"
+        yield from (f"{answer.address} warns: {warning}" for warning in answer.status.warnings)
 
 
 def _servers_table(answers: Sequence[Answer]) -> Table:
@@ -214,7 +205,7 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "batch size": f"{status.batch_size} ({status.batch_growth})" if status.batch_growth else "",
         "clipped to": f"{status.clip_norm:g}" if status.clip_norm else "",
         "workers alive": status.workers_alive,
-        "reckoned with": _roster(status),
+        "in the round": _roster(status),
         "version": _range(status.version_min, status.version_max),
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
         "updates of shards": f"{status.updates:,}, the last {last}",
@@ -243,13 +234,12 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
         known = [worker for answer in answers for worker in answer.workers if worker.worker_id == name]
         # The server that heard of it last knows best.
         latest = min(known, key=lambda worker: worker.silent_seconds)
-        taken = sum(worker.pushes_applied + worker.pushes_pending for worker in known)
         row: dict[str, object] = {
             "worker": name,
             "state": _state(latest),
             "steps": latest.clock,
             "loss": f"{latest.scalars['loss']:.4g}" if "loss" in latest.scalars else "",
-            "staleness": f"{_mean(known, 'staleness_mean', taken):.2f}, max {max(w.staleness_max for w in known)}",
+            "staleness": f"{mean(known, 'staleness_mean'):.2f}, max {max(w.staleness_max for w in known)}",
         }
         if wide:
             row |= {"replica": latest.replica, "parts": _parts(latest)} if in_parts else {}
@@ -257,10 +247,10 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
                 "where": f"{latest.host} {latest.process_id} {latest.device}",
                 "transport": _transport(known),
                 # A push counts once for each shard that it holds.
-                "shards taken": taken,
+                "shards taken": taken(known),
                 "rejected": sum(w.pushes_rejected for w in known),
                 "repeated": sum(w.pushes_duplicate for w in known),
-                "step lost": f"{_mean(known, 'step_lost', taken):.1%}",
+                "step lost": f"{mean(known, 'step_lost'):.1%}",
                 "waited": _waited(known),
                 "silent for": _seconds(latest.silent_seconds),
                 "reports": ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items())),
@@ -311,10 +301,18 @@ def _add(table: Table, *cells: object) -> None:
     table.add_row(*(harmless(str(cell)) for cell in cells))
 
 
-def _mean(workers: Sequence[pb.WorkerInfo], field: str, taken: int) -> float:
-    """The mean over servers, each weighed by the gradients it took."""
-    weighted = sum(getattr(w, field) * (w.pushes_applied + w.pushes_pending) for w in workers)
-    return weighted / taken if taken else 0.0
+Counts = Sequence[pb.Status] | Sequence[pb.WorkerInfo]
+
+
+def taken(counts: Counts) -> int:
+    """The pushed shards that became part of an update, or wait for theirs."""
+    return sum(one.pushes_applied + one.pushes_pending for one in counts)
+
+
+def mean(counts: Counts, field: str) -> float:
+    """The mean over servers, each weighed by the pushed shards that it took; 0 over none."""
+    weighted = sum(getattr(one, field) * (one.pushes_applied + one.pushes_pending) for one in counts)
+    return weighted / taken(counts) if taken(counts) else 0.0
 
 
 def _rates(status: pb.Status) -> str:
@@ -340,7 +338,7 @@ def _roster(status: pb.Status) -> str:
 
 
 def _state(worker: pb.WorkerInfo) -> str:
-    return "alive, not reckoned with" if worker.state == "alive" and not worker.counts else worker.state
+    return "alive, not in the round" if worker.state == "alive" and not worker.counts else worker.state
 
 
 def _parts(worker: pb.WorkerInfo) -> str:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pyps.cli.demonstration import Answers, Images, by_worker, mean, worker_script
+from pyps.cli.demonstration import Answers, Images, by_worker, worker_script
+from pyps.cli.status import mean
 from pyps_wire import inspector_pb2 as pb
 
 
