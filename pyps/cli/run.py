@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from pyps.cli.control import Control, inherited_token
+from pyps.cli.serve import with_settings
 from pyps.config import ConfigError, ServerConfig, flag_name, resolve
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
@@ -43,6 +44,10 @@ _START_BLOCK = re.compile(r"pyps \S+ parameter server$")
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
+@with_settings(
+    *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
+    *("stall_seconds", "start_together", "stop_after", "log_gradients"),
+)
 def run(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],
     servers: Annotated[int, typer.Option(help="Servers to start.", min=1, max=SERVERS_MAX)] = 1,
@@ -64,29 +69,6 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often each worker that failed is started again, all its parts.", min=0)
     ] = 0,
-    protocol: Annotated[str, typer.Option(help="How pushes become updates, as async, softsync:n=4, hardsync.")] = "",
-    staleness: Annotated[str, typer.Option(help="What staleness costs a gradient, as none, divide.")] = "",
-    warmup: Annotated[str, typer.Option(help="A stage before the protocol, as updates=200,protocol=serial.")] = "",
-    schedule: Annotated[str, typer.Option(help="The learning rate over time, as cosine:length=5000.")] = "",
-    optimizer: Annotated[
-        str,
-        typer.Option(help="Update rule and settings, as adagrad:learning_rate=0.05; empty takes the workers'."),
-    ] = "",
-    clip_norm: Annotated[
-        float | None, typer.Option(help="Largest norm of a push; a longer one is scaled down.", show_default=False)
-    ] = None,
-    batch_growth: Annotated[
-        str, typer.Option(help="How the workers' minibatch grows, as start=8,maximum=64,every=2 (epochs).")
-    ] = "",
-    epoch_examples: Annotated[
-        int | None, typer.Option(help="Examples in an epoch, for what counts in epochs.", show_default=False)
-    ] = None,
-    stall_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="After this time without a push a worker that others wait for counts no more.", show_default=False
-        ),
-    ] = None,
     run_id: Annotated[str, typer.Option(help="The run's name; empty makes one.")] = "",
     checkpoint_dir: Annotated[
         Path | None,
@@ -97,16 +79,9 @@ def run(
         Path | None,
         typer.Option(help="Folder for logs of every push and update, one inside it per server.", envvar=LOG_VARIABLE),
     ] = None,
-    log_gradients: Annotated[
-        bool, typer.Option("--log-gradients", help="Write the gradients into those logs too, for `pyps replay`.")
-    ] = False,
     expected_workers: Annotated[
         int, typer.Option(help="Workers that the servers wait for; 0 for those started here.", min=0)
     ] = 0,
-    start_together: Annotated[
-        bool, typer.Option("--start-together", help="Let no worker begin before all have joined.")
-    ] = False,
-    stop_after: Annotated[str, typer.Option(help="End the run after updates=N, examples=N or seconds=N.")] = "",
     config: Annotated[Path | None, typer.Option(help="TOML file with more settings of the servers.")] = None,
     exit_when_done: Annotated[
         bool, typer.Option("--exit-when-done/--stay", help="End with the workers, or serve until Ctrl-C.")
@@ -114,6 +89,7 @@ def run(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show all lines of the servers, not only warnings and errors.")
     ] = False,
+    **settings: str | bool | None,
 ) -> None:
     """Start servers and workers on this machine and end with them.
 
@@ -132,30 +108,16 @@ def run(
             f"--workers {workers} of --parts {parts} are {workers * (parts or 1)} processes, but at most {WORKERS_MAX} "
             "are started on one machine"
         )
-    flags = {
-        "protocol": protocol,
-        "staleness": staleness,
-        "warmup": warmup,
-        "schedule": schedule,
-        "optimizer": optimizer,
-        "clip_norm": _text(clip_norm),
-        "batch_growth": batch_growth,
-        "epoch_examples": _text(epoch_examples),
-        "stall_seconds": _text(stall_seconds),
-        "stop_after": stop_after,
-        "expected_workers": str(expected_workers or workers),
-    }
-    switches = {"log_gradients": log_gradients or None, "start_together": start_together or None}
-    of_all = spelled(flags, config) + tuple(flag_name(name) for name, is_on in switches.items() if is_on)
+    settings["expected_workers"] = str(expected_workers or workers)
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
-    told = check_servers_flags({**flags, **folders, **switches}, config, num_servers=servers)
+    told = check_servers_flags({**settings, **folders}, config, num_servers=servers)
     kept = Kept.of(told, checkpoint_dir, num_servers=servers)
     if resume and not kept.folders:
         raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     if resume:
         kept.check_servers()
     check_worker_variables(os.environ, count=workers)
-    settings = JobSettings(
+    job_settings = JobSettings(
         command=tuple(command),
         num_servers=servers,
         num_workers=workers,
@@ -163,7 +125,7 @@ def run(
         restarts_max=max_restarts,
         run_id=run_id,
         resume=resume,
-        server_flags=of_all,
+        server_flags=spelled(settings, config),
         each_server_flags=tuple(
             folder_flags(f"server-{index}", checkpoint_dir=checkpoint_dir, resume=resume, update_log=update_log)
             for index in range(servers)
@@ -172,9 +134,9 @@ def run(
         server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(expected_workers or workers)
-    output = PrefixedOutput(width=len(settings.process_name(workers - 1, (parts or 1) - 1)))
+    output = PrefixedOutput(width=len(job_settings.process_name(workers - 1, (parts or 1) - 1)))
     job = Job(
-        settings,
+        job_settings,
         on_line=output.line if verbose else attention_only(output),
         announce=output.announce,
         without=lambda worker_id: expectations.lower(worker_id, [server.control for server in job.addresses]),
@@ -323,10 +285,15 @@ def _newest_in(folder: Path) -> Checkpoint | None:
     return newest(folder) if folder.is_dir() else None
 
 
-def spelled(settings: Mapping[str, str], config: Path | None = None) -> tuple[str, ...]:
+def spelled(settings: Mapping[str, str | bool | None], config: Path | None = None) -> tuple[str, ...]:
     """The flags of `pyps serve` for settings by their names; empty ones are left out."""
-    given = [part for name, value in settings.items() if value for part in (flag_name(name), value)]
-    return (*given, *(("--config", str(config)) if config else ()))
+    flags: list[str] = []
+    for name, value in settings.items():
+        if isinstance(value, bool):
+            flags.append(flag_name(name) if value else flag_name(f"no_{name}"))
+        elif value:
+            flags += [flag_name(name), value]
+    return (*flags, *(("--config", str(config)) if config else ()))
 
 
 def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int) -> ServerConfig:

@@ -1,4 +1,4 @@
-"""`pyps serve`: runs one server. Its flags are the fields of ServerConfig, none of them listed here."""
+"""`pyps serve`: runs one server. Its flags are the fields of ServerConfig, of which other commands borrow some."""
 
 from __future__ import annotations
 
@@ -8,58 +8,50 @@ import logging
 import os
 import types
 import typing
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from pyps import logs, server
+from pyps import logs
 from pyps.config import ServerConfig, flag_name, resolve, variable_name
 
-_CONFIG_HELP = "TOML file with settings, named as the flags with _ for -."
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
-def serve(config: Path | None = None, **flags: Any) -> None:
-    """Run a server: it holds parameters, applies gradients and answers questions, until it is stopped."""
-    warnings: list[str] = []
-    settings = resolve(flags, os.environ, config, warn=warnings.append)
-    log_format = typing.cast(logs.Format, settings.log_format)
-    logs.configure(log_format, level=logging.getLevelNamesMapping()[settings.log_level.upper()])
-    for line in warnings:
-        logs.get("pyps.config").warning(line)
-    raise typer.Exit(server.serve(settings))
+def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a flag for each of these settings, for all where none is named, instead of its `**settings`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        parameters = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD] + _parameters(names)
+        # typer reads a command's flags from there.
+        command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
 
 
-def _parameter(name: str, annotation: Any, default: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=typing.Annotated[annotation, option],
-    )
-
-
-def _parameters() -> list[inspect.Parameter]:
+def _parameters(names: Collection[str]) -> list[inspect.Parameter]:
     """One flag a field. All are read as text: the configuration checks them, wherever they come from."""
-    parameters = [_parameter("config", Path | None, None, typer.Option(help=_CONFIG_HELP, metavar="PATH"))]
+    parameters = []
     kinds = typing.get_type_hints(ServerConfig)
     for field in dataclasses.fields(ServerConfig):
-        kind = kinds[field.name]
+        if names and field.name not in names:
+            continue
+        flag, kind = flag_name(field.name), kinds[field.name]
         if isinstance(kind, types.UnionType):
             kind = typing.get_args(kind)[0]
         if kind is bool:
-            option = typer.Option(flag_name(field.name) + "/--no-" + flag_name(field.name)[2:], help=_help(field))
-            parameters.append(_parameter(field.name, bool | None, None, option))
+            option: Any = Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=_help(field))]
         else:
-            choices = "|".join(field.metadata["choices"])
-            option = typer.Option(
-                flag_name(field.name),
-                help=_help(field),
-                metavar=choices or _METAVARS[kind],
-                show_default=False,
-            )
-            parameters.append(_parameter(field.name, str | None, None, option))
+            metavar = "|".join(field.metadata["choices"]) or _METAVARS[kind]
+            option = Annotated[str | None, typer.Option(flag, help=_help(field), metavar=metavar)]
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        )
     return parameters
 
 
@@ -74,6 +66,21 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return f"{field.metadata['meaning']} [default: {default}; env: {variable_name(field.name)}]"
 
 
-# typer reads a command's flags from its signature.
-serve.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
-serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+@with_settings()
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with settings, named as the flags with _ for -.", metavar="PATH")
+    ] = None,
+    **settings: Any,
+) -> None:
+    """Run a server: it holds parameters, applies gradients and answers questions, until it is stopped."""
+    # Not for the commands that only borrow flags.
+    from pyps import server
+
+    warnings: list[str] = []
+    resolved = resolve(settings, os.environ, config, warn=warnings.append)
+    log_format = typing.cast(logs.Format, resolved.log_format)
+    logs.configure(log_format, level=logging.getLevelNamesMapping()[resolved.log_level.upper()])
+    for line in warnings:
+        logs.get("pyps.config").warning(line)
+    raise typer.Exit(server.serve(resolved))
