@@ -50,11 +50,11 @@ from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK
 from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
-# How often the server looks at what time brings: leases, checkpoints, the end of the job.
+# How often leases, checkpoints and the end of the job are checked.
 TICK_SECONDS = 0.2
 # After this time a checkpoint that could not be written is tried again.
 RETRY_SECONDS = 10.0
-# Signals that come sooner after the first are no second thought: a launcher that is killed sends two, by the system.
+# A signal that comes sooner after the first is no second one: the system sends two where a launcher is killed.
 SIGNALS_APART_SECONDS = 1.0
 # The part of drain_seconds that calls under way get to end by themselves; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
@@ -118,8 +118,8 @@ class Server:
     async def run(self, *, signals: bool = True, on_ready: Callable[[Addresses], None] = lambda addresses: None) -> int:
         """Serves until a signal or the end of the job, then drains, saves and returns the exit status.
 
-        `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` is told where the
-        server answers, once it does.
+        `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
+        once the server answers.
         """
         data = hosting.make_data_server(self._config, self._token, awaited=self._awaited, budget=self._budget)
         control = hosting.make_control_server(self._token, budget=self._budget)
@@ -236,7 +236,7 @@ class Server:
             _write_whole(self._config.ready_file, json.dumps(ready))
 
     def _facts(self, addresses: Addresses) -> Mapping[str, str]:
-        """What the start block says; what only a run decides is said to be open."""
+        """The lines of the start block, by name; what only a run decides is open."""
         config, run = self._config, self._run
         later = "open until a worker initialises the run"
         return {
@@ -279,7 +279,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._note_standstill()
-            # Not here: it may have to make updates. The time is of here: a stop on the way counts against nobody.
+            # On a thread, since it may make updates; at the present time: a wait for one counts against nobody.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
             self._serializations.tidy(self._run.shards)
             if self._config.exit_when_done and self._run.done:

@@ -50,7 +50,7 @@ TokenFile = Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TO
 
 
 class Control:
-    """A connection to one server's control port, which is asked for at the data port where that one was named."""
+    """A connection to one server's control port, found through its data port where that one was named."""
 
     def __init__(self, address: str, *, token: str):
         # As named; the control port's once a call has found it.
@@ -81,7 +81,7 @@ class Control:
         return self.address
 
     def take_off(self, worker: pb.WorkerInfo, run_id: str, *, timeout_seconds: float) -> None:
-        """Takes leave for a worker whose process has ended without doing so."""
+        """Sends Leave for a worker whose process has ended without sending it."""
         sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation)
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
         channel = _open(self.data_address())
@@ -270,10 +270,10 @@ def settled(reply: Any) -> str:
 
 
 def not_asked(statuses: Sequence[pb.Status]) -> str:
-    """A line about the run's servers that are not among these; empty where all are."""
+    """Names the run's servers that are not among these, in a line; empty where all are."""
     total = max((status.num_servers for status in statuses), default=0)
-    asked = {status.server_index for status in statuses if status.num_servers}
-    missing = [str(index) for index in range(total) if index not in asked]
+    named = {status.server_index for status in statuses if status.num_servers}
+    missing = [str(index) for index in range(total) if index not in named]
     if not missing:
         return ""
     subject = f"server {missing[0]} of {total} was" if len(missing) == 1 else f"{len(missing)} of {total} servers were"

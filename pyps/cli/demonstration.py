@@ -90,8 +90,8 @@ def demo(
         "heartbeat_seconds": str(HEARTBEAT_SECONDS),
         "expected_workers": str(workers),
     }
-    told = check_servers_flags(flags, num_servers=servers)
-    if told.behaviour.aggregation.coordinated:
+    behaviour = check_servers_flags(flags, num_servers=servers).behaviour
+    if behaviour.aggregation.coordinated:
         raise ConfigError(
             f"--protocol is {protocol!r}, but the demo's workers push gradients, which sandblaster refuses: "
             "`pyps sandblaster examples/sandblaster_digits.py` shows that one"
@@ -108,7 +108,7 @@ def demo(
         num_workers=workers,
         server_flags=spelled(flags),
     )
-    mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {told.behaviour.staleness.text}, {optimizer}"
+    mode = f"{protocol}{f' after {warmup}' if warmup else ''}, staleness {behaviour.staleness.text}, {optimizer}"
     raise typer.Exit(Demo(settings, mode=mode, console=console, picture=picture).run())
 
 

@@ -110,8 +110,8 @@ def run(
         )
     settings["expected_workers"] = str(expected_workers or workers)
     folders = {"checkpoint_dir": _text(checkpoint_dir), "update_log": _text(update_log)}
-    told = check_servers_flags({**settings, **folders}, config, num_servers=servers)
-    kept = Kept.of(told, checkpoint_dir, num_servers=servers)
+    resolved = check_servers_flags({**settings, **folders}, config, num_servers=servers)
+    kept = Kept.of(resolved, checkpoint_dir, num_servers=servers)
     if resume and not kept.folders:
         raise ConfigError("--resume needs a folder to resume from: give --checkpoint-dir too")
     if resume:
@@ -131,7 +131,7 @@ def run(
             for index in range(servers)
         ),
         after_a_death=partial(kept.after_a_death, resumed=resume),
-        server_stop_seconds=told.drain_seconds + STOP_SPARE_SECONDS,
+        server_stop_seconds=resolved.drain_seconds + STOP_SPARE_SECONDS,
     )
     expectations = Expectations(expected_workers or workers)
     output = PrefixedOutput(width=len(job_settings.process_name(workers - 1, (parts or 1) - 1)))
@@ -145,7 +145,7 @@ def run(
 
 
 def folder_flags(name: str, *, checkpoint_dir: Path | None, resume: bool, update_log: Path | None) -> tuple[str, ...]:
-    """What the server of that name is told of folders: its own inside each."""
+    """The flags of the server of that name for its own folders, inside the job's."""
     return (
         *(("--checkpoint-dir", str(checkpoint_dir / name)) if checkpoint_dir else ()),
         *(("--resume",) if resume else ()),
@@ -227,11 +227,11 @@ class Kept:
     folders: tuple[Path, ...]
 
     @classmethod
-    def of(cls, told: ServerConfig, job_folder: Path | None, *, num_servers: int) -> Kept:
-        """Of servers that were told this: folders in the job's own, or the one that their file names."""
+    def of(cls, config: ServerConfig, job_folder: Path | None, *, num_servers: int) -> Kept:
+        """The folders of servers with this configuration: inside the job's own, or the one that their file names."""
         if job_folder is not None:
             return cls(job_folder, tuple(job_folder / f"server-{index}" for index in range(num_servers)))
-        return cls(told.checkpoint_dir, (told.checkpoint_dir,) if told.checkpoint_dir else ())
+        return cls(config.checkpoint_dir, (config.checkpoint_dir,) if config.checkpoint_dir else ())
 
     @cached_property
     def found(self) -> list[Checkpoint]:
@@ -297,7 +297,7 @@ def spelled(settings: Mapping[str, str | bool | None], config: Path | None = Non
 
 
 def check_servers_flags(settings: Mapping[str, Any], config: Path | None = None, *, num_servers: int) -> ServerConfig:
-    """What every server is told, by flags, file and environment.
+    """Resolves the configuration of every server of a job from flags, file and environment.
 
     Raises ConfigError for what every server would refuse at its start, or the run once it has all its servers.
     """
@@ -333,7 +333,7 @@ class Expectations:
         return True in told and False not in told
 
     def _lower(self, worker_id: str, address: str) -> bool | None:
-        """True where the server was told, False where it had seen the worker, None where it does not answer."""
+        """True where the server expects one fewer now, False where it had seen the worker, None where it is silent."""
         try:
             with Control(address, token=self._token) as control:
                 known = control.call("ListWorkers", pb.ListWorkersRequest(), timeout_seconds=_CALL_SECONDS)
@@ -371,7 +371,7 @@ class PrefixedOutput:
 
 
 class ServerLines:
-    """Tells routine from what needs attention: warnings, errors, and whatever is no log line at all."""
+    """Finds the lines of servers that need attention: warnings, errors, and whatever is no log line at all."""
 
     def __init__(self) -> None:
         # The servers whose start block is being written; each server's lines come from a thread of its own.

@@ -183,7 +183,7 @@ def _servers_table(answers: Sequence[Answer]) -> Table:
 
 
 def _facts(status: pb.Status) -> dict[str, object]:
-    """What is told of a server, by the name of its row; "" where there is nothing to tell."""
+    """The rows of a server's column, by name; "" where there is nothing to show."""
     last = "never" if status.last_update_seconds < 0 else f"{_seconds(status.last_update_seconds)} ago"
     in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
     pushes = (

@@ -1,7 +1,7 @@
 """Starts a whole job on this machine: servers on free ports, workers that find them, and their end.
 
 `Job` is what `pyps run` and `pyps demo` are made of; `process` holds one child, `replica` the processes of a
-worker, `environment` what the job is and what they are told, `ports` where they meet.
+worker, `environment` the settings of the job and the environment of its workers, `ports` where they meet.
 """
 
 from pyps.launcher.environment import JobSettings

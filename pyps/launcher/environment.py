@@ -1,4 +1,4 @@
-"""What a job consists of, and what its worker processes are told: the variables that pyps_client reads by default."""
+"""The settings of a job, and its workers' environment: the variables that pyps_client reads by default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyps_client import Launch, process_hooks
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What a job consists of."""
+    """The settings of a job."""
 
     # What each worker runs.
     command: tuple[str, ...]
@@ -83,7 +83,7 @@ SLIP_LIKENESS = 0.85
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that one worker consists of, as one of them is told."""
+    """The place of a process among those of its worker."""
 
     # Its own number among them, and how many they are.
     rank: int
@@ -122,7 +122,7 @@ def worker_environment(
         environment |= _torch_variables(group)
         # By itself gloo listens where the machine's name points to, beyond this machine.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Its end is told, and said in one sentence, by what a program else asks for itself.
+    # Its exception hook says an error in one sentence, and its end sends Leave.
     environment.setdefault(process_hooks.VARIABLE, "1")
     # Lines appear when they are printed, not when a pipe's buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")

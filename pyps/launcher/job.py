@@ -43,7 +43,7 @@ class Job:
     """Servers on free ports and workers that know them; used as a context manager, it leaves nothing behind.
 
     The caller's loop drives it: `start()`, then `wait(seconds)` until `done`, then `stop()`. What happens is
-    told through `announce`, the children's output through `on_line`. Nothing is ever started a second time but a
+    said through `announce`, the children's output goes to `on_line`. Nothing is ever started a second time but a
     coordinator, and workers as often as the settings allow.
     """
 
@@ -63,7 +63,7 @@ class Job:
         self.servers: list[ChildProcess] = []
         self.coordinator: Coordinator | None = None
         self.addresses: list[ServerAddresses] = []
-        # The run that the workers are told to join.
+        # The run that the workers join.
         self.run_id = settings.run_id or f"run-{secrets.token_hex(4)}"
         self.signal_number: int | None = None
         self.server_died = False
@@ -218,7 +218,7 @@ class Job:
         ]
 
     def _groups(self) -> list[Group] | list[None]:
-        """What the processes of a worker are told of each other."""
+        """The places of a worker's processes, in their order."""
         num_parts = self.settings.num_parts
         if num_parts is None:
             return [None]

@@ -1,4 +1,4 @@
-"""The workers of a job, each a replica of one process or of several: their ends, and their further lives."""
+"""The workers of a job, each a replica of one process or of several: how they end and are restarted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Replica:
 
 
 class Replicas:
-    """All workers of a job. Told of every end of a child, it says what that means and starts again what may be."""
+    """All workers of a job. Announces what the end of a process means, and restarts the workers that may be."""
 
     def __init__(
         self,

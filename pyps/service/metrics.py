@@ -113,7 +113,7 @@ class RunCollector(Collector):
         yield gauge("learning_rate", "Each parameter group's rate, with the schedule.", rates, by="group")
 
     def _about_each(self, statistics: Statistics) -> Iterator[Metric]:
-        """What is told of each worker and each shard, where they are not too many."""
+        """Yields the families of each worker and each shard, without samples where there are too many."""
         members = [member.worker_id for member in self._run.membership.all()]
         of_workers = {name: statistics.worker(name) for name in members} if len(members) <= LISTED_MAX else {}
         shards = self._run.shards
