@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,15 @@ def worker_environment(
     }
     if group:
         environment["PYPS_PARTS"] = str(group.size)
-        environment |= _torch_variables(group)
+        # What torch.distributed reads, as torchrun would set it where nothing but this group runs.
+        environment |= {
+            "RANK": str(group.rank),
+            "LOCAL_RANK": str(group.rank),
+            "WORLD_SIZE": str(group.size),
+            "LOCAL_WORLD_SIZE": str(group.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(group.master_port),
+        }
         # By itself gloo listens where the machine's name points to, beyond this machine.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Its exception hook says an error in one sentence, and its end sends Leave.
@@ -130,33 +139,15 @@ def worker_environment(
     cores = len(os.sched_getaffinity(0)) // (count * num_parts)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores)))
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of_worker(index, num_parts, gpus))
+        # Handed out in turn: that of process k is cuda:k. Each is named once where a worker has more processes.
+        own = dict.fromkeys(gpus[(index * num_parts + rank) % len(gpus)] for rank in range(num_parts))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if not {"VIRTUAL_ENV", "CONDA_PREFIX"} & inherited.keys():
         # `.venv/bin/pyps run -- python script.py` means that environment's python.
         folder = str(Path(sys.executable).parent)
         environment["PATH"] = os.pathsep.join([folder, inherited.get("PATH", os.defpath)])
     return environment
-
-
-def _torch_variables(group: Group) -> dict[str, str]:
-    """What torch.distributed reads, as torchrun would set it where nothing but this group runs."""
-    return {
-        "RANK": str(group.rank),
-        "LOCAL_RANK": str(group.rank),
-        "WORLD_SIZE": str(group.size),
-        "LOCAL_WORLD_SIZE": str(group.size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(group.master_port),
-    }
-
-
-def gpus_of_worker(index: int, num_parts: int, gpus: Sequence[str]) -> list[str]:
-    """The GPUs that all processes of a worker see, handed out in turn: that of process k is cuda:k there.
-
-    Where there are fewer than processes in a worker, each is named once.
-    """
-    return list(dict.fromkeys(gpus[(index * num_parts + rank) % len(gpus)] for rank in range(num_parts)))
 
 
 def check_worker_variables(inherited: Mapping[str, str], *, count: int) -> None:
@@ -185,23 +176,12 @@ def visible_gpus(inherited: Mapping[str, str]) -> tuple[str, ...]:
     program = shutil.which("nvidia-smi", path=inherited.get("PATH"))
     if program is None:
         return ()
+    command = [program, "-L"]
     try:
         listing = subprocess.run(
-            [program, "-L"],
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=False,
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, stdin=subprocess.DEVNULL, check=True
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return ()
-    if listing.returncode != 0:
-        return ()
-    return gpu_indices(listing.stdout)
-
-
-def gpu_indices(listing: str) -> tuple[str, ...]:
-    """The indices in the output of `nvidia-smi -L`: "GPU 0: NVIDIA H200 (UUID: ...)" gives "0"."""
-    lines = [line for line in listing.splitlines() if line.startswith("GPU ")]
-    return tuple(line.removeprefix("GPU ").split(":")[0].strip() for line in lines)
+    # "GPU 0: NVIDIA H200 (UUID: ...)" gives "0".
+    return tuple(re.findall(r"^GPU (\w+)", listing.stdout, re.MULTILINE))

@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from pyps.launcher.environment import Group, JobSettings, visible_gpus, worker_environment
 from pyps.launcher.ports import free_port
@@ -30,13 +30,11 @@ class JobError(Exception):
     """The job cannot go on, in one sentence."""
 
 
-@dataclass(frozen=True)
-class ServerAddresses:
+class ServerAddresses(NamedTuple):
     """Where a server listens, as it says itself."""
 
     data: str
     control: str
-    metrics: str
 
 
 class Job:
@@ -202,30 +200,25 @@ class Job:
             self.wait(0.02)
         for file in ready_files:
             ready = json.loads(file.read_text(encoding="utf-8"))
-            self.addresses.append(ServerAddresses(ready["data"], ready["control"], ready["metrics"]))
+            self.addresses.append(ServerAddresses(ready["data"], ready["control"]))
             # A resumed server holds the run of its checkpoint.
             self.run_id = ready["run_id"] or self.run_id
 
     def _start_worker(self, index: int) -> list[ChildProcess]:
         """Starts all processes of a worker."""
+        settings = self.settings
+        groups: list[Group] | list[None] = [None]
+        if settings.num_parts is not None:
+            # Another port for each life: what is left of the last may still sit at its own.
+            port = free_port(but=self._ports)
+            self._ports.add(port)
+            groups = [Group(rank, settings.num_parts, port) for rank in range(settings.num_parts)]
         return [
             self._start_child(
-                self.settings.process_name(index, rank),
-                list(self.settings.command),
-                self._worker_environment(index, group),
+                settings.process_name(index, rank), list(settings.command), self._worker_environment(index, group)
             )
-            for rank, group in enumerate(self._groups())
+            for rank, group in enumerate(groups)
         ]
-
-    def _groups(self) -> list[Group] | list[None]:
-        """The places of a worker's processes, in their order."""
-        num_parts = self.settings.num_parts
-        if num_parts is None:
-            return [None]
-        # Another one for each life: what is left of the last may still sit at its own.
-        port = free_port(but=self._ports)
-        self._ports.add(port)
-        return [Group(rank, num_parts, port) for rank in range(num_parts)]
 
     def _start_coordinator(self) -> ChildProcess:
         assert self.settings.coordinator_flags is not None
