@@ -74,20 +74,21 @@ class Rounds:
     # Of each round, in the order made; grows while they are made.
     seconds: list[float] = field(default_factory=list)
 
-    @property
-    def rounds_per_second(self) -> float:
-        """Rounds made in the time that all of them took."""
-        return len(self.seconds) / sum(self.seconds)
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Payload bytes each way: as many come back as go out."""
-        return self.rounds_per_second * self.num_parameters * item_size(codec_of(self.codec))
-
-    def percentile(self, percent: float) -> float:
-        """The seconds that so many of 100 rounds did not exceed."""
-        rank = math.ceil(percent / 100 * len(self.seconds))
-        return sorted(self.seconds)[max(0, rank - 1)]
+    def figures(self) -> dict[str, Any]:
+        """The figures of these rounds by their names, as scripts get them."""
+        ordered, num_rounds = sorted(self.seconds), len(self.seconds)
+        rounds_per_second = num_rounds / sum(ordered)
+        return {
+            "parameters": self.num_parameters,
+            "transport": self.transport,
+            "codec": self.codec,
+            "rounds_per_second": rounds_per_second,
+            # As many come back as go out.
+            "bytes_per_second_each_way": rounds_per_second * self.num_parameters * item_size(codec_of(self.codec)),
+            "p50_seconds": ordered[math.ceil(num_rounds * 0.50) - 1],
+            "p99_seconds": ordered[math.ceil(num_rounds * 0.99) - 1],
+            "rounds": num_rounds,
+        }
 
 
 def bench(
@@ -126,13 +127,14 @@ def bench(
     except (PypsError, KeyboardInterrupt) as error:
         end = error
     results = [rounds for rounds in measured if rounds.seconds]
-    if isinstance(end, KeyboardInterrupt):
-        if not results:
-            fail("interrupted before anything was measured", status=INTERRUPTED)
+    interrupted = isinstance(end, KeyboardInterrupt)
+    if interrupted and not results:
+        fail("interrupted before anything was measured", status=INTERRUPTED)
+    if interrupted:
         typer.echo("pyps: interrupted; what follows is what was measured so far", err=True)
     if results:
         _show(results, addresses, greetings, as_json=as_json)
-    if isinstance(end, KeyboardInterrupt):
+    if interrupted:
         raise typer.Exit(INTERRUPTED)
     if end is not None:
         fail(str(end))
@@ -142,7 +144,7 @@ def _show(
     results: Sequence[Rounds], addresses: Sequence[str], greetings: Sequence[HelloReply], *, as_json: bool
 ) -> None:
     if as_json:
-        typer.echo(json.dumps([_plain(rounds) for rounds in results], indent=2))
+        typer.echo(json.dumps([rounds.figures() for rounds in results], indent=2))
         return
     facts = (greetings[0].software, greetings[0].protocol, f"staleness {greetings[0].staleness}")
     typer.echo(f"{', '.join(addresses)} ({', '.join(facts)}), one worker on {socket.gethostname()}:")
@@ -264,28 +266,15 @@ def _table(results: Sequence[Rounds]) -> Table:
     table.add_column("numbers")
     for name in ("rounds/s", "GB/s each way", "p50 ms", "p99 ms", "rounds"):
         table.add_column(name, justify="right")
-    for rounds in results:
+    for one in (rounds.figures() for rounds in results):
         table.add_row(
-            f"{rounds.num_parameters:,}",
-            TRANSPORTS[rounds.transport],
-            rounds.codec,
-            f"{rounds.rounds_per_second:,.1f}",
-            f"{rounds.bytes_per_second / 1e9:.3f}",
-            f"{1e3 * rounds.percentile(50):,.2f}",
-            f"{1e3 * rounds.percentile(99):,.2f}",
-            f"{len(rounds.seconds):,}",
+            f"{one['parameters']:,}",
+            TRANSPORTS[one["transport"]],
+            one["codec"],
+            f"{one['rounds_per_second']:,.1f}",
+            f"{one['bytes_per_second_each_way'] / 1e9:.3f}",
+            f"{1e3 * one['p50_seconds']:,.2f}",
+            f"{1e3 * one['p99_seconds']:,.2f}",
+            f"{one['rounds']:,}",
         )
     return table
-
-
-def _plain(rounds: Rounds) -> dict[str, object]:
-    return {
-        "parameters": rounds.num_parameters,
-        "transport": rounds.transport,
-        "codec": rounds.codec,
-        "rounds_per_second": rounds.rounds_per_second,
-        "bytes_per_second_each_way": rounds.bytes_per_second,
-        "p50_seconds": rounds.percentile(50),
-        "p99_seconds": rounds.percentile(99),
-        "rounds": len(rounds.seconds),
-    }
