@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pyps.process import resident_bytes
 from pyps.run.handshake import RunState
 from pyps.run.rounds import Settled
 from pyps.run.run import Run
@@ -16,6 +15,7 @@ from pyps.service.calls import Awaited, Context
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.local import LocalServer
+from pyps.service.metrics import resident_bytes
 from pyps.service.report import (
     Addresses,
     histogram_of,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import socket
 import time
 from bisect import bisect_left
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -29,7 +31,6 @@ from pyps import _kernels, logs
 from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
-from pyps.process import resident_bytes
 from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.calls import Awaited
@@ -254,6 +255,11 @@ async def _read_request(reader: asyncio.StreamReader) -> dict[str, str]:
 def _response(status: str, headers: Iterable[tuple[str, str]], page: bytes) -> bytes:
     lines = [f"{name}: {value}" for name, value in (*headers, ("Content-Length", len(page)))]
     return "\r\n".join([f"HTTP/1.0 {status}", *lines, "", ""]).encode("latin-1") + page
+
+
+def resident_bytes() -> int:
+    """Memory that the process holds at the moment."""
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _family(kind: Any, name: str, meaning: str, value: float | Mapping[str, float], *, by: str = "") -> Metric:

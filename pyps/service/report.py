@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyps import _kernels
-from pyps.checksum import checksum_of
 from pyps.core.membership import Member
 from pyps.core.shard import Shard
 from pyps.core.warmup import Staged
@@ -15,6 +14,7 @@ from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
 from pyps.statistics import Tally
 from pyps.storage.folder import CheckpointFolder
+from pyps.storage.plain import checksum_of
 from pyps.tensor_summary import TensorSummary
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.partition import Partition, Tensor

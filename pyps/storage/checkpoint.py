@@ -29,14 +29,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps import __version__
-from pyps.checksum import checksum_of
+from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
 from pyps.core.shard import Shard, ShardState
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
-from pyps.storage.plain import contribution_from_plain, contribution_to_plain, split_payloads
+from pyps.storage.plain import checksum_of, contribution_from_plain, contribution_to_plain, split_payloads
 from pyps.storage.tensor_file import FLOAT32, TensorFile, TensorReader, Writable
 from pyps.vectors.machine import MachineState, VectorMachine
 from pyps.vectors.program import Precision, Standing

@@ -11,7 +11,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core import rules
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
@@ -23,7 +22,7 @@ from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.core.update import Update
 from pyps.run_header import RunHeader
-from pyps.storage.plain import contribution_from_plain, push_from_plain, update_to_plain
+from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of, update_to_plain
 from pyps.storage.update_log import FORMAT, UpdateLogError, decode
 
 # Of format 2 the first line holds the receipts too.

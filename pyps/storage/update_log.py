@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pyps import logs
-from pyps.checksum import checksum_of, quick_checksum_of
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Gradient
@@ -30,7 +29,7 @@ from pyps.core.shard import Shard
 from pyps.core.update import Update
 from pyps.run_header import RunHeader
 from pyps.storage.disk import FOLDER_MODE, create
-from pyps.storage.plain import contribution_to_plain, push_to_plain, update_to_plain
+from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain, quick_checksum_of, update_to_plain
 from pyps_wire.errors import PypsError
 
 FORMAT = "pyps update log 3"
