@@ -40,7 +40,8 @@ class ChildProcess:
         self.returncode: int | None = None
         self._on_line = on_line
         self._on_end = on_end
-        self._lock = threading.Lock()
+        # A signal's handler takes it too, maybe amid the same thread's own use of it.
+        self._lock = threading.RLock()
         # Its own session: a Ctrl-C in the terminal reaches the launcher alone, which ends everybody in order.
         self._popen = subprocess.Popen(
             command,

@@ -249,3 +249,24 @@ def test_servers_are_asked_to_expect_one_fewer_when_a_replica_has_ended_for_good
 
     assert one.asked == ["replica-0"]
     assert one.said[-1] == "replica-0 never joined: the servers expect it no more."
+
+
+@pytest.mark.timeout(60)
+def test_a_second_ctrl_c_may_come_while_the_first_is_passed_on(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world(lambda index, rank, life: WAITS)
+    [child] = one.replicas.children
+    passed_on = []
+
+    def killpg(group: int, number: int) -> None:
+        passed_on.append(number)
+        if number == signal.SIGTERM:
+            # As the handler of a signal does that comes now, in the same thread.
+            child.signal(signal.SIGKILL)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", killpg)
+        child.signal(signal.SIGTERM)
+
+    assert passed_on == [signal.SIGTERM, signal.SIGKILL]
