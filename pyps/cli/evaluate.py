@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,15 +38,17 @@ def evaluate(
     and returns a number, or several in a dict. One line is printed per snapshot, until the servers are gone.
     """
     function = load_evaluate(script)
-
-    def scored(parameters: Parameters) -> float | Mapping[str, float]:
-        with errors_of(script):
-            return function(parameters)
-
     token = read_token(token_file)
     # Gone servers end the evaluation, they are not waited for.
     with observe(servers, token, start_wait_seconds=wait_seconds, loss_wait_seconds=every) as observer:
-        watch(observer, scored, every=None if once else every)
+        print_score(observer, function, script)
+        while not once:
+            time.sleep(every)
+            try:
+                print_score(observer, function, script)
+            except ServerUnavailable:
+                typer.echo("The servers are gone: the run has ended.")
+                return
 
 
 def load_evaluate(script: Path) -> Evaluate:
@@ -76,25 +78,11 @@ def errors_of(script: Path) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def watch(observer: Observer, function: Evaluate, *, every: float | None) -> None:
-    """Prints a line per snapshot, every so many seconds; once where None."""
-    pause = threading.Event()
-    seen = False
-    while True:
-        try:
-            parameters = observer.snapshot()
-        except ServerUnavailable:
-            if not seen:
-                raise
-            typer.echo("The servers are gone: the run has ended.")
-            return
-        seen = True
-        typer.echo(line_of(observer.global_step, function(parameters)))
-        if every is None or pause.wait(every):
-            return
-
-
-def line_of(step: int, result: float | Mapping[str, float]) -> str:
-    """One evaluation: "update 512  accuracy 0.9423"."""
+def print_score(observer: Observer, function: Evaluate, script: Path) -> None:
+    """Prints the evaluation of a snapshot: "update 512  accuracy 0.9423"."""
+    parameters = observer.snapshot()
+    with errors_of(script):
+        result = function(parameters)
     scores = result if isinstance(result, Mapping) else {"score": result}
-    return "  ".join([f"update {step}", *(f"{name} {float(value):.6g}" for name, value in scores.items())])
+    words = (f"{name} {float(value):.6g}" for name, value in scores.items())
+    typer.echo("  ".join([f"update {observer.global_step}", *words]))
