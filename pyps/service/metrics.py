@@ -210,7 +210,12 @@ class MetricsServer:
             del self._readers[earliest]
         task = asyncio.create_task(self._serve(reader, writer), name="metrics reader")
         self._readers[task] = None
-        task.add_done_callback(lambda done: self._readers.pop(done, None))
+        task.add_done_callback(partial(self._end, writer))
+
+    def _end(self, writer: asyncio.StreamWriter, reader: asyncio.Task[None]) -> None:
+        # Here, since one that was cancelled at once has never run.
+        self._readers.pop(reader, None)
+        writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -223,8 +228,6 @@ class MetricsServer:
             pass
         except Exception as error:
             log.error("a page of metrics could not be served", reason=repr(error))
-        finally:
-            writer.transport.abort()
 
     async def _answer(self, request: dict[str, str]) -> bytes:
         """The status line, the headers and the page; 401 for those who do not show the token."""

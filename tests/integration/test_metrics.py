@@ -205,6 +205,18 @@ def test_many_silent_readers_hold_no_threads_keep_nobody_out_and_do_not_delay_th
         wait_until(lambda: num_readers() == 0, what="the end of all readers")
 
 
+def test_readers_that_come_all_at_once_are_closed_but_for_the_last(start_server: Start) -> None:
+    server, all_there = start_server(), threading.Event()
+    with contextlib.ExitStack() as stack:
+        # The server sees them together, as one that is busy would.
+        server_loop().call_soon_threadsafe(all_there.wait, 20)
+        readers = [stack.enter_context(reader(server, b"GET")) for _ in range(3 * metrics.READERS_MAX)]
+        all_there.set()
+        for connection in readers[: 2 * metrics.READERS_MAX]:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+
+
 def reader(server: ServerThread, says: bytes) -> socket.socket:
     """A connection to the page that takes in little."""
     connection = socket.socket()
