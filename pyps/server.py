@@ -66,7 +66,7 @@ log = logs.get("pyps.server")
 
 
 def serve(config: ServerConfig) -> int:
-    """Runs a server until it is told to stop or its job is done; returns the exit status."""
+    """Runs a server until a signal, or until its job is done; returns the exit status."""
     try:
         instruction_set = _kernels.isa()
     except ValueError as error:
@@ -251,8 +251,7 @@ class Server:
             "protocol": run.aggregation.text,
             "staleness": _staleness_in_words(config, run),
             "schedule": run.behaviour.schedule.text,
-            "shards": _shards_in_words(run) if run.partition else later,
-            "memory": _memory_in_words(run) if run.partition else later,
+            **(_held_in_words(run) if run.partition else {"shards": later, "memory": later}),
             "in flight": f"at most {in_bytes(config.max_in_flight_bytes)} of pushes and pulls",
             "pending": f"at most {in_bytes(config.max_pending_bytes)} of gradients that wait for an update",
             "checkpoints": f"{config.checkpoint_dir}, every {config.checkpoint_seconds:g} s"
@@ -269,8 +268,7 @@ class Server:
             epoch=run.epoch,
             server=f"{run.server_index} of {run.num_servers}",
             optimizer=run.optimizer,
-            shards=_shards_in_words(run),
-            memory=_memory_in_words(run),
+            **_held_in_words(run),
         )
 
     # While it serves.
@@ -349,10 +347,10 @@ class Server:
     # The end.
 
     async def _end(self, data: grpc.aio.Server, control: grpc.aio.Server, metrics: MetricsServer) -> int:
-        """Not serving, drain, save; in this order, so that what was acknowledged is in the checkpoint."""
+        """Stops serving, drains, saves; in this order, so that what was acknowledged is in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
-        # Of a thread: whatever holds the loop, or a kernel, up.
+        # On a thread of its own: it fires whatever holds up the loop, or a kernel.
         late = threading.Timer(max(self._config.drain_seconds, 0.1), self._end_late)
         late.daemon = True
         late.start()
@@ -412,18 +410,15 @@ def _staleness_in_words(config: ServerConfig, run: Run) -> str:
     return f"{policy}, as {config.protocol.partition(':')[0].strip()} brings it (--staleness)"
 
 
-def _shards_in_words(run: Run) -> str:
-    """How much of the run lies here."""
+def _held_in_words(run: Run) -> dict[str, str]:
+    """How much of the run lies here, and the memory that it takes."""
     total = run.partition.num_shards if run.partition else 0
     held = sum(shard.length for shard in run.shards.values())
-    return f"{len(run.shards)} of {total}, {held:,} parameters"
-
-
-def _memory_in_words(run: Run) -> str:
-    """What that takes."""
-    parameters = sum(4 * shard.length for shard in run.shards.values())
     slots = sum(shard.slots_bytes for shard in run.shards.values())
-    return f"{in_bytes(parameters)} of parameters, {in_bytes(slots)} of slots"
+    return {
+        "shards": f"{len(run.shards)} of {total}, {held:,} parameters",
+        "memory": f"{in_bytes(4 * held)} of parameters, {in_bytes(slots)} of slots",
+    }
 
 
 def _update_log_in_words(config: ServerConfig) -> str:

@@ -48,7 +48,9 @@ def export(
         if checkpoint:
             tensors = from_checkpoints(checkpoint)
         else:
-            tensors = _from_servers(servers, token_file, wait_seconds)
+            waits = {"start_wait_seconds": wait_seconds, "loss_wait_seconds": wait_seconds}
+            with observe(servers, read_token(token_file), **waits) as observer:
+                tensors = observer.snapshot()
         _write(file, tensors)
     except PypsError as error:
         fail(str(error))
@@ -110,12 +112,6 @@ def _open(folder: Path) -> Checkpoint:
     if checkpoint is None:
         raise CheckpointError(f"there is no whole checkpoint in {folder}")
     return checkpoint
-
-
-def _from_servers(servers: str, token_file: Path | None, wait_seconds: float) -> Arrays:
-    token = read_token(token_file)
-    with observe(servers, token, start_wait_seconds=wait_seconds, loss_wait_seconds=wait_seconds) as observer:
-        return observer.snapshot()
 
 
 def _write(file: Path, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
