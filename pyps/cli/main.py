@@ -22,7 +22,7 @@ COMMANDS = {
     "set": ("Change protocol, staleness policy or learning rate of a running job.", "control:configure"),
     "export": ("Write the model to a safetensors file.", "export:export"),
     "reset": ("Make servers forget a run, its parameters included.", "control:reset"),
-    "replay": ("Make logged updates again, and compare the bits.", "replay:replay"),
+    "replay": ("Make logged updates again, and compare the bits.", "export:replay"),
     "save": ("Make servers write a checkpoint now.", "control:save"),
     "stop": ("Finish a run.", "control:stop"),
     "eval": ("Score a running model with a script of your own.", "evaluate:evaluate"),
