@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps import __version__
-from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
