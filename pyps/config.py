@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from pyps.core import aggregation, schedule, spec, staleness
 from pyps.core.aggregation import Aggregation
-from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
+from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
 from pyps_wire.errors import PypsError
 

@@ -18,7 +18,6 @@ from pyps.config import ServerConfig, resolve
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
-from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
@@ -27,6 +26,7 @@ from pyps.core.receipt import Outcome, Receipt
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
+from pyps.core.schedule import BatchGrowth
 from pyps.core.shard import Shard, ShardState
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update

@@ -2,7 +2,7 @@
 
 Read `shard.py` first; it uses the others in this order:
 
-    gradient.py      what a worker pushes
+    gradient.py      what a worker pushes, and whether it can be used
     roster.py        which workers count now
     ledger.py        which pushes were answered already (exactly-once)
     behaviour.py     what was picked of the following: protocol, policy, schedule, clipping
@@ -10,7 +10,7 @@ Read `shard.py` first; it uses the others in this order:
     clipping.py      what its norm costs it
     aggregation.py   how pushed gradients become updates: the protocols, which are in protocols/
     warmup.py        one protocol for the first updates, then another
-    schedule.py      how the learning rate changes; batch_growth.py, how the minibatch does
+    schedule.py      how the learning rate changes, and how the minibatch grows
     verdict.py       what was decided, as a receipt (receipt.py)
     update.py        one update of the parameters
     rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin

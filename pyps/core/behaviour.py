@@ -11,9 +11,8 @@ from pyps.core import aggregation as protocols
 from pyps.core import schedule as schedules
 from pyps.core import staleness as policies
 from pyps.core.aggregation import Aggregation
-from pyps.core.batch_growth import BatchGrowth
 from pyps.core.clipping import Clipping, NoClipping
-from pyps.core.schedule import Schedule
+from pyps.core.schedule import BatchGrowth, Schedule
 from pyps.core.staleness import StalenessPolicy
 from pyps.core.warmup import Staged, WarmUp
 from pyps_wire.errors import BadRequest

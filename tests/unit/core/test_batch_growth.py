@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps.core.batch_growth import LR_SCALINGS, BatchGrowth
+from pyps.core.schedule import LR_SCALINGS, BatchGrowth
 from shards import refusal
 
 EPOCH = 1000

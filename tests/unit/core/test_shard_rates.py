@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyps.core.batch_growth import BatchGrowth
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.roster import Roster
+from pyps.core.schedule import BatchGrowth
 from shards import Configured, Log, Pushed, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")

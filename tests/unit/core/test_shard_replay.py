@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from pyps.core.batch_growth import BatchGrowth
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Gradient, PayloadKind
 from pyps.core.roster import Roster
 from pyps.core.rules import RULES
+from pyps.core.schedule import BatchGrowth
 from pyps.core.shard import Shard
 from shards import (
     Completed,
