@@ -196,58 +196,26 @@ class _Life:
         self.receipts = list(receipts)
 
 
-# The sequence comes first and most significant byte first: receipts sort by it as bytes.
 _SEQUENCE = struct.Struct(">Q")
-# Behind it outcome, reason, shard_id, num_workers, epoch, version_before, updates, staleness, min_version, rate,
-# rate_scale, weight, and how many bytes of text follow.
-_FIXED = struct.Struct(">QBBIIQqBqqdddI")
+# The sequence first, its most significant byte first: receipts sort by it as bytes. Then a receipt's other fields in
+# their order, of version_after what it is more than version_before, and how many bytes of text follow.
+_FIXED = struct.Struct(">QIBqBBqdddIQqI")
 
 
 def packed(receipt: Receipt) -> bytes:
     """Returns a receipt in as few bytes as will do: there are eight of each worker and shard."""
+    shard_id, sequence, outcome, before, after, reason, message, _, *numbers, waiting_for = receipt
     # No name holds a zero, as all are printable, and no message does.
-    text = "\0".join((receipt.message, *receipt.waiting_for)).encode()
-    fixed = _FIXED.pack(
-        receipt.sequence,
-        receipt.outcome,
-        receipt.reason,
-        receipt.shard_id,
-        receipt.num_workers,
-        receipt.epoch,
-        receipt.version_before,
-        receipt.version_after - receipt.version_before,
-        receipt.staleness,
-        receipt.min_version,
-        receipt.rate,
-        receipt.rate_scale,
-        receipt.weight,
-        len(text),
-    )
-    return fixed + text
+    text = "\0".join((message, *waiting_for)).encode()
+    return _FIXED.pack(sequence, shard_id, outcome, before, after - before, reason, *numbers, len(text)) + text
 
 
 def unpacked(data: bytes) -> Receipt:
     """Returns the receipt that was packed."""
-    sequence, outcome, reason, shard_id, num_workers, epoch, before, updates, *numbers, _ = _FIXED.unpack_from(data)
-    staleness, min_version, rate, rate_scale, weight = numbers
+    sequence, shard_id, outcome, before, updates, reason, *numbers, _ = _FIXED.unpack_from(data)
     message, *waiting_for = data[_FIXED.size :].decode().split("\0")
-    return Receipt(
-        shard_id=shard_id,
-        sequence=sequence,
-        outcome=Outcome(outcome),
-        version_before=before,
-        version_after=before + updates,
-        reason=Reason(reason),
-        message=message,
-        staleness=staleness,
-        rate=rate,
-        rate_scale=rate_scale,
-        weight=weight,
-        num_workers=num_workers,
-        epoch=epoch,
-        min_version=min_version,
-        waiting_for=tuple(waiting_for),
-    )
+    fields = (shard_id, sequence, Outcome(outcome), before, before + updates, Reason(reason), message, False)
+    return Receipt._make((*fields, *numbers, tuple(waiting_for)))
 
 
 def _split(receipts: bytes) -> Iterator[bytes]:
