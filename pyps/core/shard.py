@@ -296,7 +296,8 @@ class Shard:
     @property
     def contributors(self) -> set[str]:
         """The workers whose gradients wait."""
-        return set(self._pending.workers)
+        with self._lock:
+            return set(self._pending.workers)
 
     @property
     def slots_bytes(self) -> int:
