@@ -20,11 +20,11 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
+from pyps.core.vectors.machine import Plan, VectorMachine
+from pyps.core.vectors.program import Instruction, Operation, Precision, Program
+from pyps.core.vectors.stages import StagePart
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings
 from pyps.service.work_messages import progress_to
-from pyps.vectors.machine import Plan, VectorMachine
-from pyps.vectors.program import Instruction, Operation, Precision, Program
-from pyps.vectors.stages import StagePart
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as machine_pb
 from pyps_wire import work_pb2 as work_pb

@@ -10,7 +10,7 @@ from typing import Any
 from pyps.core.behaviour import Behaviour, BehaviourTexts
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard, ShardState
-from pyps.vectors.machine import MachineState, VectorMachine
+from pyps.core.vectors.machine import MachineState, VectorMachine
 from pyps_wire.partition import Model, Tensor
 
 

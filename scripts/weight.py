@@ -211,14 +211,20 @@ def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
     return [set(group) for group in sorted(groups, key=len, reverse=True)]
 
 
+def room_of(module: str) -> str:
+    """Returns the package, or the module beside them, that a module belongs to; `python -m pyps` is the commands'."""
+    _, _, within = module.partition(".")
+    return "cli" if within == "__main__" else within.split(".")[0]
+
+
 def floors(edges: Mapping[str, set[str]]) -> int:
     """Returns how many packages stand on each other at most; those of a circle stand on one floor."""
     rooms: dict[str, set[str]] = defaultdict(set)
     for name, others in edges.items():
         for other in others:
-            a, b = name.split(".")[1:2], other.split(".")[1:2]
+            a, b = room_of(name), room_of(other)
             if a and b and a != b:
-                rooms[a[0]].add(b[0])
+                rooms[a].add(b)
     circle = {room: min(group) for group in circles(rooms) for room in group}
     above: dict[str, set[str]] = defaultdict(set)
     for room, others in rooms.items():

@@ -16,6 +16,8 @@ from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Codec
 from pyps.core.shard import Shard
+from pyps.core.vectors.machine import Plan, Program, StagePart, VectorMachine
+from pyps.core.vectors.program import Instruction, Operation, Precision, num_answers
 from pyps.lbfgs.machine import (
     GRADIENT_CHANGE,
     POINT_CHANGE,
@@ -27,8 +29,6 @@ from pyps.lbfgs.machine import (
     fold,
     push_history,
 )
-from pyps.vectors.machine import Plan, Program, StagePart, VectorMachine
-from pyps.vectors.program import Instruction, Operation, Precision, num_answers
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pyps.vectors.program import Instruction, Operation, Precision
+from pyps.core.vectors.program import Instruction, Operation, Precision
 
 
 @dataclass(frozen=True)

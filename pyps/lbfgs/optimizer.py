@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pyps.core.vectors.program import PARAMETERS
 from pyps.lbfgs.line_search import Armijo, Found, LineSearch, Start, StrongWolfe
 from pyps.lbfgs.machine import (
     DIRECTION,
@@ -40,7 +41,6 @@ from pyps.lbfgs.machine import (
     subtract,
 )
 from pyps.lbfgs.resume import LbfgsState, Pair, take_up
-from pyps.vectors.program import PARAMETERS
 from pyps_wire.errors import BadRequest, NotFinite
 
 LINE_SEARCHES = ("armijo", "wolfe")

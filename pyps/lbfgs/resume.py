@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from pyps.core.vectors.program import PARAMETERS, Instruction, Operation
 from pyps.lbfgs.machine import (
     GRADIENT,
     GRADIENT_CHANGE,
@@ -22,7 +23,6 @@ from pyps.lbfgs.machine import (
     move,
     push_history,
 )
-from pyps.vectors.program import PARAMETERS, Instruction, Operation
 from pyps_wire.errors import BadRequest
 
 _FORMAT = 1

@@ -12,9 +12,9 @@ from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
+from pyps.core.vectors.machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run_header import RunHeader
-from pyps.vectors.machine import VectorMachine
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Partition
 

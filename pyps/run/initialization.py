@@ -22,11 +22,11 @@ from pyps.core.pending import PendingBudget
 from pyps.core.recorder import Recorder
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard, ShardState
+from pyps.core.vectors.machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run.content import Content, listed
 from pyps.run.handshake import Holding, Opening
 from pyps.run_header import RestoredRun
-from pyps.vectors.machine import VectorMachine
 from pyps_wire.errors import BadRequest, RunMismatch, Superseded, WrongSize
 from pyps_wire.partition import Partition, first_difference, partition
 

@@ -19,6 +19,7 @@ from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Pushed, Shard
 from pyps.core.staleness import StalenessPolicy
+from pyps.core.vectors.machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, RunRecorder
@@ -29,7 +30,6 @@ from pyps.run.registry import WorkerRegistry
 from pyps.run.rounds import RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
-from pyps.vectors.machine import VectorMachine
 from pyps.work import WorkQueue
 from pyps_wire.errors import NotInitialized, RunMismatch, ServerUnavailable, UnknownWorker
 from pyps_wire.partition import Model, Partition

@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 
 from pyps import logs
+from pyps.core.vectors.machine import Plan, VectorMachine, one_after_the_other
+from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Precision, Program
+from pyps.core.vectors.shard_vectors import Answer
+from pyps.core.vectors.stages import StagePart
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.service.calls import Call
 from pyps.service.convert import parse, parse_frame
 from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget, check_message_bytes
-from pyps.vectors.machine import Plan, VectorMachine, one_after_the_other
-from pyps.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Precision, Program
-from pyps.vectors.shard_vectors import Answer
-from pyps.vectors.stages import StagePart
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE

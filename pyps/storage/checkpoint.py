@@ -33,12 +33,12 @@ from pyps.core.arrays import Floats
 from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
 from pyps.core.shard import Shard, ShardState
+from pyps.core.vectors.machine import MachineState, VectorMachine
+from pyps.core.vectors.program import Precision, Standing
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
 from pyps.storage.plain import checksum_of, contribution_from_plain, contribution_to_plain, split_payloads
 from pyps.storage.tensor_file import FLOAT32, TensorFile, TensorReader, Writable
-from pyps.vectors.machine import MachineState, VectorMachine
-from pyps.vectors.program import Precision, Standing
 from pyps_wire.errors import PypsError
 
 FORMAT_VERSION = 3

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from pyps.core.vectors.program import Instruction, Operation, Precision
 from pyps.lbfgs.line_search import Found, Line, LineSearch, Start
 from pyps.lbfgs.machine import DIRECTION, GRADIENT, TRIAL_GRADIENT, Evaluation, add_scaled, dot, subtract
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary, two_loop, vector_free
 from pyps.lbfgs.resume import Pair
-from pyps.vectors.program import Instruction, Operation, Precision
 from pyps_wire.errors import NotFinite
 from sandblaster import NUM_PORTIONS, Doubles, Passes, PortionLoss, VectorWorld, rosenbrock, rosenbrock_start
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import Floats, aligned_copy
+from pyps.core.vectors.machine import MachineState
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps.lbfgs.resume import LbfgsState, Pair
-from pyps.vectors.machine import MachineState
 from pyps_wire.errors import BadRequest
 from sandblaster import Killed, Passes, VectorServer, VectorWorld, rosenbrock, rosenbrock_start
 from shards import make_shard

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from pyps.core.rule_settings import RuleSettings
+from pyps.core.vectors.machine import VectorMachine
+from pyps.core.vectors.program import Instruction, Operation, Precision
 from pyps.run_header import RestoredRun, Snapshot
 from pyps.storage.checkpoint import Checkpoint, CheckpointError
 from pyps.storage.folder import CheckpointFolder
-from pyps.vectors.machine import VectorMachine
-from pyps.vectors.program import Instruction, Operation, Precision
 from sandblaster import BYTES_MAX, Driver, make_machine, make_shards
 from shards import HEADER, run_together
 

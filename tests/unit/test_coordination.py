@@ -15,8 +15,8 @@ from pyps.cli.coordination.link import TrafficMeter
 from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine
 from pyps.cli.sandblaster import worker_command
 from pyps.config import ConfigError
+from pyps.core.vectors.program import Instruction, Operation, Precision, num_answers
 from pyps.lbfgs.optimizer import LbfgsSettings
-from pyps.vectors.program import Instruction, Operation, Precision, num_answers
 from pyps_wire import vector_machine_pb2 as pb
 from pyps_wire.common_pb2 import Sender
 from shards import refusal

@@ -96,14 +96,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps.work", "pyps.lbfgs")
         and not (
             (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
-            or i.is_of("numpy", "pyps.vectors.program", "pyps_wire.errors", "pyps.work", "pyps.lbfgs")
-        )
-    ),
-    "vectors import the standard library, numpy, the kernels, the core and the errors, and no clock": lambda i: (
-        i.is_by("pyps.vectors")
-        and not (
-            (i.is_stdlib and not i.is_of(*OUTSIDE_WORLD))
-            or i.is_of("numpy", "pyps._kernels", "pyps.core", "pyps_wire.errors", "pyps.vectors")
+            or i.is_of("numpy", "pyps.core.vectors.program", "pyps_wire.errors", "pyps.work", "pyps.lbfgs")
         )
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),

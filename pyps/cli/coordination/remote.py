@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyps.cli.coordination.link import Link
+from pyps.core.vectors.program import Instruction, Operation, num_answers
 from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, Machine, ServerStanding
-from pyps.vectors.program import Instruction, Operation, num_answers
 from pyps_client.connection import CALL_SECONDS
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as pb

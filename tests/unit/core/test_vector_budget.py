@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pyps.vectors.machine import Plan, require_plan_fits
+from pyps.core.vectors.machine import Plan, require_plan_fits
 from pyps_wire.errors import BadRequest, LimitExceeded
 
 PARAMETERS = 1000

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from pyps.vectors.program import Instruction, Operation, Precision
+from pyps.core.vectors.program import Instruction, Operation, Precision
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished
 from sandblaster import LENGTHS, Driver, make_machine

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pyps.vectors.machine import MachineState, Program, VectorMachine
-from pyps.vectors.program import Instruction, Operation, Precision
+from pyps.core.vectors.machine import MachineState, Program, VectorMachine
+from pyps.core.vectors.program import Instruction, Operation, Precision
 from pyps_wire.errors import BadRequest, LimitExceeded, Superseded
 from sandblaster import BYTES_MAX, LENGTHS, PLAN, Driver, make_machine, make_shards
 from shards import refusal, run_together

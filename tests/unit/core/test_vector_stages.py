@@ -10,7 +10,7 @@ import pytest
 
 from pyps import _kernels
 from pyps.core.gradient import Codec
-from pyps.vectors.program import Instruction, Operation
+from pyps.core.vectors.program import Instruction, Operation
 from pyps_wire.codecs import encode
 from pyps_wire.errors import BadRequest, NoRoom, NotFinite, PypsError
 from sandblaster import LENGTHS, PLAN, Driver, make_machine

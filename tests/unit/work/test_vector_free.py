@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pyps.core.vectors.program import Instruction, Operation
 from pyps.lbfgs import optimizer as module
 from pyps.lbfgs.resume import Pair
-from pyps.vectors.program import Instruction, Operation
 from support import compensated_sum
 
 PAIRS = tuple(Pair(k, 1.0 + k, 2.0 + k) for k in range(1, 6))

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pyps import _kernels
 from pyps.core.arrays import CACHE_LINE_BYTES, Floats
 from pyps.core.shard import Shard
-from pyps.vectors.program import PARAMETERS, Instruction, Operation, Precision, names_read
+from pyps.core.vectors.program import PARAMETERS, Instruction, Operation, Precision, names_read
 
 # Float32 or float64.
 Vector: TypeAlias = npt.NDArray[Any]

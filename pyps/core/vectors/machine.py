@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from pyps.vectors.program import POINT, Operation, Outlook, Precision, Program, Standing, foresee, num_answers
-from pyps.vectors.shard_vectors import Answer, Script, ShardVectors, Vector, make_vector
-from pyps.vectors.stages import StagePart, Stages
+from pyps.core.vectors.program import POINT, Operation, Outlook, Precision, Program, Standing, foresee, num_answers
+from pyps.core.vectors.shard_vectors import Answer, Script, ShardVectors, Vector, make_vector
+from pyps.core.vectors.stages import StagePart, Stages
 from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished, Superseded
 
 _FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
