@@ -18,14 +18,14 @@ from pyps.core.pending import PendingBudget
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
+from pyps.core.registry import NONE, Effects, WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.shard import Pushed, Shard
 from pyps.core.update import Update
 from pyps.run.content import Content
 from pyps.run.observers import Events
-from pyps.run.pacing import Pacing, Stalls
-from pyps.run.registry import WorkerRegistry
+from pyps.run.pacing import Pacing
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
 
@@ -69,6 +69,8 @@ class RoundController:
         self.owner = ScheduleOwner()
         self.pacing = Pacing()
         self._caveats = Caveats()
+        # Called for a worker that is gone, with whether it was lost rather than left by itself.
+        self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
         # Called after an update, with its shard; None where nothing depends on it.
         self.on_update: Callable[[Shard], None] | None = None
         # Held for one change, or one look at rounds, at a time; taken before any shard's lock.
@@ -76,7 +78,6 @@ class RoundController:
         # Guarded by _lock; read without it, since each is replaced as a whole.
         self.behaviour = config.behaviour
         self._content: Content | None = None
-        self._stalls = Stalls(stall_seconds=config.stall_seconds)
         # The workers with whom rounds were looked at last.
         self._roster = Roster()
         self._told: tuple[str, ...] = ()
@@ -186,7 +187,8 @@ class RoundController:
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
         roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock)
         if roster is None:
-            roster = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None)
+            roster, effects = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None)
+            self.carry_out(effects)
         if self.pacing.paces and self.pacing.gate_holds:
             # At work already, with or without asking.
             self.pacing.excuse([self._membership.name_of(worker_id)])
@@ -210,9 +212,9 @@ class RoundController:
         if receipt.duplicate:
             return
         if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
-            counts_again = self._membership.taken(gradient.worker_id, gradient.incarnation, now=now)
-            if counts_again:
-                self._registry.counts_again(gradient.worker_id)
+            effects = self._registry.taken(gradient.worker_id, gradient.incarnation, now=now)
+            if effects is not NONE:
+                self.carry_out(effects)
         if gradient.kind != PayloadKind.NOTHING:
             self._caveats.counted.add(gradient.example_count > 0)
         if update is not None:
@@ -223,11 +225,17 @@ class RoundController:
 
     # What a change of membership brings.
 
-    def departed(self, name: str) -> None:
-        """Waits no longer for the step of a worker or replica; its rounds are completed by `complete_rounds`."""
-        self.pacing.depart(name)
-        if self.owner.release(name):
-            self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
+    def carry_out(self, effects: Effects) -> None:
+        """Does what a change among the workers asks for; rounds without them are completed by `complete_rounds`."""
+        for kind, what, facts, warning in effects.told:
+            self._events.add(kind, what, warning=warning, **facts)
+        for worker_id, lost in effects.gone:
+            self.on_gone(worker_id, lost)
+        for name in effects.departed:
+            # Nobody waits for its next step any more.
+            self.pacing.depart(name)
+            if self.owner.release(name):
+                self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
 
     def complete_rounds(self) -> None:
         """Makes the updates that are due since other workers count."""
@@ -253,7 +261,8 @@ class RoundController:
             content, roster = self._content, self._membership.roster
             if content is None:
                 return
-            idle = self._stalls.idle(self._membership.alive(), now=now)
+            stalls = self._registry.stalls
+            idle = stalls.idle(self._membership.alive(), now=now)
             rounds = set[str]()
             # Most of the time nobody is idle, and no lock is taken.
             # In the order of the rosters, each once.
@@ -262,23 +271,11 @@ class RoundController:
                 if shard.num_pending:
                     rounds.update(shard.waiting_for(content.roster_of(shard_id, roster)))
             gate_holds = not rounds.isdisjoint(awaited) or self.pacing.gate_holds
-            gate_stalled = self._stalls.look_at_gate(holds=gate_holds, now=now)
+            gate_stalled = stalls.look_at_gate(holds=gate_holds, now=now)
             waited_for = rounds.difference(awaited)
-            stalled = self._stalls.look(waited_for & idle, self._membership, now=now)
         if gate_stalled:
             self._go_without_the_missing(", ".join(awaited or roster.awaited))
-        for worker_id in stalled:
-            if not self._membership.stall(worker_id):
-                # It went meanwhile, or with another process of its replica.
-                continue
-            self._events.add(
-                "stalled",
-                "worker does not count until its next push: others waited too long for it",
-                worker=worker_id,
-                stall_seconds=self._config.stall_seconds,
-                warning=True,
-            )
-            self.departed(self._membership.name_of(worker_id))
+        self.carry_out(self._registry.stall(waited_for & idle, now=now))
         for worker_id in self.pacing.set_aside(now=now, stall_seconds=self._config.stall_seconds):
             self._events.add(
                 "stalled",
@@ -308,8 +305,7 @@ class RoundController:
 
     def tick(self, now: float) -> None:
         """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
-        for name in self._registry.expire(now):
-            self.departed(name)
+        self.carry_out(self._registry.expire(now))
         content = self._content
         if content is None:
             return

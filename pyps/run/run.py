@@ -13,8 +13,10 @@ from pyps import __version__, logs
 from pyps.core.aggregation import Aggregation, brought_policy
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Finding, Gradient, scan
+from pyps.core.member import WorkerInfo
 from pyps.core.membership import Membership
 from pyps.core.plan import PushPlan
+from pyps.core.registry import WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Pushed, Shard
@@ -26,7 +28,6 @@ from pyps.run.content import Content, Ending, RunRecorder
 from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, Welcome, is_measurement
 from pyps.run.initialization import ContentFactory, Initialization, InitializationGate
 from pyps.run.observers import Events, Waits
-from pyps.run.registry import WorkerRegistry
 from pyps.run.rounds import RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
 from pyps.statistics import Statistics
@@ -81,7 +82,7 @@ class Run:
                 workers_max=config.max_workers,
                 expected_workers=config.expected_workers,
             ),
-            self.events,
+            stall_seconds=config.stall_seconds,
         )
         self.rounds = RoundController(
             config,
@@ -105,7 +106,7 @@ class Run:
             # A checkpoint may not know of leases that were given out before the server ended.
             first_lease=time.time_ns() // 1_000,
         )
-        self._registry.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
+        self.rounds.on_gone = lambda worker_id, lost: self.work.release(worker_id, now=self.clock(), lost=lost)
         self._ending = Ending(config.stop_condition, on_end=self._ended)
         if config.stop_condition is not None:
             self.rounds.on_update = partial(self._look_for_the_end, self._ending)
@@ -124,15 +125,23 @@ class Run:
             self._refuse_when_draining()
             if self._content is not None:
                 # Who came while the server was empty waited for the first parameters: it is of this run.
-                waited = self._registry.is_member(greeting)
+                waited = self._registry.is_member(greeting.worker_id, greeting.incarnation)
                 handshake.check_joining(greeting, self._content, holding=self.holding(), waited=waited)
             elif greeting.observer:
                 handshake.check_run_told(greeting.run_id, told=self.config.run_id)
             if greeting.observer:
                 return Welcome()
             greeting = handshake.with_parts(greeting, self.model, protocol=self.aggregation)
-            if self._registry.join(greeting, now=now):
-                self.rounds.departed(greeting.name)
+            info = WorkerInfo(greeting.host, greeting.process_id, greeting.device, greeting.software)
+            joined = self._registry.join(
+                greeting.worker_id,
+                greeting.incarnation,
+                now=now,
+                info=info,
+                replica=greeting.replica,
+                parts=greeting.parts,
+            )
+            self.rounds.carry_out(joined)
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
             is_over = self.membership.is_over
@@ -149,7 +158,7 @@ class Run:
         known = run_id == self.run_id or not run_id
         try:
             if known:
-                self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
+                self._heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
         except UnknownWorker:
             known = False
         state = self.state
@@ -158,15 +167,15 @@ class Run:
     def heard(self, run_id: str, worker_id: str, incarnation: int) -> None:
         """Takes a worker's call for another service as a sign of life; refuses one of another run, or unknown."""
         self._require_run(self._require_content(), run_id)
-        self._registry.heard(worker_id, incarnation, now=self.clock())
+        self._heard(worker_id, incarnation, now=self.clock())
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
         """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
         # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
         if self._content is None or run_id == self.run_id:
             now = self.clock()
-            for name in self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message):
-                self.rounds.departed(name)
+            left = self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message)
+            self.rounds.carry_out(left)
         return self.membership.num_alive
 
     # How the first parameters come in.
@@ -191,7 +200,7 @@ class Run:
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
             # It may be at it for longer than its lease.
-            self._registry.heard(opening.worker_id, opening.incarnation, now=self.clock())
+            self._heard(opening.worker_id, opening.incarnation, now=self.clock())
         with self._lock:
             # Another call may have brought the last shards meanwhile.
             if not self.gate.already_done(self._content, opening):
@@ -290,7 +299,7 @@ class Run:
         if again:
             self._registry.require_alive(worker_id, incarnation)
         else:
-            self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock)
+            self._heard(worker_id, incarnation, now=self.clock(), clock=clock)
         if self._ending.over:
             return True
         return self.rounds.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
@@ -320,14 +329,14 @@ class Run:
             handshake.check_run(run_id, self.holding(), observer=True)
             return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
         self._require_run(content, run_id)
-        self._registry.heard(worker_id, incarnation, now=self.clock())
+        self._heard(worker_id, incarnation, now=self.clock())
         shards = [content.shard(shard_id) for shard_id in shard_ids]
         self.require_declared(worker_id, (shard.shard_id for shard in shards))
         return shards or list(self.shards_of(worker_id).values())
 
     def stood_still(self, seconds: float) -> None:
         """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
-        self._registry.stood_still(seconds, now=self.clock())
+        self.rounds.carry_out(self._registry.stood_still(seconds, now=self.clock()))
         with self._lock:
             self.gate.stood_still(seconds)
 
@@ -537,6 +546,19 @@ class Run:
         return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
 
     # Helpers.
+
+    def _heard(
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        now: float,
+        clock: int | None = None,
+        scalars: Mapping[str, float] | None = None,
+    ) -> None:
+        """Notes a sign of life; UnknownWorker or Superseded where it is none of a member."""
+        heard = self._registry.heard(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
+        self.rounds.carry_out(heard)
 
     def _require_content(self) -> Content:
         content = self._content

@@ -7,8 +7,8 @@ import pytest
 
 from pyps.core.membership import Membership
 from pyps.core.receipt import Outcome, Reason
+from pyps.core.registry import Stalls
 from pyps.run.observers import EVENTS_MAX, Events, Standstill, Wait, Waits
-from pyps.run.rounds import Stalls
 from pyps_wire.errors import PypsError, ScheduleOwned
 from shards import RunDriver
 
