@@ -133,6 +133,7 @@ def serve() -> None:
         def obey() -> None:
             sys.stdin.readline()
             profile.on = True
+            print("counting", flush=True)
             rounds = int(sys.stdin.readline())
             profile.on = False
             print(json.dumps(profile.report(rounds)), flush=True)
@@ -169,6 +170,7 @@ def rounds_of(transport: str, rounds: int) -> dict[str, Any]:
             for turn in range(rounds + 20):
                 if turn == 20:
                     say("begin")
+                    line("counting")
                 client.exchange(gradients)
             say(str(rounds))
             counted: dict[str, Any] = json.loads(line("{"))

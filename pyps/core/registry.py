@@ -111,10 +111,8 @@ class WorkerRegistry:
         kind, what = ("counts", "worker counts") if before.alive else ("back", "worker is back")
         return roster, tell(kind, what, worker=worker_id, workers=roster.num_workers)
 
-    def taken(self, worker_id: str, incarnation: int, *, now: float) -> Effects:
-        """Notes that a push was taken, which lets one count again that others had waited too long for."""
-        if not self.membership.taken(worker_id, incarnation, now=now):
-            return NONE
+    def counts_again(self, worker_id: str) -> Effects:
+        """Tells of a worker whose push was taken, and that others had waited too long for."""
         return tell("counts", "worker counts", worker=worker_id, workers=self.membership.roster.num_workers)
 
     def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> Effects:

@@ -500,7 +500,7 @@ class Shard:
         self._version += 1
         for part in parts:
             self._examples += part.contribution.gradient.example_count
-        if self._pending:
+        if self._pending.waiting:
             self._forget_pending(parts)
         update = Update(self._version, rate, update_scale, tuple(parts))
         if self._recorder is not None:

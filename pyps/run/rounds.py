@@ -18,7 +18,7 @@ from pyps.core.pending import PendingBudget
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
-from pyps.core.registry import NONE, Effects, WorkerRegistry
+from pyps.core.registry import Effects, WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.shard import Pushed, Shard
@@ -133,7 +133,7 @@ class RoundController:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
-        if gradient.schedules:
+        if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
             with self._claiming([gradient]) as receipts:
                 roster = self._hear(gradient, now=began)
                 of_part = roster.of_part(content.parts[shard_id])
@@ -212,9 +212,8 @@ class RoundController:
         if receipt.duplicate:
             return
         if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
-            effects = self._registry.taken(gradient.worker_id, gradient.incarnation, now=now)
-            if effects is not NONE:
-                self.carry_out(effects)
+            if self._membership.taken(gradient.worker_id, gradient.incarnation, now=now):
+                self.carry_out(self._registry.counts_again(gradient.worker_id))
         if gradient.kind != PayloadKind.NOTHING:
             self._caveats.counted.add(gradient.example_count > 0)
         if update is not None:

@@ -136,10 +136,11 @@ class Pending:
     would cost the square of their number.
     """
 
-    __slots__ = ("_late", "_roster", "_waiting", "_workers", "num_bytes")
+    __slots__ = ("_late", "_roster", "_workers", "num_bytes", "waiting")
 
     def __init__(self, contributions: Iterable[Contribution] = ()) -> None:
-        self._waiting: list[Contribution] = []
+        # In order of arrival; not to be changed.
+        self.waiting: list[Contribution] = []
         self._workers: set[str] = set()
         # What `late` says of the roster asked about last.
         self._late: OrderedDict[str, None] = OrderedDict()
@@ -150,10 +151,10 @@ class Pending:
             self.add(contribution)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __iter__(self) -> Iterator[Contribution]:
-        return iter(self._waiting)
+        return iter(self.waiting)
 
     @property
     def workers(self) -> Collection[str]:
@@ -170,7 +171,7 @@ class Pending:
     def add(self, contribution: Contribution) -> None:
         """Lets one more wait."""
         gradient = contribution.gradient
-        self._waiting.append(contribution)
+        self.waiting.append(contribution)
         self._workers.add(gradient.worker_id)
         self._late.pop(gradient.worker_id, None)
         self.num_bytes += memoryview(gradient.payload).nbytes
