@@ -8,7 +8,7 @@ import shlex
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from pyps.cli.serve import with_settings
 from pyps.config import ConfigError, ServerConfig, flag_name, resolve
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
+from pyps.launcher.job import LineHandler
 from pyps.storage.checkpoint import Checkpoint
 from pyps.storage.folder import newest
 from pyps.units import counted
@@ -157,13 +158,20 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def attention_only(output: PrefixedOutput) -> Callable[[str, str], None]:
-    """Prints all lines of workers, and of servers those that need attention."""
-    lines = ServerLines()
+def attention_only(output: PrefixedOutput) -> LineHandler:
+    """Prints all lines of workers, and of servers those that need attention: warnings, errors, no log lines at all."""
+    # The servers whose start block is being written; each server's lines come from a thread of its own.
+    starting: set[str] = set()
 
     def line(name: str, text: str) -> None:
-        if not name.startswith("server-") or lines.attention(name, text):
-            output.line(name, text)
+        if name.startswith("server-"):
+            if _START_BLOCK.match(text):
+                starting.add(name)
+            elif not text.startswith("  "):
+                starting.discard(name)
+            if name in starting or _ROUTINE.match(text):
+                return
+        output.line(name, text)
 
     return line
 
@@ -368,22 +376,3 @@ class PrefixedOutput:
     def announce(self, text: str) -> None:
         """A line of the launcher itself."""
         self.line("pyps", text)
-
-
-class ServerLines:
-    """Finds the lines of servers that need attention: warnings, errors, and whatever is no log line at all."""
-
-    def __init__(self) -> None:
-        # The servers whose start block is being written; each server's lines come from a thread of its own.
-        self._starting: set[str] = set()
-
-    def attention(self, name: str, line: str) -> bool:
-        """True for a line of server `name` that is no routine."""
-        if _START_BLOCK.match(line):
-            self._starting.add(name)
-            return False
-        if name in self._starting:
-            if line.startswith("  "):
-                return False
-            self._starting.discard(name)
-        return not _ROUTINE.match(line)

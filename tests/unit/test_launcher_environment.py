@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pyps import logs
-from pyps.cli.run import ServerLines
+from pyps.cli.run import PrefixedOutput, attention_only
 from pyps.launcher import ports
 from pyps.launcher.environment import Group, visible_gpus, worker_environment
 
@@ -168,8 +168,18 @@ def test_without_room_below_any_free_port_is_given(tmp_path: Path, monkeypatch: 
 # Which lines of the servers are shown among those of the workers.
 
 
+def shown_of(name: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines of that process which people see."""
+    show = attention_only(PrefixedOutput(width=len(name)))
+    for line in lines:
+        show(name, line)
+    return [line.removeprefix(f"{name} | ") for line in capsys.readouterr().out.splitlines()]
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_warnings_and_errors_are_shown_and_routine_is_not(log_format: logs.Format) -> None:
+def test_warnings_and_errors_are_shown_and_routine_is_not(
+    log_format: logs.Format, capsys: pytest.CaptureFixture[str]
+) -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs.JsonFormatter() if log_format == "json" else logs.TextFormatter())
@@ -177,19 +187,15 @@ def test_warnings_and_errors_are_shown_and_routine_is_not(log_format: logs.Forma
     logger.addHandler(handler)
     for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
         logger.log(level, "the event of level %d", level)
-    lines = ServerLines()
+    lines = stream.getvalue().splitlines()
 
-    shown = [line for line in stream.getvalue().splitlines() if lines.attention("server-0", line)]
-
-    assert len(shown) == 2
-    assert "level 30" in shown[0]
-    assert "level 40" in shown[1]
+    assert shown_of("server-0", lines, capsys) == lines[2:]
+    assert shown_of("worker-0", lines, capsys) == lines
 
 
-def test_the_start_block_is_routine_and_a_traceback_is_not() -> None:
-    lines = ServerLines()
+def test_the_start_block_is_routine_and_a_traceback_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     block = ["pyps 0.1.0 parameter server", "  kernels  avx2, 2 threads", "  data     127.0.0.1:7610"]
     error = ["Traceback (most recent call last):", '  File "x.py", line 1, in x', "ValueError: x"]
 
-    assert [line for line in [*block, *error] if lines.attention("server-0", line)] == error
-    assert lines.attention("server-1", "  a line of a server whose block comes later")
+    assert shown_of("server-0", [*block, *error], capsys) == error
+    assert shown_of("server-1", ["  a line of a server whose block comes later"], capsys)
