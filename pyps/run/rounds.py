@@ -211,9 +211,9 @@ class RoundController:
         )
         if receipt.duplicate:
             return
-        if receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED:
-            if self._membership.taken(gradient.worker_id, gradient.incarnation, now=now):
-                self.carry_out(self._registry.counts_again(gradient.worker_id))
+        is_taken = receipt.outcome is not Outcome.REJECTED or receipt.reason is Reason.DROPPED
+        if is_taken and self._membership.taken(gradient.worker_id, gradient.incarnation, now=now):
+            self.carry_out(self._registry.counts_again(gradient.worker_id))
         if gradient.kind != PayloadKind.NOTHING:
             self._caveats.counted.add(gradient.example_count > 0)
         if update is not None:
