@@ -23,6 +23,7 @@ from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
 from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Receipt
+from pyps.core.recorder import Completed, Configured, Event, Pushed, Updated
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.rules import RULES
@@ -31,6 +32,9 @@ from pyps.core.shard import Shard, ShardState
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
 from pyps.run.handshake import Greeting, Opening
+from pyps.core.rules import RULES
+from pyps.run.handshake import Greeting
+from pyps.run.initialization import Opening
 from pyps.run.run import Run
 from pyps.run_header import RunHeader, Snapshot
 from pyps.storage.folder import CheckpointFolder
@@ -167,68 +171,15 @@ def digest(parameters: Floats) -> str:
     return hashlib.blake2b(parameters.tobytes(), digest_size=8).hexdigest()
 
 
-@dataclass(frozen=True)
-class Pushed:
-    gradient: Gradient
-    receipt: Receipt
-    roster: Roster
-
-
-@dataclass(frozen=True)
-class Completed:
-    roster: Roster
-    version: int
-
-
-@dataclass(frozen=True)
-class Configured:
-    behaviour: Behaviour | None
-    learning_rate: float | None
-    roster: Roster
-    version: int
-
-
-@dataclass(frozen=True)
-class Pulled:
-    worker_id: str
-    version: int
-
-
-Event = Pushed | Completed | Configured | Pulled
-
-
 @dataclass
 class Log:
-    """A recorder that keeps everything, by shard, in the order in which it happened."""
+    """A recorder that keeps everything but updates, by shard, in the order in which it happened."""
 
     events: dict[int, list[Event]] = field(default_factory=dict)
-    # What each update made of the parameters.
-    digests: dict[int, list[str]] = field(default_factory=dict)
 
-    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
-        self._keep(shard_id, Pushed(gradient, receipt, roster))
-
-    def completed(self, shard_id: int, roster: Roster, version: int) -> None:
-        self._keep(shard_id, Completed(roster, version))
-
-    def configured(
-        self,
-        shard_id: int,
-        behaviour: Behaviour | None,
-        learning_rate: float | None,
-        roster: Roster,
-        version: int,
-    ) -> None:
-        self._keep(shard_id, Configured(behaviour, learning_rate, roster, version))
-
-    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
-        self.digests.setdefault(shard_id, []).append(digest(parameters))
-
-    def pulled(self, shard_id: int, worker_id: str, version: int) -> None:
-        self._keep(shard_id, Pulled(worker_id, version))
-
-    def _keep(self, shard_id: int, event: Event) -> None:
-        self.events.setdefault(shard_id, []).append(event)
+    def record(self, event: Event) -> None:
+        if not isinstance(event, Updated):
+            self.events.setdefault(event.shard_id, []).append(event)
 
     def pushes(self, shard_id: int) -> list[Pushed]:
         return [event for event in self.events[shard_id] if isinstance(event, Pushed)]

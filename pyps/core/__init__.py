@@ -15,7 +15,7 @@ Read `shard.py` first; it uses the others in this order:
     update.py        one update of the parameters
     rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin
     waiters.py       who is called when a version is reached
-    recorder.py      who is told of all that happens to a shard
+    recorder.py      what happens to a shard, and who is told of it
     shard_state.py   all that a shard is, for checkpoints
     arrays.py        float32 arrays as the kernels like them
     spec.py          behaviours picked by a line of text

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from pyps import _kernels
+from pyps.core import recorder as events
 from pyps.core import verdict
 from pyps.core.aggregation import Acknowledge, Apply, Arrival, Contribution, Park, Part, Pending, Refuse
 from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
@@ -169,7 +170,7 @@ class Shard:
         with self._lock:
             while (decision := self._completed(roster)) is not None:
                 if not updates and self._recorder is not None:
-                    self._recorder.completed(self.shard_id, roster, self._version)
+                    self._recorder.record(events.Completed(self.shard_id, roster, self._version))
                 updates.append(self._update(decision))
             reached = self._waiters.take_reached(self._version)
         call_all(reached)
@@ -191,7 +192,11 @@ class Shard:
         updates: list[Update] = []
         with self._lock:
             if self._recorder is not None:
-                self._recorder.configured(self.shard_id, behaviour, learning_rate, roster, self._version)
+                self._recorder.record(
+                    events.Configured(
+                        self.shard_id, behaviour, learning_rate, roster, self._version, finished=self._finished
+                    )
+                )
             if behaviour is not None:
                 decision = self._settled(behaviour)
                 if decision is not None:
@@ -224,7 +229,7 @@ class Shard:
                 return None
             _kernels.encode_into(self._parameters, reply)
             if worker_id is not None and self._recorder is not None:
-                self._recorder.pulled(self.shard_id, worker_id, self._version)
+                self._recorder.record(events.Pulled(self.shard_id, worker_id, self._version))
             return self._version
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:
@@ -233,7 +238,7 @@ class Shard:
             if self._version != version:
                 return False
             if worker_id is not None and self._recorder is not None:
-                self._recorder.pulled(self.shard_id, worker_id, version)
+                self._recorder.record(events.Pulled(self.shard_id, worker_id, version))
             return True
 
     def read(self, reader: Callable[[int, Floats], T]) -> T:
@@ -414,7 +419,7 @@ class Shard:
             self._budget.take(waits_bytes)
         if self._recorder is not None:
             try:
-                self._recorder.pushed(self.shard_id, gradient, receipt, roster)
+                self._recorder.record(events.Pushed(self.shard_id, gradient, receipt, roster))
             except BaseException:
                 self._budget.give_back(waits_bytes)
                 raise
@@ -460,7 +465,7 @@ class Shard:
         if not written:
             _kernels.encode_into(self._parameters, reply)
         if self._recorder is not None:
-            self._recorder.pulled(self.shard_id, worker_id, version)
+            self._recorder.record(events.Pulled(self.shard_id, worker_id, version))
         return version
 
     def _rejected(self, refusal: Refuse, gradient: Gradient, roster: Roster) -> Receipt:
@@ -504,7 +509,7 @@ class Shard:
             self._forget_pending(parts)
         update = Update(self._version, rate, update_scale, tuple(parts))
         if self._recorder is not None:
-            self._recorder.updated(self.shard_id, update, self._readable)
+            self._recorder.record(events.Updated(self.shard_id, update, self._readable))
         return update, left_out
 
     def _forget_pending(self, parts: Sequence[Part]) -> None:

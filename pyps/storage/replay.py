@@ -5,89 +5,42 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from pyps.core import rules
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient
 from pyps.core.ledger import Ledger, LedgerState
 from pyps.core.receipt import Receipt
-from pyps.core.recorder import Recorder
+from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Recorder, Updated
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from pyps.core.update import Update
 from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of, update_to_plain
 from pyps.storage.update_log import FORMAT, UpdateLogError, decode
+from pyps.storage.plain import contribution_from_plain, push_from_plain
+from pyps.storage.update_log import FORMAT, LoggedUpdate, UpdateLogError, decode
 
 # Of format 2 the first line holds the receipts too.
 _FORMATS_READ = ("pyps update log 2", FORMAT)
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedPush:
-    """A gradient that came, and how it was answered."""
-
-    # Without its payload where that was not kept.
-    gradient: Gradient
-    receipt: Receipt
-    roster: Roster
-    payload_kept: bool
-    # The update that the push made: its rate and parts, and the quick checksum of the shard after it; empty for none.
-    update: Mapping[str, Any]
-    checksum: str
+class NotKept(NamedTuple):
+    """From here on gradients were not kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """An update that no push brought about."""
-
-    version: int
-    # Its rate and parts.
-    update: Mapping[str, Any]
-    checksum: str
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """A round was completed because other workers counted; its updates follow."""
-
-    roster: Roster
-
-
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """What was in force changed; the updates that settled what waited follow."""
-
-    behaviour: Behaviour | None
-    learning_rate: float | None
-    roster: Roster
-    # Whether the run had ended: then nothing is settled.
-    finished: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A worker was given the parameters of a version."""
-
-    worker_id: str
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(NamedTuple):
     """The log ended in order, with the shard so; the checksum is a CRC-32."""
 
     version: int
     checksum: str
 
 
-Event = LoggedPush | Updated | Completed | Configured | Pulled | Ended
+LoggedEvent = Pushed | LoggedUpdate | Completed | Configured | Pulled | NotKept | Ended
 
 
 class ShardLog:
@@ -136,39 +89,40 @@ class ShardLog:
             recorder=recorder,
         )
 
-    def events(self) -> Iterator[Event]:
-        """Yields what happened, in order. Ends early where a killed server left half a line."""
+    def events(self) -> Iterator[LoggedEvent]:
+        """Yields what happened, in order. Ends early at a gradient not kept, or half a line of a killed server."""
         roster = Roster()
         lines = self._lines()
         next(lines)
         with (self._payload_path if self.replayable else Path(os.devnull)).open("rb") as payloads:
             for line in lines:
-                if line["event"] == "roster":
-                    roster = Roster(tuple(line["workers"]), line["missing"], tuple(line.get("coming", ())))
-                else:
-                    yield self._event(line, roster, payloads)
-
-    def _event(self, line: Mapping[str, Any], roster: Roster, payloads: BinaryIO) -> Event:
-        match line["event"]:
-            case "push":
-                place = line["payload"]
-                payload = b"" if place is None else self._payload(payloads, place)
-                gradient, receipt = push_from_plain(line, payload)
-                update, checksum = line.get("update", {}), line.get("checksum", "")
-                return LoggedPush(gradient, receipt, roster, place is not None, update, checksum)
-            case "update":
-                return Updated(line["version"], line["update"], line["checksum"])
-            case "complete":
-                return Completed(roster)
-            case "configure":
-                texts = line["behaviour"]
-                behaviour = None if texts is None else Behaviour.parse(**texts)
-                return Configured(behaviour, line["learning_rate"], roster, line["finished"])
-            case "pull":
-                return Pulled(line["worker_id"], line["version"])
-            case "end":
-                return Ended(line["version"], line["checksum"])
-        raise UpdateLogError(f"{self.path} has an event {line['event']!r} that this software does not know")
+                match line["event"]:
+                    case "roster":
+                        roster = Roster(tuple(line["workers"]), line["missing"], tuple(line.get("coming", ())))
+                    case "push" if line["payload"] is None:
+                        yield NotKept()
+                        return
+                    case "push":
+                        gradient, receipt = push_from_plain(line, self._payload(payloads, line["payload"]))
+                        yield Pushed(self.shard_id, gradient, receipt, roster)
+                        if "update" in line:
+                            yield LoggedUpdate(receipt.version_after, line["update"], line["checksum"])
+                    case "update":
+                        yield LoggedUpdate(line["version"], line["update"], line["checksum"])
+                    case "complete":
+                        yield Completed(self.shard_id, roster, line["version"])
+                    case "configure":
+                        behaviour = None if line["behaviour"] is None else Behaviour.parse(**line["behaviour"])
+                        yield Configured(
+                            *(self.shard_id, behaviour, line["learning_rate"], roster),
+                            *(line["version"], line["finished"]),
+                        )
+                    case "pull":
+                        yield Pulled(self.shard_id, line["worker_id"], line["version"])
+                    case "end":
+                        yield Ended(line["version"], line["checksum"])
+                    case other:
+                        raise UpdateLogError(f"{self.path} has an event {other!r} that this software does not know")
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         try:
@@ -246,9 +200,6 @@ def replay(path: Path) -> Replayed:
     difference = ""
     try:
         for event in log.events():
-            if isinstance(event, LoggedPush) and not event.payload_kept:
-                replaying.cut_short = True
-                break
             replaying.follow(event)
     except Different as error:
         difference = str(error)
@@ -260,28 +211,42 @@ class _Replay:
 
     def __init__(self, log: ShardLog):
         self._log = log
-        self._made = _Made()
-        self._shard: Shard = log.shard(self._made)
+        # Updates that the shard has made, and that the log has not told of yet.
+        self._made: deque[LoggedUpdate] = deque()
+        self._shard: Shard = log.shard(self)
+        # In words, the push that the next update comes from.
+        self._by = ""
         self._updates = self._pulls = 0
-        self._ended = self.cut_short = False
+        self._ended = self._cut_short = False
 
-    def follow(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
+        """Keeps the updates that the shard makes, in which all else shows."""
+        if isinstance(event, Updated):
+            self._made.append(LoggedUpdate.of(event))
+
+    def follow(self, event: LoggedEvent) -> None:
         """Does what the event says; raises Different when it comes out otherwise."""
+        if isinstance(event, LoggedUpdate):
+            self._compare(event)
+            return
+        if self._made:
+            made = self._made.popleft()
+            raise Different(
+                f"update {made.version}: the replay makes it (checksum {made.checksum}), but it is not logged"
+            )
         match event:
-            case LoggedPush():
+            case Pushed():
                 self._push(event)
-            case Updated():
-                self._compare_update(event.version, event.update, event.checksum, "")
             case Completed():
-                self._require_no_more()
                 self._shard.complete(event.roster)
             case Configured():
-                self._require_no_more()
                 if event.finished:
                     self._shard.finish()
                 self._shard.configure(behaviour=event.behaviour, learning_rate=event.learning_rate, roster=event.roster)
             case Pulled():
                 self._pulls += 1
+            case NotKept():
+                self._cut_short = True
             case Ended():
                 self._end(event)
 
@@ -297,46 +262,38 @@ class _Replay:
             pulls=self._pulls,
             checksum=self._shard.read(lambda _, values: checksum_of(values)),
             ended=self._ended,
-            cut_short=self.cut_short,
+            cut_short=self._cut_short,
             difference=difference,
         )
 
-    def _push(self, event: LoggedPush) -> None:
-        self._require_no_more()
+    def _push(self, event: Pushed) -> None:
         gradient, logged = event.gradient, event.receipt
         push = f"push {gradient.sequence} of worker {gradient.worker_id!r}"
+        if logged.version_after > logged.version_before:
+            self._by = f", by {push}"
         receipt = self._shard.push(gradient, roster=event.roster).receipt
-        for name in _COMPARED:
-            mine, theirs = getattr(receipt, name), getattr(logged, name)
+        for name, mine, theirs in zip(Receipt._fields, receipt, logged, strict=True):
             if mine != theirs:
-                what = f"update {logged.version_after}, by {push}" if event.checksum else f"the answer to {push}"
+                what = f"update {logged.version_after}{self._by}" if self._by else f"the answer to {push}"
                 raise Different(f"{what}: {name} is logged as {_number(theirs)}, replayed it is {_number(mine)}")
-        if event.checksum:
-            self._compare_update(logged.version_after, event.update, event.checksum, f", by {push}")
 
-    def _compare_update(self, version: int, update: Mapping[str, Any], checksum: str, by: str) -> None:
-        if not self._made.updates:
-            raise Different(f"update {version}{by}: it is logged, but the replay makes none")
-        made_version, made_update, made_checksum = self._made.updates.popleft()
-        for name, made in made_update.items():
-            if update[name] != made:
-                raise Different(
-                    f"update {version}{by}: {name} is logged as {_number(update[name])}, replayed it is {_number(made)}"
-                )
-        if (made_version, made_checksum) != (version, checksum):
+    def _compare(self, logged: LoggedUpdate) -> None:
+        what, self._by = f"update {logged.version}{self._by}", ""
+        if not self._made:
+            raise Different(f"{what}: it is logged, but the replay makes none")
+        made = self._made.popleft()
+        for name, mine in made.update.items():
+            theirs = logged.update[name]
+            if mine != theirs:
+                raise Different(f"{what}: {name} is logged as {_number(theirs)}, replayed it is {_number(mine)}")
+        if (made.version, made.checksum) != (logged.version, logged.checksum):
             raise Different(
-                f"update {version}{by}: the shard's checksum is logged as {checksum}, replayed it is {made_checksum} "
-                f"at version {made_version}"
+                f"{what}: the shard's checksum is logged as {logged.checksum}, replayed it is {made.checksum} "
+                f"at version {made.version}"
             )
         self._updates += 1
 
-    def _require_no_more(self) -> None:
-        if self._made.updates:
-            version, _, checksum = self._made.updates.popleft()
-            raise Different(f"update {version}: the replay makes it (checksum {checksum}), but it is not logged")
-
     def _end(self, event: Ended) -> None:
-        self._require_no_more()
         version, checksum = self._shard.read(lambda version, values: (version, checksum_of(values)))
         if (version, checksum) != (event.version, event.checksum):
             raise Different(
@@ -344,39 +301,6 @@ class _Replay:
                 f"{version} with {checksum}"
             )
         self._ended = True
-
-
-_COMPARED = Receipt._fields
-
-
-@dataclass
-class _Made:
-    """A recorder that keeps the updates that a shard makes, and nothing else."""
-
-    # The version, rate and parts, and checksum of each.
-    updates: deque[tuple[int, dict[str, Any], str]] = field(default_factory=deque)
-
-    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
-        self.updates.append((update.version, update_to_plain(update), quick_checksum_of(parameters)))
-
-    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
-        """Is compared by its receipt."""
-
-    def completed(self, shard_id: int, roster: Roster, version: int) -> None:
-        """Shows in the updates that follow."""
-
-    def configured(
-        self,
-        shard_id: int,
-        behaviour: Behaviour | None,
-        learning_rate: float | None,
-        roster: Roster,
-        version: int,
-    ) -> None:
-        """Shows in the updates that follow."""
-
-    def pulled(self, shard_id: int, worker_id: str, version: int) -> None:
-        """Changes nothing."""
 
 
 def _number(value: object) -> str:

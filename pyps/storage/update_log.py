@@ -15,18 +15,15 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from pyps import logs
 from pyps.core.arrays import Floats
-from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Gradient
-from pyps.core.receipt import Receipt
+from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Updated
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
-from pyps.core.update import Update
 from pyps.run_header import RunHeader
 from pyps.storage.disk import FOLDER_MODE, create
 from pyps.storage.plain import checksum_of, contribution_to_plain, push_to_plain, quick_checksum_of, update_to_plain
@@ -88,6 +85,21 @@ class Budget:
         return not first_refusal
 
 
+class LoggedUpdate(NamedTuple):
+    """What an update has made of which gradients, as its line tells it."""
+
+    version: int
+    # Its rate and parts.
+    update: Mapping[str, Any]
+    # The quick checksum of the shard after it.
+    checksum: str
+
+    @classmethod
+    def of(cls, event: Updated) -> LoggedUpdate:
+        """What a line tells of an update."""
+        return cls(event.update.version, update_to_plain(event.update), quick_checksum_of(event.parameters))
+
+
 class ShardFiles:
     """Appends to the files. Guarded by its shard's lock."""
 
@@ -128,28 +140,40 @@ class ShardFiles:
             }
         )
 
-    def push(self, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
-        """Writes a push, as soon as its update is made where it makes one."""
+    def record(self, event: Event) -> None:
+        """Writes what happens; a push that makes an update as soon as that is made, in one line with it."""
         with self._ending_on_error():
-            self._note(roster)
-            places = self._keep([gradient.payload])
-            line = {"event": "push", **push_to_plain(gradient, receipt), "payload": places[0] if places else None}
-            if receipt.version_after > receipt.version_before:
-                self._push = line
-            else:
-                self._append(line)
-
-    def change(self, line: Mapping[str, Any], roster: Roster) -> None:
-        """Writes what changes the shard beside pushes."""
-        with self._ending_on_error():
-            self._note(roster)
-            self._append(line)
-
-    def update(self, update: Update, checksum: str) -> None:
-        """Writes what an update has made of which gradients, behind the push that brought it about."""
-        push, self._push = self._push, None
-        cause = push or {"event": "update", "version": update.version}
-        self.write({**cause, "update": update_to_plain(update), "checksum": checksum})
+            match event:
+                case Pushed(_, gradient, receipt, roster):
+                    self._note(roster)
+                    places = self._keep([gradient.payload])
+                    place = places[0] if places else None
+                    line = {"event": "push", **push_to_plain(gradient, receipt), "payload": place}
+                    if receipt.version_after > receipt.version_before:
+                        self._push = line
+                    else:
+                        self._append(line)
+                case Updated():
+                    push, self._push = self._push, None
+                    made = LoggedUpdate.of(event)
+                    cause = push or {"event": "update", "version": made.version}
+                    self._append({**cause, "update": made.update, "checksum": made.checksum})
+                case Completed(_, roster, version):
+                    self._note(roster)
+                    self._append({"event": "complete", "version": version})
+                case Configured():
+                    self._note(event.roster)
+                    self._append(
+                        {
+                            "event": "configure",
+                            "version": event.version,
+                            "behaviour": None if event.behaviour is None else event.behaviour.texts,
+                            "learning_rate": event.learning_rate,
+                            "finished": event.finished,
+                        }
+                    )
+                case Pulled(_, worker_id, version):
+                    self._append({"event": "pull", "worker_id": worker_id, "version": version})
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line."""
@@ -260,45 +284,10 @@ class UpdateLog:
             if before is None:
                 folder.rmdir()
 
-    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
-        """Logs a push; the update that it makes comes into the same line."""
-        if files := self._files.get(shard_id):
-            files.push(gradient, receipt, roster)
-
-    def completed(self, shard_id: int, roster: Roster, version: int) -> None:
-        """Logs that waiting gradients become updates because other workers count."""
-        if files := self._files.get(shard_id):
-            files.change({"event": "complete", "version": version}, roster)
-
-    def configured(
-        self,
-        shard_id: int,
-        behaviour: Behaviour | None,
-        learning_rate: float | None,
-        roster: Roster,
-        version: int,
-    ) -> None:
-        """Logs a change of what is in force."""
-        if files := self._files.get(shard_id):
-            change = {
-                "event": "configure",
-                "version": version,
-                "behaviour": None if behaviour is None else behaviour.texts,
-                "learning_rate": learning_rate,
-                # What waits at the end of a run is not settled any more.
-                "finished": self._shards[shard_id].finished,
-            }
-            files.change(change, roster)
-
-    def updated(self, shard_id: int, update: Update, parameters: Floats) -> None:
-        """Logs the version that an update made, what it was made of, and a checksum of its parameters."""
-        if files := self._files.get(shard_id):
-            files.update(update, quick_checksum_of(parameters))
-
-    def pulled(self, shard_id: int, worker_id: str, version: int) -> None:
-        """Logs a pull."""
-        if files := self._files.get(shard_id):
-            files.write({"event": "pull", "worker_id": worker_id, "version": version})
+    def record(self, event: Event) -> None:
+        """Logs what happens to a shard."""
+        if files := self._files.get(event.shard_id):
+            files.record(event)
 
     def end(self) -> None:
         """Notes each shard's final version and CRC-32, and closes the files. Pushes must have stopped."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from client_support import addresses, gradients_like, make_client, start_servers
-from pyps.storage.replay import LoggedPush, ShardLog, log_paths, replay
-from pyps.storage.update_log import decode, encode
+from pyps.storage.replay import ShardLog, log_paths, replay
+from pyps.storage.update_log import LoggedUpdate, decode, encode
 from support import ServerThread, checksums, shell
 from wire_worker import WireWorker
 
@@ -35,7 +35,7 @@ def test_the_logs_of_a_job_replay_to_its_final_bits_and_what_was_tampered_with_i
         assert checksum in shown
     assert shown.count("yes") == len(paths)
 
-    first = next(event for event in ShardLog(paths[0]).events() if isinstance(event, LoggedPush) and event.checksum)
+    first = next(event for event in ShardLog(paths[0]).events() if isinstance(event, LoggedUpdate))
     tamper(paths[0], first.checksum)
     words = " ".join(shell("replay", str(tmp_path), status=1).split())
     assert f"{paths[0]}: update 1, by push" in words

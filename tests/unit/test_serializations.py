@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from pyps.core.gradient import Codec
+from pyps.core.recorder import Pulled
 from pyps.core.shard import Shard
 from pyps.service.executor import INLINE_BYTES_MAX
 from pyps.service.serializations import Serializations, Wanted
 from pyps_wire import codecs
 from pyps_wire import parameter_server_pb2 as wire
-from shards import Log, Pulled, make_shard, pull, push, run_together
+from shards import Log, make_shard, pull, push, run_together
 
 # The shortest shard whose frames are kept.
 LENGTH = INLINE_BYTES_MAX // 4
@@ -93,4 +94,4 @@ def test_a_shared_frame_is_recorded_for_each_worker_that_takes_it() -> None:
     shard = large_shard(recorder=log)
     for worker_id in ("a", "b", ""):
         take(cache, shard, worker_id=worker_id)
-    assert log.events[0] == [Pulled("a", 0), Pulled("b", 0)]
+    assert log.events[0] == [Pulled(0, "a", 0), Pulled(0, "b", 0)]

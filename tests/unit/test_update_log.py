@@ -18,12 +18,15 @@ import pytest
 from pyps.core.gradient import Extent
 from pyps.core.ledger import Ledger
 from pyps.core.receipt import Outcome
+from pyps.core.recorder import Configured, Pulled, Pushed
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, quick_checksum_of
 from pyps.storage.replay import Configured, Ended, LoggedPush, Pulled, ShardLog, log_paths, replay
 from pyps.storage.update_log import UpdateLog, UpdateLogError, decode, encode
+from pyps.storage.replay import Ended, NotKept, ShardLog, log_paths, replay
+from pyps.storage.update_log import LoggedUpdate, UpdateLog, UpdateLogError, decode, encode
 from pyps_wire.partition import Model, Tensor
 from replicas import CUT
 from shards import gradient, make_behaviour, make_shard, nothing, pull, push, roster
@@ -152,9 +155,10 @@ def test_events_come_in_order_with_payloads_and_receipts(log: UpdateLog, tmp_pat
     shard_log = ShardLog(only(tmp_path))
     assert shard_log.run == HEADER
     assert list(shard_log.events()) == [
-        Pulled("b", 0),
-        LoggedPush(sent, receipt, workers, payload_kept=True, update=update, checksum=checksum),
-        Configured(make_behaviour("hardsync"), 0.5, workers, finished=False),
+        Pulled(0, "b", 0),
+        Pushed(0, sent, receipt, workers),
+        LoggedUpdate(1, update, checksum),
+        Configured(0, make_behaviour("hardsync"), 0.5, workers, version=1, finished=False),
         Ended(1, checksum_of(pull(shard)[1])),
     ]
 
@@ -166,7 +170,7 @@ def test_without_gradients_the_lines_are_there_and_a_replay_says_what_it_lacks(t
     path = only(tmp_path)
     assert [line["event"] for line in lines_of(path)].count("push") == 4
     assert not path.with_suffix(".payloads").exists()
-    assert [event.payload_kept for event in ShardLog(path).events() if isinstance(event, LoggedPush)] == [False] * 4
+    assert list(ShardLog(path).events()) == [Pulled(0, "a", 0), NotKept()]
     with pytest.raises(UpdateLogError, match=r"holds no gradients: a server keeps them with --log-gradients"):
         replay(path)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pyps.core.gradient import Codec, Extent, PayloadKind
 from pyps.core.receipt import Outcome, Reason, Receipt
+from pyps.core.recorder import Event
 from pyps.core.shard import Shard
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
 from shards import (
@@ -217,10 +218,10 @@ def test_the_recorder_hears_what_was_decided_and_nothing_else() -> None:
 class FullDisk(Log):
     """A log that takes one push and nothing after it."""
 
-    def _keep(self, shard_id: int, event: object) -> None:
+    def record(self, event: Event) -> None:
         if self.events:
             raise OSError("no space left on device")
-        super()._keep(shard_id, event)  # type: ignore[arg-type]
+        super().record(event)
 
 
 def test_what_cannot_be_recorded_is_not_done() -> None:

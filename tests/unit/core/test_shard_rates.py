@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from pyps.core.receipt import Outcome, Reason
+from pyps.core.recorder import Configured, Pushed
 from pyps.core.roster import Roster
 from pyps.core.schedule import BatchGrowth
 from shards import Configured, Log, Pushed, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
+from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
 
@@ -208,7 +210,10 @@ def test_the_recorder_hears_of_a_change_with_all_that_makes_it_again() -> None:
     shard = make_shard([0.0], recorder=log, version=3)
     shard.configure(behaviour=behaviour, learning_rate=0.5, roster=TWO)
     shard.configure(learning_rate=0.25, roster=TWO)
-    assert log.events[0] == [Configured(behaviour, 0.5, TWO, 3), Configured(None, 0.25, TWO, 3)]
+    assert log.events[0] == [
+        Configured(0, behaviour, 0.5, TWO, version=3, finished=False),
+        Configured(0, None, 0.25, TWO, version=3, finished=False),
+    ]
 
 
 def test_a_finished_shard_settles_nothing() -> None:

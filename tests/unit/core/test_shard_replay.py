@@ -10,13 +10,12 @@ import numpy as np
 
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.recorder import Completed, Configured
 from pyps.core.roster import Roster
 from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
 from pyps.core.shard import Shard
 from shards import (
-    Completed,
-    Configured,
     Log,
     digest,
     gradient,

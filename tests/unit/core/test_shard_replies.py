@@ -18,10 +18,10 @@ from pyps.core.gradient import Codec, Extent, Finding, Gradient, item_bytes, sca
 from pyps.core.pending import PendingBudget
 from pyps.core.plan import Reply
 from pyps.core.receipt import Outcome, Reason, Receipt
-from pyps.core.roster import Roster
+from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
 from pyps_wire.errors import BadRequest
-from shards import Log, Pulled, Pushed, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
+from shards import Log, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
 
 MARGIN = 8
 
@@ -79,9 +79,10 @@ class Meddling(Log):
         super().__init__()
         self._write = write
 
-    def pushed(self, shard_id: int, gradient: Gradient, receipt: Receipt, roster: Roster) -> None:
-        self._write()
-        super().pushed(shard_id, gradient, receipt, roster)
+    def record(self, event: Event) -> None:
+        if isinstance(event, Pushed):
+            self._write()
+        super().record(event)
 
 
 def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer() -> None:

@@ -11,7 +11,8 @@ from pyps.core.arrays import Floats
 from pyps.core.gradient import Codec, Finding, Gradient, first_of
 from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Reason
-from pyps.storage.replay import Pulled, ShardLog, log_paths, replay
+from pyps.core.recorder import Pulled
+from pyps.storage.replay import ShardLog, log_paths, replay
 from pyps.storage.update_log import UpdateLog
 from pyps_wire.errors import BadRequest, RunMismatch
 from shards import SHARD_SIZE, serving
@@ -103,4 +104,4 @@ def test_a_log_of_pushes_from_shared_memory_replays_to_the_bit(tmp_path: Path) -
         assert replay(path).difference == ""
     [first, _] = log_paths(tmp_path)
     pulls = [event for event in ShardLog(first).events() if isinstance(event, Pulled)]
-    assert pulls == [Pulled("a", 1), Pulled("a", 2), Pulled("a", 3)]
+    assert pulls == [Pulled(0, "a", 1), Pulled(0, "a", 2), Pulled(0, "a", 3)]
