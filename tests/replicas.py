@@ -87,7 +87,7 @@ def wait_for_pushes(job: ReplicaJob, names: set[str]) -> None:
     """Waits until each of these processes has pushed."""
 
     def all_have_pushed() -> bool:
-        return names <= {name for a in job.addresses for name, w in workers_of(a).items() if w.pushes_applied}
+        return names <= {name for a in job.addresses for name, w in workers_of(a).items() if w.tally.pushes_applied}
 
     wait_until(all_have_pushed, DEADLINE, f"a push of each of {sorted(names)}")
 

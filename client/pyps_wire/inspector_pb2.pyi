@@ -12,14 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "updates", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "examples", "staleness_mean", "staleness_max", "rate_scale_mean", "uptime_seconds", "last_update_seconds", "bytes_in", "bytes_out", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "pushes_dropped", "rejected_by_reason", "blocked_seconds", "roster", "workers_missing", "step_lost", "warnings", "schedule_owner", "durable_version", "checkpoint_failure")
-    class RejectedByReasonEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("software", "instruction_set", "state", "run_id", "epoch", "server_index", "num_servers", "protocol", "staleness", "optimizer", "num_shards", "num_parameters", "model_parameters", "version_min", "version_max", "workers_alive", "tally", "examples", "uptime_seconds", "last_update_seconds", "data_address", "control_address", "metrics_address", "checkpoint", "waiting_for", "warmup", "warming_up", "schedule", "learning_rates", "batch_growth", "batch_size", "clip_norm", "pending_gradients", "pending_bytes", "roster", "workers_missing", "warnings", "schedule_owner", "durable_version", "checkpoint_failure")
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     INSTRUCTION_SET_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -36,19 +29,10 @@ class Status(_message.Message):
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     WORKERS_ALIVE_FIELD_NUMBER: _ClassVar[int]
-    UPDATES_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    TALLY_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
-    RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LAST_UPDATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
-    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -63,12 +47,8 @@ class Status(_message.Message):
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     PENDING_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    REJECTED_BY_REASON_FIELD_NUMBER: _ClassVar[int]
-    BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ROSTER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_MISSING_FIELD_NUMBER: _ClassVar[int]
-    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_OWNER_FIELD_NUMBER: _ClassVar[int]
     DURABLE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -89,19 +69,10 @@ class Status(_message.Message):
     version_min: int
     version_max: int
     workers_alive: int
-    updates: int
-    pushes_applied: int
-    pushes_pending: int
-    pushes_rejected: int
-    pushes_duplicate: int
+    tally: Tally
     examples: int
-    staleness_mean: float
-    staleness_max: int
-    rate_scale_mean: float
     uptime_seconds: float
     last_update_seconds: float
-    bytes_in: int
-    bytes_out: int
     data_address: str
     control_address: str
     metrics_address: str
@@ -116,17 +87,52 @@ class Status(_message.Message):
     clip_norm: float
     pending_gradients: int
     pending_bytes: int
-    pushes_dropped: int
-    rejected_by_reason: _containers.ScalarMap[str, int]
-    blocked_seconds: float
     roster: _containers.RepeatedScalarFieldContainer[str]
     workers_missing: int
-    step_lost: float
     warnings: _containers.RepeatedScalarFieldContainer[str]
     schedule_owner: str
     durable_version: int
     checkpoint_failure: str
-    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., updates: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., examples: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., rejected_by_reason: _Optional[_Mapping[str, int]] = ..., blocked_seconds: _Optional[float] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., step_lost: _Optional[float] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, software: _Optional[str] = ..., instruction_set: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., num_shards: _Optional[int] = ..., num_parameters: _Optional[int] = ..., model_parameters: _Optional[int] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., workers_alive: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., examples: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., last_update_seconds: _Optional[float] = ..., data_address: _Optional[str] = ..., control_address: _Optional[str] = ..., metrics_address: _Optional[str] = ..., checkpoint: _Optional[str] = ..., waiting_for: _Optional[_Iterable[str]] = ..., warmup: _Optional[str] = ..., warming_up: bool = ..., schedule: _Optional[str] = ..., learning_rates: _Optional[_Iterable[_Union[LearningRate, _Mapping]]] = ..., batch_growth: _Optional[str] = ..., batch_size: _Optional[int] = ..., clip_norm: _Optional[float] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., roster: _Optional[_Iterable[str]] = ..., workers_missing: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., schedule_owner: _Optional[str] = ..., durable_version: _Optional[int] = ..., checkpoint_failure: _Optional[str] = ...) -> None: ...
+
+class Tally(_message.Message):
+    __slots__ = ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "pushes_dropped", "rejected_by_reason", "updates", "staleness_mean", "staleness_max", "rate_scale_mean", "step_lost", "blocked_seconds", "bytes_in", "bytes_out")
+    class RejectedByReasonEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_BY_REASON_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    pushes_applied: int
+    pushes_pending: int
+    pushes_rejected: int
+    pushes_duplicate: int
+    pushes_dropped: int
+    rejected_by_reason: _containers.ScalarMap[str, int]
+    updates: int
+    staleness_mean: float
+    staleness_max: int
+    rate_scale_mean: float
+    step_lost: float
+    blocked_seconds: float
+    bytes_in: int
+    bytes_out: int
+    def __init__(self, pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., rejected_by_reason: _Optional[_Mapping[str, int]] = ..., updates: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., step_lost: _Optional[float] = ..., blocked_seconds: _Optional[float] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("group", "base", "current")
@@ -143,7 +149,7 @@ class ListShardsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "pushes_applied", "pushes_rejected", "pushes_duplicate", "pushes_pending", "pushes_dropped", "updates", "pending_gradients", "pending_bytes", "waiting_for", "staleness_mean", "staleness_max", "step_lost", "learning_rate", "examples", "part", "num_workers")
+    __slots__ = ("shard_id", "group", "offset", "num_parameters", "version", "checksum", "bytes", "tally", "pending_gradients", "pending_bytes", "waiting_for", "learning_rate", "examples", "part", "num_workers")
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -151,18 +157,10 @@ class ShardInfo(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    TALLY_FIELD_NUMBER: _ClassVar[int]
     PENDING_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     PENDING_BYTES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
-    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     EXAMPLES_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
@@ -174,23 +172,15 @@ class ShardInfo(_message.Message):
     version: int
     checksum: str
     bytes: int
-    pushes_applied: int
-    pushes_rejected: int
-    pushes_duplicate: int
-    pushes_pending: int
-    pushes_dropped: int
-    updates: int
+    tally: Tally
     pending_gradients: int
     pending_bytes: int
     waiting_for: _containers.RepeatedScalarFieldContainer[str]
-    staleness_mean: float
-    staleness_max: int
-    step_lost: float
     learning_rate: float
     examples: int
     part: int
     num_workers: int
-    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_dropped: _Optional[int] = ..., updates: _Optional[int] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., step_lost: _Optional[float] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
+    def __init__(self, shard_id: _Optional[int] = ..., group: _Optional[int] = ..., offset: _Optional[int] = ..., num_parameters: _Optional[int] = ..., version: _Optional[int] = ..., checksum: _Optional[str] = ..., bytes: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., pending_gradients: _Optional[int] = ..., pending_bytes: _Optional[int] = ..., waiting_for: _Optional[_Iterable[str]] = ..., learning_rate: _Optional[float] = ..., examples: _Optional[int] = ..., part: _Optional[int] = ..., num_workers: _Optional[int] = ...) -> None: ...
 
 class ListShardsReply(_message.Message):
     __slots__ = ("shards",)
@@ -203,7 +193,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "staleness_mean", "staleness_max", "rate_scale_mean", "silent_seconds", "scalars", "message", "counts", "waits_for", "blocked_seconds", "pushes_dropped", "step_lost", "transport", "replica", "parts", "shards_pushed", "shards_pulled")
+    __slots__ = ("worker_id", "state", "incarnation", "host", "process_id", "device", "software", "clock", "tally", "silent_seconds", "scalars", "message", "counts", "waits_for", "transport", "replica", "parts", "shards_pushed", "shards_pulled")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -219,21 +209,12 @@ class WorkerInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_PENDING_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_REJECTED_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_MEAN_FIELD_NUMBER: _ClassVar[int]
-    STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
-    RATE_SCALE_MEAN_FIELD_NUMBER: _ClassVar[int]
+    TALLY_FIELD_NUMBER: _ClassVar[int]
     SILENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
-    BLOCKED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PUSHES_DROPPED_FIELD_NUMBER: _ClassVar[int]
-    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
@@ -247,27 +228,18 @@ class WorkerInfo(_message.Message):
     device: str
     software: str
     clock: int
-    pushes_applied: int
-    pushes_pending: int
-    pushes_rejected: int
-    pushes_duplicate: int
-    staleness_mean: float
-    staleness_max: int
-    rate_scale_mean: float
+    tally: Tally
     silent_seconds: float
     scalars: _containers.ScalarMap[str, float]
     message: str
     counts: bool
     waits_for: _containers.RepeatedScalarFieldContainer[str]
-    blocked_seconds: float
-    pushes_dropped: int
-    step_lost: float
     transport: str
     replica: str
     parts: _containers.RepeatedScalarFieldContainer[int]
     shards_pushed: _containers.RepeatedScalarFieldContainer[int]
     shards_pulled: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., pushes_applied: _Optional[int] = ..., pushes_pending: _Optional[int] = ..., pushes_rejected: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., staleness_mean: _Optional[float] = ..., staleness_max: _Optional[int] = ..., rate_scale_mean: _Optional[float] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., blocked_seconds: _Optional[float] = ..., pushes_dropped: _Optional[int] = ..., step_lost: _Optional[float] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., incarnation: _Optional[int] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., software: _Optional[str] = ..., clock: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., silent_seconds: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., message: _Optional[str] = ..., counts: bool = ..., waits_for: _Optional[_Iterable[str]] = ..., transport: _Optional[str] = ..., replica: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., shards_pushed: _Optional[_Iterable[int]] = ..., shards_pulled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListWorkersReply(_message.Message):
     __slots__ = ("workers",)
@@ -332,7 +304,7 @@ class GetStalenessRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., shard_id: _Optional[int] = ...) -> None: ...
 
 class StalenessHistogram(_message.Message):
-    __slots__ = ("buckets", "count", "mean", "max", "step_lost")
+    __slots__ = ("buckets", "tally")
     class Bucket(_message.Message):
         __slots__ = ("staleness", "count")
         STALENESS_FIELD_NUMBER: _ClassVar[int]
@@ -341,16 +313,10 @@ class StalenessHistogram(_message.Message):
         count: int
         def __init__(self, staleness: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    MEAN_FIELD_NUMBER: _ClassVar[int]
-    MAX_FIELD_NUMBER: _ClassVar[int]
-    STEP_LOST_FIELD_NUMBER: _ClassVar[int]
+    TALLY_FIELD_NUMBER: _ClassVar[int]
     buckets: _containers.RepeatedCompositeFieldContainer[StalenessHistogram.Bucket]
-    count: int
-    mean: float
-    max: int
-    step_lost: float
-    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., count: _Optional[int] = ..., mean: _Optional[float] = ..., max: _Optional[int] = ..., step_lost: _Optional[float] = ...) -> None: ...
+    tally: Tally
+    def __init__(self, buckets: _Optional[_Iterable[_Union[StalenessHistogram.Bucket, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ...) -> None: ...
 
 class ListReceiptsRequest(_message.Message):
     __slots__ = ("limit", "worker_id")

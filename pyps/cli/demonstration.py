@@ -24,7 +24,7 @@ from rich.text import Text
 
 from pyps.cli.control import Control, inherited_token
 from pyps.cli.run import check_servers_flags, spelled
-from pyps.cli.status import Counts, mean, taken
+from pyps.cli.status import merged, taken
 from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
@@ -212,10 +212,10 @@ class Demo:
         seconds = newest.seconds - earlier.seconds
         rate = (newest.updates - earlier.updates) / seconds if seconds else 0.0
         # Narrow enough for a terminal of 80 columns.
+        tally = merged([status.tally for status in answers.statuses])
         headline = (
             f"{newest.seconds:4.1f} s  update {newest.updates:4d}  {rate:3.0f}/s  "
-            f"staleness {mean(answers.statuses, 'staleness_mean'):.1f} "
-            f"(max {max(status.staleness_max for status in answers.statuses)})  "
+            f"staleness {tally.staleness_mean:.1f} (max {tally.staleness_max})  "
             f"loss {newest.loss:.3f}  accuracy {newest.accuracy:.3f}"
         )
         if self._live is not None:
@@ -284,7 +284,7 @@ class Answers:
 
     def pushes(self, known: Sequence[pb.WorkerInfo]) -> float:
         """A worker's pushes, each of which has a part for every shard; before the run is initialised there are none."""
-        return taken(known) / self.num_shards if self.num_shards else 0.0
+        return taken(merged([one.tally for one in known])) / self.num_shards if self.num_shards else 0.0
 
 
 def by_worker(listings: Sequence[pb.ListWorkersReply]) -> dict[str, list[pb.WorkerInfo]]:
@@ -303,13 +303,14 @@ def live_table(answers: Answers) -> Table:
         table.add_column(name, justify="left" if name in ("worker", "state") else "right")
     for name, known in answers.workers.items():
         losses = [one.scalars["loss"] for one in known if "loss" in one.scalars]
+        tally = merged([one.tally for one in known])
         table.add_row(
             name,
             known[0].state,
             str(max(one.clock for one in known)),
             f"{losses[-1]:.3f}" if losses else "",
-            f"{mean(known, 'staleness_mean'):.2f}",
-            str(max(one.staleness_max for one in known)),
+            f"{tally.staleness_mean:.2f}",
+            str(tally.staleness_max),
         )
     return table
 
@@ -321,9 +322,9 @@ def final_table(answers: Answers) -> Table:
     for name in ("pushes", "mean staleness", "step size lost to staleness"):
         table.add_column(name, justify="right")
 
-    def add(name: str, pushes: float, counts: Counts) -> None:
-        lost = 1 - mean(counts, "rate_scale_mean")
-        table.add_row(name, f"{pushes:.0f}", f"{mean(counts, 'staleness_mean'):.2f}", f"{lost:.0%}")
+    def add(name: str, pushes: float, tellers: Sequence[pb.Status] | Sequence[pb.WorkerInfo]) -> None:
+        tally = merged([teller.tally for teller in tellers])
+        table.add_row(name, f"{pushes:.0f}", f"{tally.staleness_mean:.2f}", f"{tally.step_lost:.0%}")
 
     for name, known in answers.workers.items():
         add(name, answers.pushes(known), known)

@@ -186,10 +186,7 @@ def _facts(status: pb.Status) -> dict[str, object]:
     """The rows of a server's column, by name; "" where there is nothing to show."""
     last = "never" if status.last_update_seconds < 0 else f"{_seconds(status.last_update_seconds)} ago"
     in_force = ", ".join(filter(None, (status.protocol, status.staleness, status.optimizer.rule)))
-    pushes = (
-        *(status.pushes_applied, status.pushes_pending, status.pushes_rejected, status.pushes_dropped),
-        status.pushes_duplicate,
-    )
+    tally = status.tally
     return {
         "data": status.data_address,
         "state": common.RunState.Name(status.state).removeprefix("RUN_STATE_").lower(),
@@ -208,18 +205,18 @@ def _facts(status: pb.Status) -> dict[str, object]:
         "in the round": _roster(status),
         "version": _range(status.version_min, status.version_max),
         "parameters": f"{status.num_parameters:,} of {status.model_parameters:,}",
-        "updates of shards": f"{status.updates:,}, the last {last}",
-        "pushed shards": "{:,} applied, {:,} kept for an update, {:,} rejected ({:,} not needed), {:,} repeated".format(
-            *pushes
-        ),
+        "updates of shards": f"{tally.updates:,}, the last {last}",
+        "pushed shards": f"{tally.pushes_applied:,} applied, {tally.pushes_pending:,} kept for an update, "
+        f"{tally.pushes_rejected:,} rejected ({tally.pushes_dropped:,} not needed), "
+        f"{tally.pushes_duplicate:,} repeated",
         "waiting gradients": f"{status.pending_gradients:,}, {in_bytes(status.pending_bytes)}"
         if status.pending_gradients
         else "",
-        "examples": f"{status.examples:,}" if status.examples or not status.updates else "not counted",
-        "staleness": f"mean {status.staleness_mean:.2f}, max {status.staleness_max}",
-        "step lost": f"{status.step_lost:.1%} to staleness",
-        "workers waited": f"{_seconds(status.blocked_seconds)} in all" if status.blocked_seconds else "",
-        "received, sent": f"{in_bytes(status.bytes_in)}, {in_bytes(status.bytes_out)}",
+        "examples": f"{status.examples:,}" if status.examples or not tally.updates else "not counted",
+        "staleness": f"mean {_staleness(tally)}",
+        "step lost": f"{tally.step_lost:.1%} to staleness",
+        "workers waited": f"{_seconds(tally.blocked_seconds)} in all" if tally.blocked_seconds else "",
+        "received, sent": f"{in_bytes(tally.bytes_in)}, {in_bytes(tally.bytes_out)}",
         "up for": _seconds(status.uptime_seconds),
         "checkpoint": f"{status.checkpoint}, version {status.durable_version}" if status.checkpoint else "none",
         "not written": status.checkpoint_failure,
@@ -234,12 +231,13 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
         known = [worker for answer in answers for worker in answer.workers if worker.worker_id == name]
         # The server that heard of it last knows best.
         latest = min(known, key=lambda worker: worker.silent_seconds)
+        tally = merged([worker.tally for worker in known])
         row: dict[str, object] = {
             "worker": name,
             "state": _state(latest),
             "steps": latest.clock,
             "loss": f"{latest.scalars['loss']:.4g}" if "loss" in latest.scalars else "",
-            "staleness": f"{mean(known, 'staleness_mean'):.2f}, max {max(w.staleness_max for w in known)}",
+            "staleness": _staleness(tally),
         }
         if wide:
             row |= {"replica": latest.replica, "parts": _parts(latest)} if in_parts else {}
@@ -247,11 +245,11 @@ def _workers_table(answers: Sequence[Answer], *, wide: bool) -> Table:
                 "where": f"{latest.host} {latest.process_id} {latest.device}",
                 "transport": _transport(known),
                 # A push counts once for each shard that it holds.
-                "shards taken": taken(known),
-                "rejected": sum(w.pushes_rejected for w in known),
-                "repeated": sum(w.pushes_duplicate for w in known),
-                "step lost": f"{mean(known, 'step_lost'):.1%}",
-                "waited": _waited(known),
+                "shards taken": taken(tally),
+                "rejected": tally.pushes_rejected,
+                "repeated": tally.pushes_duplicate,
+                "step lost": f"{tally.step_lost:.1%}",
+                "waited": _waited(known, tally.blocked_seconds),
                 "silent for": _seconds(latest.silent_seconds),
                 "reports": ", ".join(f"{key}={value:.4g}" for key, value in sorted(latest.scalars.items())),
             }
@@ -270,7 +268,7 @@ def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -
             "parameters": f"{shard.num_parameters:,}",
             "version": shard.version,
             "waiting": shard.pending_gradients,
-            "staleness": f"{shard.staleness_mean:.2f}, max {shard.staleness_max}",
+            "staleness": _staleness(shard.tally),
         }
         if wide:
             row |= {"part": shard.part, "workers": shard.num_workers} if in_parts else {}
@@ -278,8 +276,8 @@ def _shards_table(answers: Sequence[Answer], shown: int | None, *, wide: bool) -
                 "group": shard.group,
                 "from": f"{shard.offset:,}",
                 "CRC-32": shard.checksum,
-                "taken": shard.pushes_applied + shard.pushes_pending,
-                "step lost": f"{shard.step_lost:.1%}",
+                "taken": taken(shard.tally),
+                "step lost": f"{shard.tally.step_lost:.1%}",
             }
         rows.append(row)
     hidden = len(found) - len(rows)
@@ -301,18 +299,24 @@ def _add(table: Table, *cells: object) -> None:
     table.add_row(*(harmless(str(cell)) for cell in cells))
 
 
-Counts = Sequence[pb.Status] | Sequence[pb.WorkerInfo]
-
-
-def taken(counts: Counts) -> int:
+def taken(tally: pb.Tally) -> int:
     """The pushed shards that became part of an update, or wait for theirs."""
-    return sum(one.pushes_applied + one.pushes_pending for one in counts)
+    return tally.pushes_applied + tally.pushes_pending
 
 
-def mean(counts: Counts, field: str) -> float:
-    """The mean over servers, each weighed by the pushed shards that it took; 0 over none."""
-    weighted = sum(getattr(one, field) * (one.pushes_applied + one.pushes_pending) for one in counts)
-    return weighted / taken(counts) if taken(counts) else 0.0
+def merged(tallies: Sequence[pb.Tally]) -> pb.Tally:
+    """What is shown of several servers' counts in one: means are weighed by the gradients that each took."""
+    total = pb.Tally(staleness_max=max(tally.staleness_max for tally in tallies))
+    for name in ("pushes_applied", "pushes_pending", "pushes_rejected", "pushes_duplicate", "blocked_seconds"):
+        setattr(total, name, sum(getattr(tally, name) for tally in tallies))
+    for name in ("staleness_mean", "step_lost"):
+        weighed = sum(getattr(tally, name) * taken(tally) for tally in tallies)
+        setattr(total, name, weighed / max(1, taken(total)))
+    return total
+
+
+def _staleness(tally: pb.Tally) -> str:
+    return f"{tally.staleness_mean:.2f}, max {tally.staleness_max}"
 
 
 def _rates(status: pb.Status) -> str:
@@ -351,9 +355,9 @@ def _transport(known: Sequence[pb.WorkerInfo]) -> str:
     return ", ".join(words for name, words in TRANSPORTS.items() if any(worker.transport == name for worker in known))
 
 
-def _waited(known: Sequence[pb.WorkerInfo]) -> str:
+def _waited(known: Sequence[pb.WorkerInfo], blocked_seconds: float) -> str:
     """How long the worker has waited for others, on all servers, and for whom it does now."""
-    seconds = _seconds(sum(worker.blocked_seconds for worker in known))
+    seconds = _seconds(blocked_seconds)
     others = sorted({name for worker in known for name in worker.waits_for})
     return f"{seconds}, now for {_names(others)}" if others else seconds
 

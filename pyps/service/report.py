@@ -31,6 +31,7 @@ class Addresses:
 
 def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | None) -> pb.Status:
     """The server at a glance."""
+    last = run.statistics.last_update
     status = pb.Status(
         software=SOFTWARE,
         instruction_set=_kernels.isa(),
@@ -39,7 +40,10 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         epoch=run.epoch,
         server_index=run.server_index,
         num_servers=run.num_servers,
+        tally=tally_of(run.statistics.total()),
+        examples=run.statistics.examples,
         uptime_seconds=run.clock() - run.started_at,
+        last_update_seconds=-1.0 if last is None else run.clock() - last,
         data_address=addresses.data,
         control_address=addresses.control,
         metrics_address=addresses.metrics,
@@ -53,7 +57,6 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
     )
     _tell_model(status, run)
     _tell_behaviour(status, run)
-    _tell_counts(status, run)
     return status
 
 
@@ -72,7 +75,7 @@ def learning_rates_of(run: Run) -> list[pb.LearningRate]:
 def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
     """A shard and what was pushed to it."""
     shard_range = partition.shard(shard.shard_id)
-    tally, part = run.statistics.shard(shard.shard_id), partition.model.group_parts[shard_range.group]
+    part = partition.model.group_parts[shard_range.group]
     roster = run.roster.of_part(part)
     version, checksum = shard.read(lambda version, values: (version, checksum_of(values)))
     return pb.ShardInfo(
@@ -83,18 +86,10 @@ def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
         version=version,
         checksum=checksum,
         bytes=4 * shard.length + shard.slots_bytes,
-        pushes_applied=tally.applied,
-        pushes_rejected=tally.rejected,
-        pushes_duplicate=tally.duplicate,
-        pushes_pending=tally.pending,
-        pushes_dropped=tally.dropped,
-        updates=tally.updates,
+        tally=tally_of(run.statistics.shard(shard.shard_id)),
         pending_gradients=shard.num_pending,
         pending_bytes=shard.pending_bytes,
         waiting_for=shard.waiting_for(roster) if shard.num_pending else (),
-        staleness_mean=tally.staleness_mean,
-        staleness_max=tally.staleness_max,
-        step_lost=tally.step_lost,
         learning_rate=shard.next_rate,
         examples=shard.examples,
         part=part,
@@ -117,7 +112,7 @@ def tensor_info(tensor: Tensor, summary: TensorSummary) -> pb.TensorInfo:
 
 def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_memory: bool) -> pb.WorkerInfo:
     """A worker, what became of its pushes, whom it waits for, and how it last talked to this server."""
-    tally, contacts = run.statistics.worker(member.worker_id), run.statistics.contacts(member.worker_id)
+    contacts = run.statistics.contacts(member.worker_id)
     return pb.WorkerInfo(
         worker_id=member.worker_id,
         state=member.state.value,
@@ -127,17 +122,8 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_me
         device=member.info.device,
         software=member.info.software,
         clock=member.clock,
-        pushes_applied=tally.applied,
-        pushes_pending=tally.pending,
-        pushes_rejected=tally.rejected,
-        pushes_duplicate=tally.duplicate,
-        pushes_dropped=tally.dropped,
-        staleness_mean=tally.staleness_mean,
-        staleness_max=tally.staleness_max,
-        rate_scale_mean=tally.rate_scale_mean,
-        step_lost=tally.step_lost,
+        tally=tally_of(run.statistics.worker(member.worker_id)),
         silent_seconds=max(0.0, run.clock() - member.heard_at),
-        blocked_seconds=tally.blocked_seconds,
         scalars=dict(member.scalars),
         message=member.message,
         counts=member.counts,
@@ -150,6 +136,26 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_me
     )
 
 
+def tally_of(tally: Tally) -> pb.Tally:
+    """What was counted, of the server, a worker or a shard."""
+    return pb.Tally(
+        pushes_applied=tally.applied,
+        pushes_pending=tally.pending,
+        pushes_rejected=tally.rejected,
+        pushes_duplicate=tally.duplicate,
+        pushes_dropped=tally.dropped,
+        rejected_by_reason={reason.name.lower(): count for reason, count in tally.reasons.items()},
+        updates=tally.updates,
+        staleness_mean=tally.staleness_mean,
+        staleness_max=tally.staleness_max,
+        rate_scale_mean=tally.rate_scale_mean,
+        step_lost=tally.step_lost,
+        blocked_seconds=tally.blocked_seconds,
+        bytes_in=tally.bytes_in,
+        bytes_out=tally.bytes_out,
+    )
+
+
 def histogram_of(tally: Tally) -> pb.StalenessHistogram:
     """How stale the counted gradients were."""
     return pb.StalenessHistogram(
@@ -157,10 +163,7 @@ def histogram_of(tally: Tally) -> pb.StalenessHistogram:
             pb.StalenessHistogram.Bucket(staleness=staleness, count=count)
             for staleness, count in sorted(tally.histogram.items())
         ],
-        count=tally.staleness_count,
-        mean=tally.staleness_mean,
-        max=tally.staleness_max,
-        step_lost=tally.step_lost,
+        tally=tally_of(tally),
     )
 
 
@@ -190,19 +193,3 @@ def _tell_behaviour(status: pb.Status, run: Run) -> None:
     status.clip_norm = behaviour.clip_norm
     status.warnings.extend(run.rounds.warnings)
     status.schedule_owner = run.rounds.owner.worker_id
-
-
-def _tell_counts(status: pb.Status, run: Run) -> None:
-    statistics, total = run.statistics, run.statistics.total()
-    last = statistics.last_update
-    status.updates, status.examples = total.updates, statistics.examples
-    status.pushes_applied, status.pushes_pending = total.applied, total.pending
-    status.pushes_rejected, status.pushes_duplicate = total.rejected, total.duplicate
-    status.pushes_dropped = total.dropped
-    for reason, count in total.reasons.items():
-        status.rejected_by_reason[reason.name.lower()] = count
-    status.staleness_mean, status.staleness_max = total.staleness_mean, total.staleness_max
-    status.rate_scale_mean, status.step_lost = total.rate_scale_mean, total.step_lost
-    status.blocked_seconds = total.blocked_seconds
-    status.last_update_seconds = -1.0 if last is None else run.clock() - last
-    status.bytes_in, status.bytes_out = total.bytes_in, total.bytes_out

@@ -139,7 +139,7 @@ def holding(server: AnyServer) -> Iterator[None]:
 
 
 def wait_for_updates(server: AnyServer) -> None:
-    wait_until(lambda: inspect(server.control, "GetStatus").updates > 10, what="some rounds")
+    wait_until(lambda: inspect(server.control, "GetStatus").tally.updates > 10, what="some rounds")
 
 
 def wait_for_the_benchs_end(server: AnyServer) -> None:

@@ -114,7 +114,7 @@ def test_an_optimizer_with_threads_ends_by_sigterm_while_they_wait(
     server = start_server("--protocol", "hardsync", *FLAGS)
     ended = start_python("-c", OVERLAPPED, server.data)
     ended.wait_for_output("joined")
-    wait_until(lambda: workers_of(server.control)["ends"].pushes_pending, what="its first push")
+    wait_until(lambda: workers_of(server.control)["ends"].tally.pushes_pending, what="its first push")
 
     ended.signal(signal.SIGTERM)
 

@@ -273,4 +273,4 @@ def test_a_model_beyond_the_message_limit_is_refused_before_anything_is_sent(
     for server in servers:
         status = inspect(server.control, "GetStatus")
         assert (status.run_id, status.num_shards) == ("", 0)
-        assert status.bytes_in < 10_000
+        assert status.tally.bytes_in < 10_000

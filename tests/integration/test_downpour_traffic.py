@@ -51,7 +51,7 @@ def test_d5_bytes_fall_by_n_push_and_n_fetch(start_server: StartServer) -> None:
                 backward(model, batch)
                 optimizer.step(examples=16)
             after = status_of(server)
-        assert after.bytes_in - before.bytes_in == STEPS // n_push * MODEL_BYTES
+        assert after.tally.bytes_in - before.tally.bytes_in == STEPS // n_push * MODEL_BYTES
         # What has not changed since the last fetch is not sent again, and alone the replica makes all versions.
-        assert after.bytes_out - before.bytes_out == STEPS // max(n_push, n_fetch) * MODEL_BYTES
+        assert after.tally.bytes_out - before.tally.bytes_out == STEPS // max(n_push, n_fetch) * MODEL_BYTES
         assert after.examples - before.examples == STEPS * 16

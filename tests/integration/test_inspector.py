@@ -42,10 +42,10 @@ def test_status_tells_what_is_in_force_and_what_happened(start_server: Start) ->
     assert (status.state, status.run_id, status.epoch) == (common.RUN_STATE_READY, "run-1", 0)
     assert (status.protocol, status.staleness, status.optimizer.rule) == ("async", "divide", "sgd")
     assert (status.num_shards, status.num_parameters, status.model_parameters) == (1, 37, 37)
-    assert (status.version_min, status.version_max, status.updates, status.workers_alive) == (2, 2, 2, 1)
-    assert (status.pushes_applied, status.pushes_rejected, status.pushes_duplicate) == (2, 1, 1)
-    assert (status.examples, status.staleness_mean, status.staleness_max) == (4, 0.5, 1)
-    assert status.bytes_in == 4 * 37 * 4
+    assert (status.version_min, status.version_max, status.workers_alive, status.examples) == (2, 2, 1, 4)
+    tally = status.tally
+    assert (tally.updates, tally.pushes_applied, tally.pushes_rejected, tally.pushes_duplicate) == (2, 2, 1, 1)
+    assert (tally.staleness_mean, tally.staleness_max, tally.bytes_in) == (0.5, 1, 4 * 37 * 4)
     assert 0 <= status.last_update_seconds <= status.uptime_seconds
 
 
@@ -61,7 +61,7 @@ def test_shards_come_with_versions_and_checksums(start_server: Start) -> None:
     assert [(shard.shard_id, shard.offset, shard.version) for shard in shards] == [(0, 0, 0), (1, 1008, 1)]
     assert [shard.num_parameters for shard in shards] == [1008, 996]
     assert [shard.checksum for shard in shards] == [f"{zlib.crc32(shard.payload):08x}" for shard in pulled]
-    assert [shard.pushes_applied for shard in shards] == [0, 1]
+    assert [shard.tally.pushes_applied for shard in shards] == [0, 1]
 
 
 def test_tensors_are_summarised_over_shard_borders_and_come_in_pages(start_server: Start) -> None:
@@ -113,17 +113,17 @@ def test_workers_staleness_and_receipts_are_told_by_worker_and_by_shard(start_se
         )
         receipts = inspect(server.control, "ListReceipts").receipts
         one = inspect(server.control, "ListReceipts", pb.ListReceiptsRequest(limit=1, worker_id="a")).receipts
-    assert (workers["a"].state, workers["a"].clock, workers["a"].pushes_applied) == ("alive", 17, 1)
-    assert (workers["b"].state, workers["b"].staleness_mean, workers["b"].rate_scale_mean) == ("finished", 1.5, 0.75)
+    assert (workers["a"].state, workers["a"].clock, workers["a"].tally.pushes_applied) == ("alive", 17, 1)
+    of_b = workers["b"].tally
+    assert (workers["b"].state, of_b.staleness_mean, of_b.rate_scale_mean) == ("finished", 1.5, 0.75)
     assert [(bucket.staleness, bucket.count) for bucket in everybody.buckets] == [(0, 1), (1, 1), (2, 1)]
-    assert (everybody.count, everybody.mean, everybody.max) == (3, 1.0, 2)
-    assert everybody.step_lost == pytest.approx(1 - (1 + 1 + 1 / 2) / 3)
-    assert of_shard == everybody
-    assert shard.step_lost == status(server).step_lost == everybody.step_lost
-    assert (shard.staleness_mean, shard.staleness_max, shard.examples, shard.updates) == (1.0, 2, 3, 3)
+    tally = everybody.tally
+    assert (tally.pushes_applied, tally.staleness_mean, tally.staleness_max, tally.updates) == (3, 1.0, 2, 3)
+    assert tally.step_lost == pytest.approx(1 - (1 + 1 + 1 / 2) / 3)
+    assert (of_shard, status(server).tally, shard.tally, shard.examples) == (everybody, tally, tally, 3)
     assert [bucket.staleness for bucket in only_b.buckets] == [1, 2]
-    assert workers["b"].step_lost == only_b.step_lost == 0.25
-    assert (elsewhere.count, elsewhere.step_lost) == (0, 0.0)
+    assert (of_b, of_b.step_lost) == (only_b.tally, 0.25)
+    assert elsewhere == pb.StalenessHistogram(tally=pb.Tally(rate_scale_mean=1.0))
     with pytest.raises(grpc.RpcError) as refused:
         inspect(server.control, "GetStaleness", pb.GetStalenessRequest(shard_id=0, worker_id="a"))
     assert "expected one of them, or none" in refused.value.details()
@@ -248,11 +248,11 @@ def test_who_waits_is_told_with_those_waited_for_and_for_how_long(start_server: 
         pull.join(15)
         assert not pull.is_alive()
         told = wait_until(
-            lambda: [i for i in workers_of(server.control).values() if i.blocked_seconds], what="blocked time"
+            lambda: [i for i in workers_of(server.control).values() if i.tally.blocked_seconds], what="blocked time"
         )
         assert [worker.worker_id for worker in told] == ["a"]
         assert not workers_of(server.control)["a"].waits_for
-        assert status(server).blocked_seconds == told[0].blocked_seconds
+        assert status(server).tally.blocked_seconds == told[0].tally.blocked_seconds
         b.leave()
         after = workers_of(server.control)
     assert (after["a"].counts, after["b"].counts) == (True, False)
@@ -271,10 +271,11 @@ def test_gradients_that_nobody_needed_are_counted_by_worker_shard_and_reason(sta
         late = b.push(b.push_request(1.0, base_version=1))[0]
     assert late.reason == common.REASON_DROPPED
     told = status(server)
-    assert (told.pushes_dropped, told.pushes_rejected, dict(told.rejected_by_reason)) == (1, 1, {"dropped": 1})
     workers = workers_of(server.control)
-    assert [workers[name].pushes_dropped for name in "ab"] == [0, 1]
-    assert inspect(server.control, "ListShards").shards[0].pushes_dropped == 1
+    (shard,) = inspect(server.control, "ListShards").shards
+    for tally in (told.tally, workers["b"].tally, shard.tally):
+        assert (tally.pushes_dropped, tally.pushes_rejected, tally.rejected_by_reason) == (1, 1, {"dropped": 1})
+    assert workers["a"].tally.pushes_rejected == 0
 
 
 def test_events_come_oldest_first_and_go_on_after_a_number(start_server: Start) -> None:

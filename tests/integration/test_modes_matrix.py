@@ -271,12 +271,12 @@ def check_versions(training: Training, shard_id: int) -> None:
     taken = [receipt for receipt in receipts if receipt.outcome != OUTCOME_REJECTED]
     made = sorted(receipt.version_after for receipt in taken if receipt.outcome == OUTCOME_APPLIED)
     assert len(set(made)) == len(made)
-    assert info.version == info.updates > 0
+    assert info.version == info.tally.updates > 0
     # What no push completed was completed when somebody left.
     by_leaving = info.version - len(made)
     assert 0 <= by_leaving <= (0 if cell.protocol.startswith(NEVER_WAITING) else cell.workers)
     assert by_leaving or made == list(range(1, info.version + 1))
-    told = (info.pushes_applied, info.pushes_pending, info.pushes_rejected)
+    told = (info.tally.pushes_applied, info.tally.pushes_pending, info.tally.pushes_rejected)
     outcomes = Counter(receipt.outcome for receipt in receipts)
     assert told == tuple(outcomes[kind] for kind in (OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED))
     assert outcomes[OUTCOME_REJECTED] == 0 or cell.protocol.startswith("backup") or cell.policy.startswith("drop")
@@ -291,7 +291,7 @@ def check_repeated(training: Training) -> None:
     assert len(training.repeated) == len(again) == len(first)
     for shard_id, receipt in first.items():
         repeated = again[shard_id]
-        assert repeated.duplicate and training.shards[shard_id].pushes_duplicate == 1
+        assert repeated.duplicate and training.shards[shard_id].tally.pushes_duplicate == 1
         for name in ("sequence", "outcome", "reason", "version_before", "version_after", "staleness", "rate", "weight"):
             assert getattr(repeated, name) == getattr(receipt, name), name
 

@@ -76,9 +76,9 @@ def test_halves_travel_in_half_the_bytes_and_parameters_are_float32_on_the_serve
         np.testing.assert_array_equal(np.concatenate([tensor.flatten() for tensor in snapshot.values()]), masters)
         if way == "grpc":
             size = {"float32": 4, "float16": 2, "bfloat16": 2}
-            assert trained.bytes_in - joined.bytes_in == 5 * size[gradient_dtype] * len(masters)
+            assert trained.tally.bytes_in - joined.tally.bytes_in == 5 * size[gradient_dtype] * len(masters)
             pulled = 5 * size[parameter_dtype] * len(masters) + 4 * len(masters)
-            assert trained.bytes_out - joined.bytes_out == pulled
+            assert trained.tally.bytes_out - joined.tally.bytes_out == pulled
         inspect(server.control, "Reset", pb.ResetRequest(run_id="halves"))
 
 

@@ -191,7 +191,7 @@ def test_p5_a_step_reaches_no_server_before_every_process_has_finished_it(
         """Shards that became updates, by process, over all servers."""
         counts: Counter[str] = Counter()
         for address in job.addresses:
-            counts.update({name: worker.pushes_applied for name, worker in workers_of(address).items()})
+            counts.update({name: worker.tally.pushes_applied for name, worker in workers_of(address).items()})
         return Counter({name: count for name, count in counts.items() if name.startswith(f"replica-{replica}/")})
 
     whole_steps = Counter(f"replica-0/{shard.part}" for shard in shards_of(job.addresses) for _ in range(steps))

@@ -175,7 +175,7 @@ def test_a_late_joiner_takes_its_steps_beside_the_others(start_server):
             own = others.result(60)
             shards = inspect(server.control, "ListShards").shards
         taken = [receipt for receipt in pushed + own if receipt.outcome != common.OUTCOME_REJECTED]
-        assert sum(shard.pushes_applied + shard.pushes_pending for shard in shards) == len(taken), protocol
+        assert sum(shard.tally.pushes_applied + shard.tally.pushes_pending for shard in shards) == len(taken), protocol
         assert max(receipt.num_workers for receipt in own) == 2, protocol
         assert (len(pushed), len(own), len(taken)) == (2 * (2 + STEPS), 2 * STEPS, 2 * (2 + 2 * STEPS)), protocol
 

@@ -92,7 +92,7 @@ def test_of_a_worker_that_takes_no_reply_three_messages_are_held_and_others_are_
         for _ in range(10):
             assert len(list(lively.stub.Exchange((lively.push_request(0.0, i) for i in range(4)), timeout=20))) == 4
         # What the link itself takes in is answered too.
-        assert status_of(server).pushes_applied < 40 + 32
+        assert status_of(server).tally.pushes_applied < 40 + 32
         assert memory_in_flight(server) < 3 * 2 * 2**20 + 2**16
         # Once it listens all are answered, in order.
         assert [wire.ExchangeReply.FromString(reply).receipt.shard_id for reply in call] == [0, 1, 2, 3] * 16

@@ -39,7 +39,7 @@ def test_statistics_count_shared_memory_as_they_count_messages(start_server):
         status = status_of(server)
     model_bytes = 4 * 800_000
     # The first pull and the first exchange wrote everything.
-    assert (status.bytes_in, status.bytes_out) == (2 * model_bytes, 2 * model_bytes)
+    assert (status.tally.bytes_in, status.tally.bytes_out) == (2 * model_bytes, 2 * model_bytes)
 
 
 def test_only_what_is_newer_than_held_is_written(start_server):

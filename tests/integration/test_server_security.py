@@ -44,7 +44,7 @@ def test_the_right_token_opens_both_ports(guarded):
     with grpc.insecure_channel(guarded.control, options=CHANNEL_OPTIONS) as channel:
         stub = InspectorStub(channel)
         request = inspector_pb2.GetStatusRequest()
-        assert stub.GetStatus(request, metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=20).updates == 1
+        assert stub.GetStatus(request, metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=20).tally.updates == 1
         with pytest.raises(grpc.RpcError) as caught:
             stub.GetStatus(request, timeout=20)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -192,7 +192,7 @@ def test_of_messages_that_do_not_come_few_are_waited_for_whoever_sends_them(star
                 call.cancel()
         # Its stream was the one that had waited longest.
         honest.push(gradients_like(small_model(), seed=2))
-        assert min(worker.pushes_applied for worker in workers_of(server.control).values()) > 0
+        assert min(worker.tally.pushes_applied for worker in workers_of(server.control).values()) > 0
     assert "Traceback" not in server.output()
 
 
@@ -233,13 +233,13 @@ def test_the_control_plane_answers_while_the_data_plane_is_full(start_server):
     with crew(server, 2, model=model) as workers, connected(server.control) as channel, ThreadPoolExecutor(2) as pool:
         floods = [pool.submit(flood, worker) for worker in workers]
         try:
-            wait_until(lambda: inspect(server.control, "GetStatus").updates > 10)
+            wait_until(lambda: inspect(server.control, "GetStatus").tally.updates > 10)
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
             for method in ("ListShards", "ListWorkers", "ListTensors", "ListEvents", "GetMemory"):
                 inspect(server.control, method)
-            before = inspect(server.control, "GetStatus").updates
-            wait_until(lambda: inspect(server.control, "GetStatus").updates > before)
+            before = inspect(server.control, "GetStatus").tally.updates
+            wait_until(lambda: inspect(server.control, "GetStatus").tally.updates > before)
         finally:
             ends.set()
         assert all(f.result(60) for f in floods)

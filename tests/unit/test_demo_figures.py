@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from pyps.cli.demonstration import Answers, Images, by_worker, worker_script
-from pyps.cli.status import mean
+from pyps.cli.status import merged
 from pyps_wire import inspector_pb2 as pb
 
 
@@ -30,8 +30,8 @@ def test_loss_and_accuracy_are_those_of_the_scripts_images() -> None:
     assert accuracy == pytest.approx(script.evaluate(parameters)["accuracy"])
 
 
-def worker(worker_id: str, **known: float) -> pb.WorkerInfo:
-    return pb.WorkerInfo(worker_id=worker_id, state="alive", **known)
+def worker(worker_id: str, **counted: float) -> pb.WorkerInfo:
+    return pb.WorkerInfo(worker_id=worker_id, state="alive", clock=5, tally=pb.Tally(**counted))
 
 
 def listing(*workers: pb.WorkerInfo) -> pb.ListWorkersReply:
@@ -39,19 +39,21 @@ def listing(*workers: pb.WorkerInfo) -> pb.ListWorkersReply:
 
 
 def test_a_worker_of_two_servers_is_listed_once_with_means_over_both() -> None:
-    first = worker("b", pushes_applied=9, staleness_mean=1.0, rate_scale_mean=1.0)
-    second = worker("b", pushes_applied=3, staleness_mean=3.0, rate_scale_mean=0.6)
+    first = worker("b", pushes_applied=9, staleness_mean=1.0, staleness_max=2, step_lost=0.0)
+    second = worker("b", pushes_applied=3, staleness_mean=3.0, staleness_max=7, step_lost=0.4)
     statuses = [pb.Status(num_shards=3), pb.Status(num_shards=1)]
 
     answers = Answers(statuses, by_worker([listing(first, worker("a")), listing(second)]))
 
     assert list(answers.workers) == ["a", "b"]
     known = answers.workers["b"]
-    assert (answers.pushes(known), mean(known, "staleness_mean")) == (3.0, 1.5)
-    assert mean(known, "rate_scale_mean") == pytest.approx(0.9)
+    tally = merged([one.tally for one in known])
+    assert (answers.pushes(known), tally.staleness_mean, tally.staleness_max) == (3.0, 1.5, 7)
+    assert tally.step_lost == pytest.approx(0.1)
 
 
 def test_workers_that_joined_before_there_are_shards_have_pushed_nothing() -> None:
     answers = Answers([pb.Status()], by_worker([listing(worker("a"))]))
 
-    assert (answers.pushes(answers.workers["a"]), mean(answers.workers["a"], "staleness_mean")) == (0.0, 0.0)
+    known = answers.workers["a"]
+    assert (answers.pushes(known), merged([one.tally for one in known])) == (0.0, pb.Tally())
