@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from threading import Lock
@@ -36,7 +36,6 @@ class Tally:
     rejected: int = 0
     duplicate: int = 0
     updates: int = 0
-    examples: int = 0
     # Seconds that workers were kept waiting for others.
     blocked_seconds: float = 0.0
     # Rejected pushes by reason; their sum is `rejected`.
@@ -50,7 +49,7 @@ class Tally:
     rate_scale_sum: float = 0.0
     histogram: dict[int, int] = field(default_factory=dict)
 
-    def add(self, receipt: Receipt, *, payload_bytes: int, examples: int) -> None:
+    def add(self, receipt: Receipt, *, payload_bytes: int) -> None:
         """Counts one answered push."""
         self.bytes_in += payload_bytes
         if receipt.duplicate:
@@ -65,7 +64,6 @@ class Tally:
             self.pending += 1
         else:
             self.applied += 1
-        self.examples += examples
         bucket = staleness = receipt.staleness
         if staleness:
             self.staleness_sum += staleness
@@ -166,7 +164,6 @@ class Statistics:
         receipt: Receipt,
         *,
         payload_bytes: int,
-        examples: int,
         now: float,
         update: Update | None = None,
         answer_bytes: int = 0,
@@ -182,8 +179,8 @@ class Statistics:
             worker, contacts = self._workers.get(worker_id) or self._worker(worker_id)
             shard = self._shards.get(shard_id) or self._shard(shard_id)
             self._workers.move_to_end(worker_id)
-            worker.add(receipt, payload_bytes=payload_bytes, examples=examples)
-            shard.add(receipt, payload_bytes=payload_bytes, examples=examples)
+            worker.add(receipt, payload_bytes=payload_bytes)
+            shard.add(receipt, payload_bytes=payload_bytes)
             if shard_id not in contacts.pushed:
                 _note(contacts.pushed, shard_id)
             self._recent.append(logged)
@@ -233,12 +230,6 @@ class Statistics:
             for tally in (self._beside, self._worker(worker_id)[0]):
                 tally.blocked_seconds += seconds
 
-    def restore_examples(self, examples: Mapping[int, int]) -> None:
-        """Goes on from the examples by shard that a checkpoint had counted."""
-        with self._lock:
-            for shard_id, count in examples.items():
-                self._shard(shard_id).examples += count
-
     def total(self) -> Tally:
         """The counts over all workers and shards; examples of a restored run included."""
         with self._lock:
@@ -263,17 +254,6 @@ class Statistics:
         """The counts of one shard, zeros for one never pushed to."""
         with self._lock:
             return self._shards.get(shard_id, Tally()).copy()
-
-    def examples_by_shard(self) -> dict[int, int]:
-        """Examples behind the gradients that each shard took."""
-        with self._lock:
-            return {shard_id: tally.examples for shard_id, tally in self._shards.items()}
-
-    @property
-    def examples(self) -> int:
-        """Examples behind the gradients taken, counted on the shard with the lowest number."""
-        with self._lock:
-            return self._shards[min(self._shards)].examples if self._shards else 0
 
     @property
     def last_update(self) -> float | None:

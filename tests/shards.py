@@ -30,11 +30,7 @@ from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
 from pyps.core.shard import Shard, ShardState
 from pyps.core.staleness import Weighing
-from pyps.core.update import Update
 from pyps.run.handshake import Greeting, Opening
-from pyps.core.rules import RULES
-from pyps.run.handshake import Greeting
-from pyps.run.initialization import Opening
 from pyps.run.run import Run
 from pyps.run_header import RunHeader, Snapshot
 from pyps.storage.folder import CheckpointFolder

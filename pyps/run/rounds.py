@@ -204,7 +204,6 @@ class RoundController:
             receipt,
             payload_bytes=len(gradient.payload),
             answer_bytes=0 if version is None or plan.reply is None else shard.length * ITEM_BYTES[plan.reply.codec],
-            examples=gradient.example_count,
             update=update,
             now=now,
             apply_seconds=now - began,

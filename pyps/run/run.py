@@ -244,7 +244,6 @@ class Run:
             # Gradients that wait are settled by the protocol that kept them, should another be told now.
             self.rounds.adopt(kept)
             content = self._factory().restored(restored, now=self.clock())
-            self.statistics.restore_examples({i: each.examples for i, each in content.shards.items()})
             if restored.work is not None:
                 self.work.restore(restored.work)
             self._begin_log(content)
@@ -439,6 +438,12 @@ class Run:
         return self._content.version_max if self._content else 0
 
     @property
+    def examples(self) -> int:
+        """Examples behind the updates made, counted on the shard with the lowest number."""
+        content = self._content
+        return content.first.examples if content is not None and content.shards else 0
+
+    @property
     def durable_version(self) -> int:
         """The newest version that checkpoints hold of every shard here; 0 for none."""
         return min((shard.durable_version for shard in self.shards.values()), default=0)
@@ -623,7 +628,7 @@ class Run:
     def _look_for_the_end(self, ending: Ending, shard: Shard) -> None:
         if ending.condition is None:
             return
-        ending.after_update(shard, examples=lambda: self.statistics.examples, shards=self.shards.values())
+        ending.after_update(shard, examples=lambda: self.examples, shards=self.shards.values())
 
     def _ended(self, reason: str) -> None:
         self.waits.wake_all()

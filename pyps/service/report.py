@@ -41,7 +41,7 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
         server_index=run.server_index,
         num_servers=run.num_servers,
         tally=tally_of(run.statistics.total()),
-        examples=run.statistics.examples,
+        examples=run.examples,
         uptime_seconds=run.clock() - run.started_at,
         last_update_seconds=-1.0 if last is None else run.clock() - last,
         data_address=addresses.data,

@@ -20,9 +20,7 @@ from pyps.core.recorder import Completed, Configured, Event, Pulled, Pushed, Rec
 from pyps.core.roster import Roster
 from pyps.core.shard import Shard
 from pyps.run_header import RunHeader
-from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of, update_to_plain
-from pyps.storage.update_log import FORMAT, UpdateLogError, decode
-from pyps.storage.plain import contribution_from_plain, push_from_plain
+from pyps.storage.plain import checksum_of, contribution_from_plain, push_from_plain, quick_checksum_of
 from pyps.storage.update_log import FORMAT, LoggedUpdate, UpdateLogError, decode
 
 # Of format 2 the first line holds the receipts too.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyps.run.state import RunState
 from safetensors.numpy import load_file
 
 from pyps.cli.export import from_checkpoints
@@ -31,6 +32,7 @@ from shards import (
     MODEL,
     adagrad_shards,
     checkpoint_folder,
+    make_behaviour,
     make_shard,
     push,
     restored,
@@ -85,6 +87,17 @@ def test_a_run_goes_on_with_the_momentum_that_it_had(folder: CheckpointFolder) -
     push(shards[1], np.ones(16), epoch=3, momentum=0.5)
     write_checkpoint(folder, shards, header=dataclasses.replace(HEADER, optimizer=settings))
     assert [shard.hyperparameters["beta1"] for shard in restored_run(folder).shards.values()] == [0.9, 0.5]
+
+
+def test_examples_of_gradients_that_wait_count_with_the_update_that_takes_them(folder: CheckpointFolder) -> None:
+    shards = {i: make_shard(np.zeros(16), shard_id=i, protocol="hardsync", epoch=3) for i in (0, 1)}
+    push(shards[0], np.ones(16), epoch=3, example_count=64, workers=roster("a", "b"))
+    hardsync = make_behaviour("hardsync").texts
+    sgd = RuleSettings.make("sgd", ({"learning_rate": 1.0},))
+    write_checkpoint(folder, shards, header=replace(HEADER, optimizer=sgd, behaviour=hardsync, told=hardsync))
+    for protocol, examples, state in (("hardsync", 0, RunState.READY), ("async", 64, RunState.FINISHED)):
+        run = restored_run(folder, resolve({"protocol": protocol, "stop_after": "examples=64"}, {}, warn=print))
+        assert (run.examples, run.state) == (examples, state), protocol
 
 
 def test_gradients_that_wait_are_kept(folder: CheckpointFolder) -> None:

@@ -29,7 +29,7 @@ def receipt(outcome: Outcome = Outcome.APPLIED, **fields: Any) -> Receipt:
 
 
 def push(statistics: Statistics, answer: Receipt, *, worker_id: str = "a", now: float = 1.0, **fields: Any) -> None:
-    statistics.pushed(worker_id, answer.shard_id, answer, **{"payload_bytes": 8, "examples": 2, "now": now, **fields})
+    statistics.pushed(worker_id, answer.shard_id, answer, **{"payload_bytes": 8, "now": now, **fields})
 
 
 def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> None:
@@ -46,16 +46,16 @@ def test_each_outcome_is_counted_for_everybody_the_worker_and_the_shard() -> Non
     assert statistics.worker("nobody") == statistics.shard(9) == Statistics().total()
 
 
-def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_neither_as_stale_nor_for_its_examples() -> None:
+def test_a_duplicate_counts_as_nothing_else_and_a_rejected_gradient_not_as_stale() -> None:
     statistics = Statistics()
     push(statistics, receipt(Outcome.REJECTED, staleness=900))
     total = statistics.total()
-    assert (total.staleness_count, total.staleness_max, total.examples, total.histogram) == (0, 0, 0, {})
+    assert (total.staleness_count, total.staleness_max, total.histogram) == (0, 0, {})
     assert statistics.last_update is None
     push(statistics, receipt(), now=1.0)
     push(statistics, receipt(duplicate=True), now=5.0)
     total = statistics.total()
-    assert (total.applied, total.duplicate, total.updates, total.examples) == (1, 1, 1, 2)
+    assert (total.applied, total.duplicate, total.updates) == (1, 1, 1)
     assert statistics.last_update == 1.0
 
 
@@ -101,16 +101,6 @@ def test_each_worker_and_shard_has_a_histogram_of_its_own_of_the_gradients_taken
     assert (statistics.total().histogram, statistics.total().staleness_mean) == ({2: 1, 4: 1}, 3.0)
     # A copy does not change with what comes later.
     assert (before.reasons, before.histogram) == ({Reason.STALE: 1}, {})
-
-
-def test_examples_are_counted_on_the_shard_with_the_lowest_number() -> None:
-    statistics = Statistics()
-    assert statistics.examples == 0
-    statistics.restore_examples({3: 100, 5: 90})
-    for shard_id in (3, 5, 5):
-        push(statistics, receipt(shard_id=shard_id), examples=10)
-    assert statistics.examples == 110
-    assert statistics.examples_by_shard() == {3: 110, 5: 110}
 
 
 def test_recent_receipts_come_newest_first_and_are_bounded() -> None:

@@ -23,8 +23,6 @@ from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
 from pyps.run_header import RunHeader
 from pyps.storage.plain import checksum_of, quick_checksum_of
-from pyps.storage.replay import Configured, Ended, LoggedPush, Pulled, ShardLog, log_paths, replay
-from pyps.storage.update_log import UpdateLog, UpdateLogError, decode, encode
 from pyps.storage.replay import Ended, NotKept, ShardLog, log_paths, replay
 from pyps.storage.update_log import LoggedUpdate, UpdateLog, UpdateLogError, decode, encode
 from pyps_wire.partition import Model, Tensor

@@ -9,7 +9,6 @@ from pyps.core.receipt import Outcome, Reason
 from pyps.core.recorder import Configured, Pushed
 from pyps.core.roster import Roster
 from pyps.core.schedule import BatchGrowth
-from shards import Configured, Log, Pushed, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 from shards import Log, make_behaviour, make_shard, nothing, pull, push, refusal, roster, roster_of
 
 TWO = roster("a", "b")
