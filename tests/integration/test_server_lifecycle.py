@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import socket
+import threading
 import urllib.request
 
 from pyps_wire import common_pb2 as common
@@ -124,6 +125,22 @@ def test_stop_after_examples_and_seconds_finish_the_run(start_server):
     with WireWorker(by_seconds.data) as worker:
         worker.join()
         wait_until(lambda: worker.heartbeat().command == Command.COMMAND_STOP, 20, "the stop")
+
+
+def test_finishing_a_job_that_waits_for_a_shard_does_not_hold_up_the_server(start_server, monkeypatch):
+    server = start_server("--exit-when-done")
+    run, begun, let_go = server._server._run, threading.Event(), threading.Event()
+    finish = run.finish
+    monkeypatch.setattr(run, "finish", lambda reason: (begun.set(), let_go.wait(20), finish(reason)))
+    try:
+        with WireWorker(server.data) as worker:
+            worker.join()
+            worker.leave()
+        assert begun.wait(20)
+        server.wait_for_look()
+    finally:
+        let_go.set()
+    assert server.wait() == 0
 
 
 def test_exit_when_done_waits_for_all_expected_workers(start_server):
