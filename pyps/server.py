@@ -282,7 +282,7 @@ class Server:
             self._serializations.tidy(self._run.shards)
             if self._config.exit_when_done and self._run.done:
                 # On a thread too: a shard may still be busy with an update that the last one to leave has completed.
-                await self._work.off_loop(partial(self._run.finish, "all workers are done"))
+                await self._work.begin(partial(self._run.finish, "all workers are done"))
                 # The end saves too.
                 self.stop("all workers are done")
                 return
