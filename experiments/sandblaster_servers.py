@@ -148,7 +148,7 @@ class LocalLink:
             loss_sum=outcome.loss_sum,
             example_count=outcome.example_count,
             stage_ids=outcome.stage_ids,
-            progress=progress_to(self._crew.queue.progress(self._crew.now)),
+            progress=progress_to(self._crew.queue.progress()),
         )
 
 

@@ -396,5 +396,5 @@ def restored_queue(queue: WorkQueue, **more) -> WorkQueue:
 
 def counted(queue: WorkQueue, pass_: int) -> list[int]:
     """The examples of a pass in the delivery log, in order: each once where all is well."""
-    log = queue.progress(0.0, deliveries=True).deliveries
+    log = queue.progress(deliveries=True).deliveries
     return sorted(example for d in log if d.pass_ == pass_ for example in range(d.portion.start, d.portion.stop))

@@ -202,7 +202,7 @@ class EndWorkReply(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkProgress(_message.Message):
-    __slots__ = ("data", "passes_done", "num_portions", "done", "running", "pending", "copies", "stolen", "lost", "wasted", "seconds_left", "ended", "workers", "scalars", "deliveries", "ahead")
+    __slots__ = ("data", "passes_done", "num_portions", "done", "running", "pending", "copies", "stolen", "lost", "wasted", "ended", "workers", "scalars", "deliveries", "ahead")
     class Worker(_message.Message):
         __slots__ = ("worker_id", "done", "running", "examples_per_second")
         WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -242,7 +242,6 @@ class WorkProgress(_message.Message):
     STOLEN_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     WASTED_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
@@ -258,13 +257,12 @@ class WorkProgress(_message.Message):
     stolen: int
     lost: int
     wasted: int
-    seconds_left: float
     ended: bool
     workers: _containers.RepeatedCompositeFieldContainer[WorkProgress.Worker]
     scalars: _containers.ScalarMap[str, float]
     deliveries: _containers.RepeatedCompositeFieldContainer[WorkProgress.Delivery]
     ahead: int
-    def __init__(self, data: _Optional[_Union[DataSpec, _Mapping]] = ..., passes_done: _Optional[int] = ..., num_portions: _Optional[int] = ..., done: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., copies: _Optional[int] = ..., stolen: _Optional[int] = ..., lost: _Optional[int] = ..., wasted: _Optional[int] = ..., seconds_left: _Optional[float] = ..., ended: bool = ..., workers: _Optional[_Iterable[_Union[WorkProgress.Worker, _Mapping]]] = ..., scalars: _Optional[_Mapping[str, float]] = ..., deliveries: _Optional[_Iterable[_Union[WorkProgress.Delivery, _Mapping]]] = ..., ahead: _Optional[int] = ..., **kwargs) -> None: ...
+    def __init__(self, data: _Optional[_Union[DataSpec, _Mapping]] = ..., passes_done: _Optional[int] = ..., num_portions: _Optional[int] = ..., done: _Optional[int] = ..., running: _Optional[int] = ..., pending: _Optional[int] = ..., copies: _Optional[int] = ..., stolen: _Optional[int] = ..., lost: _Optional[int] = ..., wasted: _Optional[int] = ..., ended: bool = ..., workers: _Optional[_Iterable[_Union[WorkProgress.Worker, _Mapping]]] = ..., scalars: _Optional[_Mapping[str, float]] = ..., deliveries: _Optional[_Iterable[_Union[WorkProgress.Delivery, _Mapping]]] = ..., ahead: _Optional[int] = ..., **kwargs) -> None: ...
 
 class GetWorkRequest(_message.Message):
     __slots__ = ("deliveries",)

@@ -35,7 +35,6 @@ def _facts(work: wire.WorkProgress) -> dict[str, str]:
         "pass": _pass_in_words(work),
         "portions": f"{work.done:,} of {work.num_portions:,} done, {work.running:,} running, {work.pending:,} pending",
         "ahead": f"{work.ahead:,} done of later passes" if work.ahead else "",
-        "time left": "" if work.seconds_left < 0 else f"about {_seconds(work.seconds_left)}",
         "backup copies": f"{work.copies:,}, {work.stolen:,} of them finished first" if work.copies else "",
         "lost": f"{work.lost:,} leases of portions that went to others" if work.lost else "",
         "thrown away": f"{work.wasted:,} results" if work.wasted else "",
@@ -58,7 +57,3 @@ def _workers_table(work: wire.WorkProgress) -> Table:
         speed = f"{worker.examples_per_second:,.3g}" if worker.examples_per_second else "not known yet"
         table.add_row(harmless(worker.worker_id), f"{worker.done:,}", f"{worker.running:,}", speed)
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -182,7 +182,7 @@ class Inspector(InspectorServicer):
     @_answering
     def GetWork(self, request: work.GetWorkRequest, context: Context) -> work.WorkProgress:
         """How far the workers are with the data set."""
-        return progress_to(self._run.work.progress(self._run.clock(), deliveries=request.deliveries))
+        return progress_to(self._run.work.progress(deliveries=request.deliveries))
 
     @_answering
     def GetMemory(self, request: pb.GetMemoryRequest, context: Context) -> pb.Memory:

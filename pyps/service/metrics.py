@@ -86,7 +86,7 @@ class RunCollector(Collector):
         yield from self._about_each(statistics)
         yield from self._about_time(statistics)
         yield from self._about_shards()
-        yield from _about_work(self._run.work.progress(self._run.clock()))
+        yield from _about_work(self._run.work.progress())
 
     def _about_run(self) -> Iterator[Metric]:
         run, texts, roster = self._run, self._run.behaviour.texts, self._run.roster
@@ -298,7 +298,6 @@ def _about_work(work: Progress) -> Iterator[Metric]:
     meaning = "Portions of the present pass, by state; ahead: of later ones, done."
     yield gauge("work_portions", meaning, states, by="state")
     yield gauge("work_pass", "The present pass over the data set.", work.pass_)
-    yield gauge("work_seconds_left", "Until the present pass is done; -1 while unknown.", work.seconds_left)
     yield counter("work_passes", "Passes over the data set that are done.", work.passes_done)
     yield counter("work_copies", "Backup copies of portions given out.", work.copies)
     yield counter("work_stolen", "Portions that a backup copy finished first.", work.stolen)

@@ -67,7 +67,6 @@ def progress_to(progress: Progress) -> wire.WorkProgress:
         stolen=progress.stolen,
         lost=progress.lost,
         wasted=progress.wasted,
-        seconds_left=progress.seconds_left,
         ended=progress.ended,
         workers=[
             wire.WorkProgress.Worker(

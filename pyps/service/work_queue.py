@@ -136,7 +136,7 @@ class WorkQueueService:
             loss_sum=outcome.loss_sum,
             example_count=outcome.example_count,
             stage_ids=outcome.stage_ids,
-            progress=progress_to(queue.progress(self._run.clock())),
+            progress=progress_to(queue.progress()),
         )
         return reply.SerializeToString()
 

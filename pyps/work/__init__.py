@@ -3,7 +3,7 @@
 data_spec.py     what the data set is
 portions.py      how it is cut, and which portions nobody has
 work_pass.py     one pass: which portion is with whom
-crew.py          the workers, where each is and how fast; estimate.py, how long a pass still takes
+crew.py          the workers, where each is and how fast
 waiting.py       who is woken when it is worth asking again
 work_state.py    all of this together; answers.py, what comes of it
 work_queue.py    the queue: one lock around it, and what may be asked

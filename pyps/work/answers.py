@@ -125,8 +125,6 @@ class Progress:
     stolen: int
     lost: int
     wasted: int
-    # Until the present pass is done; -1 while unknown.
-    seconds_left: float
     ended: bool
     workers: tuple[WorkerProgress, ...]
     # The coordinator's own figures.

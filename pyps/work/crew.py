@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import median
 
 from pyps_wire.errors import Superseded
 
@@ -87,8 +86,3 @@ class Crew:
     def forget_gone(self) -> None:
         """Forgets those that are gone."""
         self._hands = {hand.worker_id: hand for hand in self if not hand.gone}
-
-    def median_speed(self) -> float:
-        """The speed of an ordinary worker; 0 while unknown."""
-        speeds = [hand.speed for hand in self if hand.speed and not hand.gone]
-        return median(speeds) if speeds else 0.0

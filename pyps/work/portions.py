@@ -63,10 +63,6 @@ class Cut:
         guess = example * self.num_portions // self.num_examples
         return guess + (self._start(guess + 1) <= example)
 
-    def size_of(self, runs: Iterable[tuple[int, int]]) -> int:
-        """Examples in the portions of all these runs, (first, last + 1) each."""
-        return sum(self._start(stop) - self._start(start) for start, stop in runs)
-
     def _start(self, portion_id: int) -> int:
         if self.portion_examples:
             return min(portion_id * self.portion_examples, self.num_examples)

@@ -335,10 +335,10 @@ class WorkQueue:
             holders = work_pass.holders()
             return tuple(sorted(holders - {worker_id} or holders))
 
-    def progress(self, now: float, *, deliveries: bool = False) -> Progress:
+    def progress(self, *, deliveries: bool = False) -> Progress:
         """Where the work stands; with the deliveries that are remembered where they are asked for."""
         with self._lock:
-            return self._state.progress(now, deliveries=deliveries)
+            return self._state.progress(deliveries=deliveries)
 
     def state(self) -> dict[str, Any]:
         """All that a restored queue needs, as JSON; portions that are with workers count as pending."""

@@ -11,7 +11,6 @@ from pyps.work.answers import Delivered, Ended, LeaseAnswer, Leased, NothingNow,
 from pyps.work.crew import Crew, Hand
 from pyps.work.data_spec import DataSpec
 from pyps.work.delivery_log import DeliveryLog
-from pyps.work.estimate import Occupation, seconds_left
 from pyps.work.portions import Cut
 from pyps.work.waiting import Waiting
 from pyps.work.work_pass import Lease, WorkPass
@@ -266,7 +265,7 @@ class WorkState:
 
     # Where it stands.
 
-    def progress(self, now: float, *, deliveries: bool) -> Progress:
+    def progress(self, *, deliveries: bool) -> Progress:
         """Where the work stands."""
         work_pass, counts = self.work_pass, self.counts
         return Progress(
@@ -282,7 +281,6 @@ class WorkState:
             stolen=counts.stolen,
             lost=counts.lost,
             wasted=counts.wasted,
-            seconds_left=self._seconds_left(now),
             ended=self.end is not None,
             workers=tuple(
                 WorkerProgress(
@@ -296,33 +294,6 @@ class WorkState:
             scalars=dict(self.scalars),
             deliveries=tuple(self.log) if deliveries else (),
         )
-
-    def _seconds_left(self, now: float) -> float:
-        work_pass = self.work_pass
-        if work_pass is None or self.end is not None:
-            return -1.0
-        if work_pass.done:
-            return 0.0
-        usual = self.crew.median_speed()
-        if not usual:
-            return -1.0
-        busy: dict[str, list[Lease]] = {}
-        for lease in work_pass.held():
-            # A claimed portion is computed.
-            if work_pass.tasks[lease.portion_id].winner is None:
-                busy.setdefault(lease.worker_id, []).append(lease)
-        workers = []
-        for hand in self.crew:
-            if not hand.gone:
-                leases = busy.get(hand.worker_id, [])
-                began = max([hand.gave_at or 0.0, *(lease.leased_at for lease in leases[:1])])
-                examples = sum(work_pass.portion(lease).num_examples for lease in leases)
-                workers.append(Occupation(hand.speed or usual, examples, now - began))
-        pending = work_pass.cut.size_of(work_pass.pending.runs)
-        copy_seconds = None
-        if work_pass.copies_max > 1:
-            copy_seconds = work_pass.cut.num_examples / work_pass.num_portions / usual
-        return seconds_left(pending, workers, copy_seconds=copy_seconds)
 
     # How it is kept.
 

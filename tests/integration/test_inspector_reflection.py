@@ -16,6 +16,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from pyps_wire.work_pb2 import DataSpec, OpenWorkRequest
+from pyps_wire.work_pb2_grpc import WorkQueueStub
 from support import DEADLINE_SECONDS, AnyServer, connected
 from wire_worker import WireWorker
 
@@ -31,7 +33,7 @@ CALLS: Mapping[str, tuple[dict[str, Any], str | None]] = {
     "GetStaleness": ({"workerId": "a"}, "buckets"),
     "ListReceipts": ({"limit": 5}, "receipts"),
     "ListEvents": ({"limit": 5}, "newest"),
-    "GetWork": ({"deliveries": True}, "secondsLeft"),
+    "GetWork": ({"deliveries": True}, "numPortions"),
     "GetMemory": ({}, "residentBytes"),
     "Configure": ({"learningRate": 0.5}, "schedule"),
     "SaveCheckpoint": ({}, "path"),
@@ -51,6 +53,8 @@ def begin_run(server: AnyServer) -> None:
     with WireWorker(server.data) as worker:
         worker.join()
         worker.push(worker.push_request(1.0))
+        data = DataSpec(num_examples=4, portion_examples=2)
+        WorkQueueStub(worker.channel).Open(OpenWorkRequest(sender=worker.sender, data=data), timeout=DEADLINE_SECONDS)
 
 
 def test_every_call_works_without_generated_classes(server: AnyServer) -> None:
@@ -83,7 +87,7 @@ def test_every_field_is_served_with_the_name_that_it_has_in_json(server: AnyServ
                     expected = {field.name: field.camelcase_name for field in known[message.name].fields}
                     assert served == expected, f"{message.name} by {version}"
                     names |= set(served.values())
-    assert {"nextPageToken", "learningRates", "secondsLeft", "status"} <= names
+    assert {"nextPageToken", "learningRates", "numPortions", "status"} <= names
 
 
 @pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on the PATH")

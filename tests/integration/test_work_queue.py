@@ -253,7 +253,6 @@ def test_status_and_metrics_show_the_work(start_server):
         work = work_of(server)
         assert (work.num_portions, work.done, work.running, work.pending) == (5, 2, 1, 2)
         assert work.data == TRAIN
-        assert work.seconds_left > 0
         assert {worker.worker_id: (worker.done, worker.running) for worker in work.workers} == {
             "w0": (2, 0),
             "w1": (0, 1),
@@ -261,7 +260,6 @@ def test_status_and_metrics_show_the_work(start_server):
         shown = shell("status", "--servers", server.control)
         assert "train, 20 examples" in shown
         assert "2 of 5 done, 1 running, 2 pending" in shown
-        assert "time left" in shown
         [answer] = json.loads(shell("status", "--json", "--servers", server.control))["servers"]
         assert (answer["work"]["done"], answer["work"]["data"]["name"]) == (2, "train")
         page = urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60).read().decode()

@@ -59,8 +59,7 @@ class Progress:
         if self._as_json or not sys.stdout.isatty() or now - self._drawn_at < DRAW_SECONDS:
             return
         self._drawn_at = now
-        left = f", {work.seconds_left:.0f} s left" if work.seconds_left >= 0 else ""
-        self._draw(f"pass {getattr(work, 'pass')}: {work.done} of {work.num_portions} portions{left}")
+        self._draw(f"pass {getattr(work, 'pass')}: {work.done} of {work.num_portions} portions")
 
     def iteration(self, report: IterationReport) -> None:
         """Writes the line of an iteration."""

@@ -173,14 +173,14 @@ def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_i
         quick.step()
         if len(seen) == 32 + 12:
             # All that was left of its own epoch, and one and a half portions of the next.
-            assert (work.pass_, work.progress(0.0).passes_done) == (0, 0)
+            assert (work.pass_, work.progress().passes_done) == (0, 0)
             slow.step()
             slows += next(batches)
             slow.step()
             assert next(batches, None) is None
     assert sorted(seen[:32] + slows) == list(range(40))
     # Whatever it had at hand is in before the loop goes to something else.
-    progress = work.progress(0.0)
+    progress = work.progress()
     assert (progress.pass_, progress.running) == (1, 0)
     assert len(seen) >= 32 + 16
     # In the next one's own order.
@@ -189,7 +189,7 @@ def test_a_free_worker_goes_on_with_the_next_epoch_and_its_iteration_ends_with_i
     for _ in range(epochs - 1):
         train(quick, mine.epoch())
     assert [counted(work, epoch) for epoch in range(epochs)] == [list(range(40))] * epochs
-    assert (work.pass_, work.progress(0.0).ahead) == (epochs - 1, 0)
+    assert (work.pass_, work.progress().ahead) == (epochs - 1, 0)
 
 
 def test_a_worker_alone_never_mixes_epochs() -> None:

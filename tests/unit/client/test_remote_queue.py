@@ -32,14 +32,14 @@ def test_a_lease_whose_answer_was_lost_goes_back_with_the_next_question() -> Non
     reply = remote.lease(pass_number=0)
     assert (reply.portion.start, reply.portion.stop) == (lost.portion.start, lost.portion.stop)
     assert remote.held == (reply.portion.lease_id,)
-    assert work.progress(0.0).running == 1
+    assert work.progress().running == 1
 
 
 def test_what_is_held_stays_and_what_is_given_up_goes_back() -> None:
     work, _, remote = opened()
     first = remote.lease(pass_number=0).portion
     second = remote.lease(pass_number=0).portion
-    assert work.progress(0.0).running == 2
+    assert work.progress().running == 2
     remote.give_up([first.lease_id])
     again = remote.lease(pass_number=0).portion
     assert (again.start, again.lease_id > second.lease_id) == (first.start, True)

@@ -19,7 +19,6 @@ def test_every_example_is_in_one_portion():
         assert all(portion.num_examples > 0 for portion in portions), cut
         where = [p.portion_id for p in portions for _ in range(p.num_examples)]
         assert [cut.containing(example) for example in covered] == where, cut
-        assert cut.size_of([(0, cut.num_portions)]) == cut.num_examples, cut
 
 
 def test_runs_are_what_a_set_would_hold():

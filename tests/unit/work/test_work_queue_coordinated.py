@@ -46,7 +46,7 @@ def test_portions_are_equal_but_for_one_example():
     assert {answer.portions_per_stage for answer in portions} == {4}
     few = coordinated_queue(3)
     begin_pass(few, num_portions=80)
-    assert few.progress(0.0).num_portions == 3
+    assert few.progress().num_portions == 3
 
 
 def test_between_passes_there_is_nothing_and_the_coordinator_is_waited_for():
@@ -81,7 +81,7 @@ def test_a_new_pass_ends_the_leases_of_the_one_before():
         == f"lease {running.lease_id} ended with its pass, or the server was restored since"
     )
     assert not deliver(queue, "b", claimed).accepted
-    assert queue.progress(0.0).pending == 2
+    assert queue.progress().pending == 2
 
 
 def test_a_pass_number_is_not_used_twice_and_no_pass_is_of_nothing():
@@ -116,7 +116,7 @@ def test_the_end_is_told_to_those_who_wait_and_to_those_who_come():
     queue.end(coordinator_epoch=1, message="converged")
     assert woken == ["a"]
     assert lease(queue, "b") == Ended(0, "converged")
-    assert queue.progress(0.0).ended
+    assert queue.progress().ended
     with pytest.raises(BadRequest, match=r"the coordinator has ended the work \(converged\)"):
         begin_pass(queue, 1)
     begin_pass(queue, 1, epoch=2)
@@ -136,7 +136,7 @@ def test_of_two_copies_the_first_to_claim_wins():
     for _ in range(2):
         refused = claim(queue, "slow", original)
         assert (refused.granted, refused.message) == (False, "portion 0 was claimed by worker 'fast' before")
-    progress = queue.progress(0.0)
+    progress = queue.progress()
     assert (progress.copies, progress.stolen, progress.wasted) == (1, 1, 1)
 
 
@@ -147,7 +147,7 @@ def test_the_original_may_win_too_and_a_copy_is_then_wasted():
     claim(queue, "a", original)
     deliver(queue, "a", original)
     assert "portion 0 was delivered by worker 'a' before" in claim(queue, "b", copy).message
-    progress = queue.progress(0.0)
+    progress = queue.progress()
     assert (progress.copies, progress.stolen, progress.wasted) == (1, 0, 1)
 
 
@@ -155,14 +155,14 @@ def test_no_copies_while_a_portion_is_pending_and_no_more_than_allowed():
     queue = coordinated_queue(6)
     begin_pass(queue, num_portions=3, copies_max=2)
     first = [lease(queue, name, now=float(now)) for now, name in enumerate("abc")]
-    assert queue.progress(0.0).copies == 0
+    assert queue.progress().copies == 0
     copies = [lease(queue, name, now=5.0) for name in "abcd"]
     # Those that were given out the longest ago come first; nobody gets a copy of what it has.
     assert [answer.portion.portion_id for answer in copies[:2]] == [
         first[1].portion.portion_id,
         first[0].portion.portion_id,
     ]
-    assert queue.progress(0.0).copies == 3
+    assert queue.progress().copies == 3
     woken = []
     assert lease(queue, "e", now=5.0, wake=lambda: woken.append("e")) == NothingNow(1)
     queue.release("c", now=6.0, lost=True)
@@ -214,9 +214,9 @@ def test_a_worker_that_claimed_and_gives_nothing_is_not_waited_for_without_end()
     claim(queue, "a", mine, now=1.0)
     lease(queue, "b", now=2.0, wake=lambda: None)
     queue.tick(11.0)
-    assert queue.progress(0.0).lost == 0
+    assert queue.progress().lost == 0
     queue.tick(13.0)
-    assert queue.progress(0.0).lost == 1
+    assert queue.progress().lost == 1
     assert isinstance(lease(queue, "b", now=13.0), Leased)
 
 
@@ -274,7 +274,7 @@ def test_what_was_not_claimed_cannot_be_delivered_and_goes_back():
     claim(queue, "a", claimed)
     refused = deliver(queue, "a", claimed, unclaimed)
     assert refused.message == f"lease {unclaimed.lease_id} was not claimed: claim it before its gradient enters a sum"
-    assert queue.progress(0.0).pending == 3
+    assert queue.progress().pending == 3
 
 
 def test_a_delivery_repeated_in_another_stage_does_not_count():
@@ -356,7 +356,7 @@ def test_an_attached_coordinator_lifts_the_end_of_the_work():
     queue.attach(1)
     assert queue.lease("a", 1, now=0.0) == Ended(0, "enough")
     queue.attach(2)
-    assert not queue.progress(0.0).ended
+    assert not queue.progress().ended
     assert queue.lease("a", 1, now=0.0) == NothingNow(0)
     assert told[-1] == "work goes on: another coordinator came"
 

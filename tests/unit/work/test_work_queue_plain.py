@@ -58,7 +58,7 @@ def test_the_next_pass_begins_when_all_is_delivered_and_somebody_asks_for_it():
     # Who is ahead of a restored queue takes part in the older pass.
     assert lease(queue, "ahead", pass_=7).pass_ == 0
     queue.release("ahead", now=0.0, lost=False)
-    assert (queue.progress(0.0).lost, queue.progress(0.0).pending) == (0, 2), "it left by itself"
+    assert (queue.progress().lost, queue.progress().pending) == (0, 2), "it left by itself"
     finish(queue)
     assert queue.pass_ == 0
     assert lease(queue, pass_=0) == PassDone(0)
@@ -104,7 +104,7 @@ def test_portions_follow_the_growing_minibatch_of_the_server():
     sizes = []
     for pass_ in range(3):
         answer = lease(queue, pass_=pass_)
-        sizes.append((answer.batch_size, answer.portion.num_examples, queue.progress(0.0).num_portions))
+        sizes.append((answer.batch_size, answer.portion.num_examples, queue.progress().num_portions))
         deliver(queue, answer)
         finish(queue, pass_)
     assert sizes == [(4, 8, 7), (8, 16, 4), (16, 32, 2)]
@@ -140,10 +140,10 @@ def test_a_free_worker_begins_the_next_pass_as_far_as_it_may_and_is_allowed():
             given.append(answer.pass_)
             deliver(queue, answer, name="quick")
         # Nothing is over before the portion that is missing is in; then all is that has all of its own.
-        assert (given, answer, queue.progress(0.0).passes_done) == (begun, NothingNow(0), 0), (ahead, passes)
-        assert (queue.pass_, queue.progress(0.0).ahead, queue.waits_for("quick")) == (0, len(begun), ("slow",))
+        assert (given, answer, queue.progress().passes_done) == (begun, NothingNow(0), 0), (ahead, passes)
+        assert (queue.pass_, queue.progress().ahead, queue.waits_for("quick")) == (0, len(begun), ("slow",))
         deliver(queue, slow, name="slow")
-        assert queue.progress(0.0).passes_done == 1 + len(begun) // 2
+        assert queue.progress().passes_done == 1 + len(begun) // 2
         assert lease(queue, "quick", queue.pass_, passes=passes) == PassDone(queue.pass_)
 
 
@@ -161,7 +161,7 @@ def test_who_holds_a_portion_itself_does_not_mix_passes_and_is_woken_once_it_is_
     back = lease(queue, "quick", passes=9)
     assert (back.pass_, back.portion) == (0, replace(slow.portion, lease_id=back.lease_id))
     assert deliver(queue, ahead[0], back, name="quick").accepted
-    assert (queue.pass_, queue.progress(0.0).done, queue.progress(0.0).running) == (1, 1, 1)
+    assert (queue.pass_, queue.progress().done, queue.progress().running) == (1, 1, 1)
     assert deliver(queue, ahead[1], name="quick").accepted
     assert [counted(queue, pass_) for pass_ in range(2)] == [[0, 1], [0, 1]]
 
@@ -182,11 +182,11 @@ def test_passes_that_were_begun_ahead_go_on_with_a_restored_server_whatever_its_
     lost = lease(queue, "slow", passes=9)
     for _ in range(6):
         deliver(queue, lease(queue, "quick", passes=9), name="quick")
-    assert queue.progress(0.0).ahead == 4
+    assert queue.progress().ahead == 4
     after = restored_queue(queue)
     assert not deliver(after, lost, name="slow").accepted
     finish(after, 0)
-    assert (after.pass_, after.progress(0.0).done) == (2, 1)
+    assert (after.pass_, after.progress().done) == (2, 1)
     assert lease(after, pass_=1) == PassDone(1)
     finish(after, 2)
     assert [counted(after, pass_) for pass_ in range(3)] == [[0, 1, 2]] * 3
@@ -198,7 +198,7 @@ def test_beside_a_worker_eight_times_slower_the_quick_one_stands_still_at_the_en
     epochs, portions, seconds = 20, 12, {"quick": 1.0, "slow": 8.0}
     queue = ahead_queue(portions, ahead=ahead)
     pass_, at_work, gave_at, idle, now = dict.fromkeys(seconds, 0), {}, 0.0, 0.0, 0.0
-    while queue.progress(now).passes_done < epochs:
+    while queue.progress().passes_done < epochs:
         for name in sorted(seconds.keys() - at_work.keys()):
             while (answer := lease(queue, name, pass_[name], passes=epochs, now=now)) == PassDone(pass_[name]):
                 pass_[name] += 1
@@ -259,7 +259,7 @@ def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused
     finish(queue, 0, "b")
     assert not deliver(queue, lost).accepted
     assert counted(queue, 0) == list(range(6))
-    assert queue.progress(0.0).lost == 1
+    assert queue.progress().lost == 1
 
 
 def test_what_an_earlier_life_held_goes_back_when_the_next_one_asks():
@@ -278,7 +278,7 @@ def test_a_portion_whose_answer_was_lost_is_given_again():
     assert again.portion.portion_id == lost.portion.portion_id
     assert again.lease_id > lost.lease_id
     assert lease(queue, held=[again.lease_id]).portion.portion_id == 1
-    assert queue.progress(0.0).lost == 0
+    assert queue.progress().lost == 0
 
 
 def test_a_delivery_is_repeated_without_harm_also_in_the_next_pass():
@@ -308,8 +308,8 @@ def test_a_delivery_counts_as_a_whole_or_not_at_all():
     second = lease(queue, "a")
     third = lease(queue, "a")
     assert not deliver(queue, first, second, third).accepted
-    assert queue.progress(0.0).done == 0
-    assert queue.progress(0.0).pending == 3
+    assert queue.progress().done == 0
+    assert queue.progress().pending == 3
 
 
 def test_a_delivery_names_leases_that_were_given_out_each_once_and_all_their_examples():
@@ -353,7 +353,7 @@ def test_a_portion_that_others_wait_for_is_taken_from_a_worker_that_gives_nothin
     assert lease(queue, "b", now=510.5, wake=woken, again=True).portion.start == stuck.portion.start
     refused = deliver(queue, stuck, name="stuck")
     assert "worker 'stuck' gave nothing for 10.5 s, and others waited" in refused.message
-    assert queue.progress(0.0).lost == 1
+    assert queue.progress().lost == 1
     assert told[-1][2]["worker"] == "stuck"
 
 
@@ -365,8 +365,8 @@ def test_a_slow_portion_is_taken_away_after_twice_the_time_each_time():
         lease(queue, holder, now=now, wake=lambda: None)
         began = now
         lease(queue, other, now=now, wake=lambda: None)
-        lost = queue.progress(now).lost
-        while queue.progress(now).lost == lost:
+        lost = queue.progress().lost
+        while queue.progress().lost == lost:
             now += 1.0
             queue.tick(now)
         taken.append(now - began)
@@ -378,12 +378,13 @@ def test_a_worker_gets_three_times_as_long_as_its_own_speed_says():
     queue = plain_queue(6, 3, stall_seconds=10.0)
     answer = lease(queue, "slow", now=0.0)
     deliver(queue, answer, name="slow", now=100.0)
+    assert [worker.examples_per_second for worker in queue.progress().workers] == [3 / 100]
     lease(queue, "slow", now=100.0)
     lease(queue, "b", now=100.0, wake=lambda: None)
     queue.tick(399.0)
-    assert queue.progress(0.0).lost == 0, "it gave a portion after 100 s"
+    assert queue.progress().lost == 0, "it gave a portion after 100 s"
     queue.tick(400.0)
-    assert queue.progress(0.0).lost == 1
+    assert queue.progress().lost == 1
 
 
 # Waits.
@@ -414,14 +415,14 @@ def test_a_call_that_asks_later_than_the_next_one_of_its_worker_takes_nothing_ba
     queue.forget(former)
     with pytest.raises(WaitTimedOut):
         lease(queue, "a", held=(), announced=former)
-    assert queue.progress(0.0).running == 0, "its caller is gone"
+    assert queue.progress().running == 0, "its caller is gone"
     queue.announce("a", former)
     queue.announce("a", later)
     held = lease(queue, "a", held=(), announced=later)
     assert isinstance(held, Leased)
     with pytest.raises(WaitTimedOut, match="worker 'a' has asked anew since"):
         lease(queue, "a", held=(), announced=former)
-    assert queue.progress(0.0).running == 1
+    assert queue.progress().running == 1
     assert deliver(queue, held).accepted
 
 
@@ -525,7 +526,7 @@ def test_counts_and_passes_go_on():
     queue.release("a", now=0.0, lost=True)
     for pass_ in range(2):
         deliver(queue, lease(queue, pass_=pass_))
-    progress = restored_queue(queue).progress(0.0, deliveries=True)
+    progress = restored_queue(queue).progress(deliveries=True)
     assert (progress.pass_, progress.passes_done, progress.lost) == (1, 2, 1)
     assert [delivered.pass_ for delivered in progress.deliveries] == [0, 1]
 
@@ -534,7 +535,7 @@ def test_deliveries_of_the_present_pass_and_seven_before_it_are_remembered():
     queue = plain_queue(3, 3)
     for pass_ in range(20):
         deliver(queue, lease(queue, pass_=pass_))
-    assert [delivered.pass_ for delivered in queue.progress(0.0, deliveries=True).deliveries] == list(range(12, 20))
+    assert [delivered.pass_ for delivered in queue.progress(deliveries=True).deliveries] == list(range(12, 20))
 
 
 def test_what_is_no_state_is_one_sentence():

@@ -182,10 +182,10 @@ def range_sum(leased: Leased) -> int:
 def finish_pass(chance: Chance, done: int) -> None:
     """Lets the workers go on without accidents until so many passes are done."""
     for _ in range(4000):
-        if chance.queue.progress(chance.now).passes_done >= done:
+        if chance.queue.progress().passes_done >= done:
             return
         chance.step(quiet=True)
-    raise AssertionError(f"the pass does not end: {chance.queue.progress(chance.now)}")
+    raise AssertionError(f"the pass does not end: {chance.queue.progress()}")
 
 
 # More than are done.
@@ -200,8 +200,8 @@ def test_plain_passes_count_each_example_once(seed, ahead):
     chance = Chance(queue, seed=seed, passes=PASSES_MAX)
     for _ in range(400):
         chance.step()
-    finish_pass(chance, chance.queue.progress(0.0).passes_done + 1)
-    progress = chance.queue.progress(chance.now)
+    finish_pass(chance, chance.queue.progress().passes_done + 1)
+    progress = chance.queue.progress()
     done = range(max(0, progress.pass_ - 7), progress.passes_done)
     assert progress.passes_done >= 2
     for pass_ in done:
@@ -224,8 +224,8 @@ def test_plain_passes_count_each_example_once_across_restarts_of_the_server(seed
         chance.queue.restore(kept)
         for worker in chance.workers:
             worker.wake = None
-    finish_pass(chance, chance.queue.progress(0.0).passes_done + 1)
-    progress = chance.queue.progress(chance.now)
+    finish_pass(chance, chance.queue.progress().passes_done + 1)
+    progress = chance.queue.progress()
     assert progress.passes_done >= 1
     for pass_ in range(max(0, progress.pass_ - 7), progress.passes_done):
         assert counted(chance.queue, pass_) == list(range(40))
@@ -242,7 +242,7 @@ def test_a_run_ends_with_its_last_pass_and_has_begun_none_after_it(seed):
         if not chance.workers:
             break
     assert [counted(chance.queue, pass_) for pass_ in range(passes)] == [list(range(40))] * passes
-    progress = chance.queue.progress(chance.now)
+    progress = chance.queue.progress()
     assert (progress.passes_done, progress.pass_, progress.ahead) == (passes, passes - 1, 0)
 
 
@@ -281,7 +281,7 @@ def test_a_pass_that_is_given_up_leaves_nothing_in_the_next(seed):
         for _ in range(15):
             # The workers go on with what they have of the pass before.
             chance.step()
-    finish_pass(chance, chance.queue.progress(0.0).passes_done + 1)
+    finish_pass(chance, chance.queue.progress().passes_done + 1)
     outcome = chance.queue.await_pass(7, coordinator_epoch=1, now=0.0)
     assert outcome.example_count == 30
     assert counted(chance.queue, 7) == list(range(30))
@@ -296,7 +296,7 @@ def test_threads_share_passes_and_none_sleeps_for_ever():
                 woken = threading.Event()
                 answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set)
                 while isinstance(answer, NothingNow):
-                    assert woken.wait(60), f"{name} sleeps: {queue.progress(0.0)}"
+                    assert woken.wait(60), f"{name} sleeps: {queue.progress()}"
                     woken.clear()
                     answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set, again=True)
                 if not isinstance(answer, Leased):
