@@ -18,8 +18,6 @@ class Hand:
 
     worker_id: str
     incarnation: int
-    # Whether it left, or is taken to be dead.
-    gone: bool = False
     # The pass of which it was given a portion last, and the portion after that one; None before its first.
     pass_: int = -1
     next_portion: int | None = None
@@ -51,16 +49,23 @@ class Hand:
 
 
 class Crew:
-    """The workers of a queue, the gone ones of the present pass too. Guarded by its queue's lock."""
+    """The workers of a queue. Guarded by its queue's lock."""
 
     def __init__(self) -> None:
         self._hands: dict[str, Hand] = {}
+        # Those that have left in the present pass or are taken to be dead: apart, so that no lease looks at them.
+        self._departed: dict[str, Hand] = {}
 
     def __iter__(self) -> Iterator[Hand]:
         return iter(self._hands.values())
 
+    @property
+    def of_pass(self) -> list[Hand]:
+        """The workers and those that have left in the present pass, in the order of their names."""
+        return sorted([*self, *self._departed.values()], key=lambda hand: hand.worker_id)
+
     def get(self, worker_id: str) -> Hand | None:
-        """A worker, None where it never came."""
+        """A worker, None where it never came or has left."""
         return self._hands.get(worker_id)
 
     def enter(self, worker_id: str, incarnation: int) -> tuple[Hand, bool]:
@@ -68,9 +73,7 @@ class Crew:
 
         Raises Superseded for an earlier life.
         """
-        hand = self._hands.get(worker_id)
-        if hand is None:
-            hand = self._hands[worker_id] = Hand(worker_id, incarnation)
+        hand = self._hands.get(worker_id) or self._departed.get(worker_id) or Hand(worker_id, incarnation)
         if incarnation < hand.incarnation:
             raise Superseded(
                 f"a newer process goes by the name of worker {worker_id!r}: stop this one, or give it another name"
@@ -80,9 +83,15 @@ class Crew:
             # The new process knows nothing of where the old one was, but its machine may still have the data.
             hand.measured.clear()
             hand.gave_at = None
-        hand.incarnation, hand.gone = incarnation, False
+        hand.incarnation = incarnation
+        self._departed.pop(worker_id, None)
+        self._hands[worker_id] = hand
         return hand, renewed
 
-    def forget_gone(self) -> None:
-        """Forgets those that are gone."""
-        self._hands = {hand.worker_id: hand for hand in self if not hand.gone}
+    def leave(self, hand: Hand) -> None:
+        """Takes note that a worker has left, or is taken to be dead."""
+        self._departed[hand.worker_id] = self._hands.pop(hand.worker_id)
+
+    def forget_departed(self) -> None:
+        """Forgets those that have left."""
+        self._departed.clear()

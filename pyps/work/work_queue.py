@@ -195,7 +195,7 @@ class WorkQueue:
             hand = state.crew.get(worker_id)
             if hand is None:
                 return
-            hand.gone = True
+            state.crew.leave(hand)
             state.due += state.waiting.leave(worker_id)
             self._take_back_all(hand, why=f"worker {worker_id!r} was taken to be gone", lost=lost)
 

@@ -93,7 +93,7 @@ class WorkState:
     def begin(self, *passes: WorkPass) -> None:
         """Puts passes in place of the present one, whose leases end."""
         self.passes, self.number = list(passes), passes[0].number
-        self.crew.forget_gone()
+        self.crew.forget_departed()
         self.log.begin_pass(self.number)
 
     # Who gets what.
@@ -158,7 +158,7 @@ class WorkState:
         return {
             other.next_portion
             for other in self.crew
-            if other.next_portion is not None and other is not hand and not other.gone and other.pass_ == hand.pass_
+            if other.next_portion is not None and other is not hand and other.pass_ == hand.pass_
         }
 
     # Who gives what.
@@ -289,7 +289,7 @@ class WorkState:
                     running=len(self.leases_of(hand)),
                     examples_per_second=hand.speed,
                 )
-                for hand in sorted(self.crew, key=lambda hand: hand.worker_id)
+                for hand in self.crew.of_pass
             ),
             scalars=dict(self.scalars),
             deliveries=tuple(self.log) if deliveries else (),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 
 import pytest
 
@@ -247,6 +250,35 @@ def test_what_comes_next_is_told_and_not_held():
 
 
 # Who is gone, and who comes back.
+
+
+def lines_executed(call: Callable[[], object]) -> int:
+    """How many lines of Python a call takes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _: object):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_lease_costs_as_much_however_many_workers_have_left():
+    lines = []
+    for departed in (1, 300):
+        queue = plain_queue(1000, 1)
+        for number in range(departed):
+            lease(queue, f"departed-{number}")
+            queue.release(f"departed-{number}", now=0.0, lost=False)
+        lease(queue, "other")
+        lines.append(lines_executed(lambda queue=queue: lease(queue)))
+    assert lines[0] == lines[1]
 
 
 def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused():
