@@ -17,10 +17,7 @@ import numpy as np
 from pyps.core.arrays import Floats
 from pyps.simulation.event import Scheduler
 from pyps.simulation.worker import Timing
-from pyps.work.answers import Leased, PassOutcome
-from pyps.work.data_spec import DataSpec
-from pyps.work.portions import Portion
-from pyps.work.work_queue import WorkQueue
+from pyps.work import DataSpec, Leased, PassOutcome, Portion, WorkQueue
 
 COORDINATOR_EPOCH = 1
 INCARNATION = 1
@@ -137,14 +134,13 @@ class VirtualCrew:
         scalars: Mapping[str, float] | None = None,
     ) -> None:
         """Begins a pass; copies of the last one that were beaten go on into it."""
-        self.queue.begin_pass(
+        self.queue.coordinator.begin_pass(
             pass_,
             coordinator_epoch=COORDINATOR_EPOCH,
             num_portions=num_portions,
             copies_max=copies_max,
             portions_per_stage=portions_per_stage,
-            scalars=scalars,
-            now=self.now,
+            scalars=scalars or {},
         )
 
     def await_pass(self, pass_: int) -> PassOutcome:
@@ -163,7 +159,7 @@ class VirtualCrew:
         return (span for span in self.spans if span.pass_ == pass_)
 
     def _outcome(self, pass_: int) -> PassOutcome:
-        return self.queue.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH, now=self.now)
+        return self.queue.coordinator.await_pass(pass_, coordinator_epoch=COORDINATOR_EPOCH)
 
     # A worker's turns.
 
@@ -197,10 +193,8 @@ class VirtualCrew:
     def _end(self, worker: Worker, leased: Leased, started: float) -> None:
         self.messages["claim"] += 1
         claim = self.queue.claim(worker.worker_id, INCARNATION, leased.lease_id, now=self.now)
-        self.spans.append(
-            Span(worker.worker_id, leased.pass_, leased.portion, started, self.now, counted=claim.granted)
-        )
-        if claim.granted:
+        self.spans.append(Span(worker.worker_id, leased.pass_, leased.portion, started, self.now, counted=claim.counts))
+        if claim.counts:
             self._gather(worker, leased)
         if len(worker.claimed) >= max(1, leased.portions_per_stage):
             self._deliver(worker)

@@ -20,8 +20,8 @@ from client_support import RecordingSession
 from pyps.core.gradient import Codec
 from pyps.core.rules import RULES, WeightedGradient, validate
 from pyps.work.answers import Ended, Leased, NothingNow, PassDone
-from pyps.work.data_spec import DataSpec
 from pyps.work.work_queue import WorkQueue
+from pyps.work import DataSpec, Ended, Leased, NothingNow, PassDone, WorkQueue
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
@@ -214,7 +214,7 @@ class QueueChannel:
                 self._queue.forget(woken.set)
                 raise WaitTimedOut("others")
             woken.clear()
-            answer = self._queue.lease(sender.worker_id, sender.incarnation, again=True, **asked)
+            answer = self._queue.lease(sender.worker_id, sender.incarnation, announced=True, **asked)
         said: dict[str, Any] = {"pass": answer.pass_}
         if isinstance(answer, Leased):
             portion = wire.Portion(**asdict(answer.portion))
@@ -231,7 +231,7 @@ class QueueChannel:
             example_count=request.example_count,
             now=0.0,
         )
-        return wire.DeliverReply(accepted=answer.accepted, message=answer.message)
+        return wire.DeliverReply(accepted=answer.counts, message=answer.message)
 
 
 class Stopped(Exception):

@@ -55,7 +55,8 @@ class LeaseCall:
             describe=describe,
             waits_for=lambda: queue.waits_for(sender.worker_id),
         )
-        held, again = set(request.held), False
+        # Of its first question: a later one knows no better.
+        held: set[int] | None = set(request.held)
 
         def ask() -> LeaseAnswer:
             return queue.lease(
@@ -64,10 +65,9 @@ class LeaseCall:
                 pass_=pass_,
                 passes=request.passes,
                 now=run.clock(),
-                wake=parking.wake if wait_seconds else None,
+                wake=parking.wake,
+                announced=True,
                 held=held,
-                again=again,
-                announced=parking.wake,
             )
 
         queue.announce(sender.worker_id, parking.wake)
@@ -82,7 +82,7 @@ class LeaseCall:
                 if not (isinstance(answer, NothingNow) and wait_seconds):
                     return answer
                 await parking.wait()
-                again = True
+                held = None
         finally:
             queue.forget(parking.wake)
 

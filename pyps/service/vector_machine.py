@@ -87,7 +87,7 @@ class VectorMachineService:
         attached = await self._off_loop(attach)
         if not run.server_index:
             # From here on nobody before it begins a pass.
-            run.work.attach(attached.coordinator_epoch)
+            run.work.coordinator.attach(attached.coordinator_epoch)
         run.events.add(
             "coordinator",
             "a coordinator attached",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from pyps.service.convert import for_people
 from pyps.work import DataSpec, Ended, LeaseAnswer, Leased, NothingNow, PassDone, Portion, Progress
 from pyps_wire import work_pb2 as wire
@@ -22,7 +24,7 @@ def spec_from(message: wire.DataSpec) -> DataSpec:
 
 def spec_to(spec: DataSpec) -> wire.DataSpec:
     """A data set as it travels."""
-    return wire.DataSpec(**spec.to_json())
+    return wire.DataSpec(**asdict(spec))
 
 
 def portion_to(portion: Portion) -> wire.Portion:

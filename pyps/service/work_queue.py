@@ -81,7 +81,7 @@ class WorkQueueService:
         request = convert.parse(wire.ClaimRequest, message)
         sender, queue = request.sender, self._queue_of(request.sender)
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
-        return wire.ClaimReply(granted=claim.granted, message=claim.message).SerializeToString()
+        return wire.ClaimReply(granted=claim.counts, message=claim.message).SerializeToString()
 
     async def deliver(self, message: bytes, context: Call) -> bytes:
         """Takes portions in."""
@@ -102,7 +102,7 @@ class WorkQueueService:
             example_count=request.example_count,
             now=self._run.clock(),
         )
-        return wire.DeliverReply(accepted=delivery.accepted, message=delivery.message).SerializeToString()
+        return wire.DeliverReply(accepted=delivery.counts, message=delivery.message).SerializeToString()
 
     # The coordinator's.
 
@@ -115,14 +115,13 @@ class WorkQueueService:
             check_name(name, what="a scalar's name")
         queue = self._coordinated_by(request.sender)
         self._refuse_when_over()
-        queue.begin_pass(
+        queue.coordinator.begin_pass(
             pass_of(request),
             coordinator_epoch=request.coordinator_epoch,
             num_portions=request.num_portions,
             copies_max=request.copies_max,
             portions_per_stage=request.portions_per_stage,
-            scalars=dict(request.scalars),
-            now=self._run.clock(),
+            scalars=request.scalars,
         )
         return wire.BeginPassReply(num_workers=self._run.membership.num_alive).SerializeToString()
 
@@ -144,7 +143,7 @@ class WorkQueueService:
         """Ends the work."""
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)
-        queue.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
+        queue.coordinator.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
         return wire.EndWorkReply().SerializeToString()
 
     # Waits.
@@ -169,8 +168,8 @@ class WorkQueueService:
                 parking.look()
                 self._refuse_when_over()
                 refuse_when_replaced(self._run, queue)
-                outcome = queue.await_pass(
-                    pass_, coordinator_epoch=request.coordinator_epoch, now=run.clock(), wake=parking.wake
+                outcome = queue.coordinator.await_pass(
+                    pass_, coordinator_epoch=request.coordinator_epoch, wake=parking.wake
                 )
                 if outcome.complete or not wait_seconds or (pass_ == 0 and queue.spec is not None):
                     return outcome

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pyps.work.data_spec import DataSpec
-from pyps.work.portions import Portion
+from pyps.work.portions import DataSpec, Portion
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,7 @@ class Leased:
 
     @property
     def lease_id(self) -> int:
-        """Names this giving-out of the portion."""
+        """The number of this lease."""
         return self.portion.lease_id
 
 
@@ -55,18 +54,10 @@ LeaseAnswer = Leased | NothingNow | PassDone | Ended
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """Whether a result counts, and why not."""
+class Verdict:
+    """Whether a claim or a delivery counts, all of it or none, and why not."""
 
-    granted: bool
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Whether a delivery counts, all of it or none, and why not."""
-
-    accepted: bool
+    counts: bool
     message: str = ""
 
 
@@ -94,7 +85,7 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerProgress:
+class WorkerShare:
     """One worker's part in the present pass."""
 
     worker_id: str
@@ -112,21 +103,21 @@ class Progress:
     # None before a worker named a data set.
     spec: DataSpec | None
     pass_: int
-    passes_done: int
-    # Portions of the present pass: all, delivered, with workers (backup copies counted once), with nobody.
-    num_portions: int
-    done: int
-    running: int
-    pending: int
-    # Delivered portions of later passes, which free workers have begun.
-    ahead: int
     # Since the run began: see Counts.
     copies: int
     stolen: int
     lost: int
     wasted: int
-    ended: bool
-    workers: tuple[WorkerProgress, ...]
-    # The coordinator's own figures.
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    passes_done: int
+    # Portions of the present pass: all, delivered, with workers (backup copies counted once), with nobody.
+    num_portions: int = 0
+    done: int = 0
+    running: int = 0
+    pending: int = 0
+    # Delivered portions of later passes, which free workers have begun.
+    ahead: int = 0
+    workers: tuple[WorkerShare, ...] = ()
     deliveries: tuple[Delivered, ...] = ()
+    # Of a coordinator: whether it has ended the work, and its own figures.
+    ended: bool = False
+    scalars: Mapping[str, float] = field(default_factory=dict)

@@ -1,13 +1,58 @@
-"""Portions of a data set: how it is cut into them, and which of them nobody has."""
+"""A data set, how it is cut into portions, and which of them nobody has."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from pyps.work.data_spec import PORTIONS_MAX
 from pyps_wire.errors import BadRequest
+
+# Every portion of a pass is remembered until the pass is over.
+PORTIONS_MAX = 1_000_000
+NAME_LENGTH_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """A data set, and how it is cut. BadRequest where a field makes no sense."""
+
+    # For people: "train".
+    name: str = ""
+    num_examples: int = 0
+    # Examples in a portion; 0 leaves it to the queue.
+    portion_examples: int = 0
+    # Examples in a minibatch; 0 where that is the worker's business, or the server's.
+    batch_size: int = 0
+    # Whether a portion is a range of places in each pass's permutation, and what the permutations are made of.
+    shuffle: bool = False
+    seed: int = 0
+    # Whether a coordinator begins the passes; else each begins when the one before it is done.
+    coordinated: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.name) > NAME_LENGTH_MAX:
+            raise BadRequest(
+                f"the data set's name has {len(self.name)} characters; expected {NAME_LENGTH_MAX} at most: shorten it"
+            )
+        if self.num_examples < 1:
+            raise BadRequest(
+                f"the data set {self.name!r} has {self.num_examples} examples; expected 1 at least:"
+                " look where it is loaded"
+            )
+        for name in ("portion_examples", "batch_size", "seed"):
+            if getattr(self, name) < 0:
+                raise BadRequest(f"{name} is {getattr(self, name)}; expected 0 or more")
+
+    def require_same(self, other: DataSpec, *, worker_id: str) -> None:
+        """Raises BadRequest, naming the first field in which `other`, the worker's word, differs."""
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            if ours != theirs:
+                raise BadRequest(
+                    f"worker {worker_id!r} says {field.name} {theirs!r} of the data set, but the run's has {ours!r}:"
+                    " give all workers one data set and the same settings, or start another run"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,63 +118,41 @@ class PendingPortions:
     """Numbers of portions as disjoint runs in order: so that a worker's next stays next to its last."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        # Firsts, and lasts + 1, of runs that do not touch.
-        self._starts: list[int] = []
-        self._stops: list[int] = []
+        # First, and last + 1, of runs that do not touch.
+        self.runs: list[tuple[int, int]] = []
         for start, stop in sorted(runs):
-            if self._stops and start <= self._stops[-1]:
-                self._stops[-1] = max(stop, self._stops[-1])
+            if self.runs and start <= self.runs[-1][1]:
+                self.runs[-1] = (self.runs[-1][0], max(stop, self.runs[-1][1]))
             elif start < stop:
-                self._starts.append(start)
-                self._stops.append(stop)
-        self._count = sum(stop - start for start, stop in self.runs)
+                self.runs.append((start, stop))
 
     def __len__(self) -> int:
-        return self._count
+        return sum(stop - start for start, stop in self.runs)
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
 
     def __contains__(self, portion_id: int) -> bool:
         place = self._place(portion_id)
-        return place >= 0 and portion_id < self._stops[place]
-
-    @property
-    def runs(self) -> list[tuple[int, int]]:
-        """The runs in order, (first, last + 1) each."""
-        return list(zip(self._starts, self._stops, strict=True))
+        return place >= 0 and portion_id < self.runs[place][1]
 
     def longest(self) -> tuple[int, int]:
         """The longest run, the first of several; ValueError where there is none."""
-        return max(zip(self._starts, self._stops, strict=True), key=lambda run: run[1] - run[0])
+        return max(self.runs, key=lambda run: run[1] - run[0])
 
     def add(self, portion_id: int) -> None:
         """Adds one that is not there."""
         assert portion_id not in self
-        place = self._place(portion_id)
-        follows = place >= 0 and self._stops[place] == portion_id
-        precedes = place + 1 < len(self._starts) and self._starts[place + 1] == portion_id + 1
-        if follows and precedes:
-            self._stops[place] = self._stops.pop(place + 1)
-            del self._starts[place + 1]
-        elif follows:
-            self._stops[place] += 1
-        elif precedes:
-            self._starts[place + 1] -= 1
-        else:
-            self._starts.insert(place + 1, portion_id)
-            self._stops.insert(place + 1, portion_id + 1)
-        self._count += 1
+        self.runs = PendingPortions([*self.runs, (portion_id, portion_id + 1)]).runs
 
     def remove(self, portion_id: int) -> None:
         """Removes one that is there."""
         assert portion_id in self
         place = self._place(portion_id)
-        start, stop = self._starts[place], self._stops[place]
-        del self._starts[place], self._stops[place]
-        for left, right in ((portion_id + 1, stop), (start, portion_id)):
-            if left < right:
-                self._starts.insert(place, left)
-                self._stops.insert(place, right)
-        self._count -= 1
+        start, stop = self.runs[place]
+        left = (start, portion_id), (portion_id + 1, stop)
+        self.runs[place : place + 1] = [(first, end) for first, end in left if first < end]
 
     def _place(self, portion_id: int) -> int:
         """The index of the last run that begins at or before the portion, -1 where none does."""
-        return bisect_right(self._starts, portion_id) - 1
+        return bisect_right(self.runs, portion_id, key=lambda run: run[0]) - 1

@@ -107,7 +107,7 @@ class Chance:
             now=self.now,
             wake=worker.wake,
             held={*worker.held, *worker.claimed},
-            again=again,
+            announced=again,
         )
         if isinstance(answer, NothingNow):
             # One that holds something must not wait for itself for ever: it goes on with that.
@@ -129,8 +129,8 @@ class Chance:
         leased = worker.held.pop(lease_id)
         if not self.queue.spec.coordinated:
             self.deliver(worker, [leased])
-        elif self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).granted:
-            assert self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).granted
+        elif self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).counts:
+            assert self.queue.claim(worker.name, worker.incarnation, lease_id, now=self.now).counts
             worker.claimed[lease_id] = leased
 
     def deliver(self, worker: Worker, all_of: list[Leased]) -> None:
@@ -147,7 +147,7 @@ class Chance:
                 example_count=examples,
                 now=self.now,
             )
-            if delivery.accepted:
+            if delivery.counts:
                 assert self.stages not in self.refused
                 self.accepted[self.stages] = (loss, examples)
             else:
@@ -168,9 +168,10 @@ class Chance:
             if worker.wake is None or worker.woken:
                 continue
             # What it would be told, asked of a copy.
-            state = copy.deepcopy(self.queue._state)
-            hand, _ = state.crew.enter(worker.name, worker.incarnation)
-            answer = state.answer(hand, worker.pass_, passes=self.passes, now=self.now)
+            lock = self.queue._calls.lock
+            queue = copy.deepcopy(self.queue._queue, {id(lock): lock})
+            asking = queue.enter(worker.name, worker.incarnation)
+            answer = queue.answer(asking, worker.pass_, passes=self.passes, now=self.now)
             assert isinstance(answer, NothingNow), f"{worker.name} sleeps, and would get {answer}"
 
 
@@ -251,17 +252,17 @@ def test_coordinated_passes_count_each_example_once(seed):
     num_examples = 43
     chance = Chance(coordinated_queue(num_examples, stall_seconds=100.0), seed=seed)
     for pass_ in range(1, 5):
-        begin_pass(chance.queue, pass_, num_portions=11, copies_max=1 + pass_ % 3, now=chance.now)
+        begin_pass(chance.queue, pass_, num_portions=11, copies_max=1 + pass_ % 3)
         chance.accepted.clear()
         woken: list[bool] = []
-        outcome = chance.queue.await_pass(
-            pass_, coordinator_epoch=1, now=0.0, wake=lambda woken=woken: woken.append(True)
+        outcome = chance.queue.coordinator.await_pass(
+            pass_, coordinator_epoch=1, wake=lambda woken=woken: woken.append(True)
         )
         assert not outcome.complete
         for _ in range(60):
             chance.step()
         finish_pass(chance, pass_)
-        outcome = chance.queue.await_pass(pass_, coordinator_epoch=1, now=0.0)
+        outcome = chance.queue.coordinator.await_pass(pass_, coordinator_epoch=1)
         assert woken
         assert outcome.complete
         assert outcome.example_count == num_examples
@@ -276,13 +277,13 @@ def test_coordinated_passes_count_each_example_once(seed):
 def test_a_pass_that_is_given_up_leaves_nothing_in_the_next(seed):
     chance = Chance(coordinated_queue(30, stall_seconds=100.0), seed=seed)
     for pass_ in range(1, 8):
-        begin_pass(chance.queue, pass_, num_portions=7, now=chance.now)
+        begin_pass(chance.queue, pass_, num_portions=7)
         chance.accepted.clear()
         for _ in range(15):
             # The workers go on with what they have of the pass before.
             chance.step()
     finish_pass(chance, chance.queue.progress().passes_done + 1)
-    outcome = chance.queue.await_pass(7, coordinator_epoch=1, now=0.0)
+    outcome = chance.queue.coordinator.await_pass(7, coordinator_epoch=1)
     assert outcome.example_count == 30
     assert counted(chance.queue, 7) == list(range(30))
 
@@ -298,12 +299,12 @@ def test_threads_share_passes_and_none_sleeps_for_ever():
                 while isinstance(answer, NothingNow):
                     assert woken.wait(60), f"{name} sleeps: {queue.progress()}"
                     woken.clear()
-                    answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set, again=True)
+                    answer = queue.lease(name, 1, pass_=pass_, now=time.monotonic(), wake=woken.set, announced=True)
                 if not isinstance(answer, Leased):
                     break
                 examples = answer.portion.num_examples
                 done = queue.deliver(name, 1, [answer.lease_id], example_count=examples, now=time.monotonic())
-                assert done.accepted
+                assert done.counts
 
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, f"w{index}") for index in range(8)]:
