@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from experiments.sandblaster_crew import Stage, VirtualCrew
 from pyps.cli.coordination.link import Link, Traffic, TrafficMeter
-from pyps.cli.coordination.remote import Fold, MemoryPlan, PassSettings, RemoteMachine, RemoteObjective
+from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine, RemoteObjective
 from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
@@ -87,11 +87,10 @@ class LocalLink:
     def note_epochs(self) -> None:
         """Servers in this process are never restored."""
 
-    def ask_all(self, method: str, requests: Sequence[Message], reply: type[Reply], **_: float) -> list[Reply]:
-        return [self.ask(server, method, request, reply) for server, request in enumerate(requests)]
-
-    def ask_others(self, method: str, requests: Sequence[Message], reply: type[Reply], **_: float) -> list[Reply]:
-        return [self.ask(server, method, request, reply) for server, request in enumerate(requests, start=1)]
+    def ask_all(self, method: str, requests: Sequence[Message | None], reply: type[Reply], **_: float) -> list[Reply]:
+        return [
+            self.ask(server, method, request, reply) for server, request in enumerate(requests) if request is not None
+        ]
 
     def ask(self, server: int, method: str, request: Message, reply: type[Reply], **_: float) -> Reply:
         answers: dict[str, Callable[[int, bytes], Message]] = {
@@ -171,8 +170,8 @@ def coordinate(
     objective = RemoteObjective(
         link,
         machine,
-        PassSettings(plan, copies),
-        coordinator_epoch=machine.coordinator_epoch,
+        plan,
+        copies=copies,
         last_pass=0,
         on_progress=lambda progress: None,
     )

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from pyps.service.convert import for_people
 from pyps.work import DataSpec, Ended, LeaseAnswer, Leased, NothingNow, PassDone, Portion, Progress
 from pyps_wire import work_pb2 as wire
+
+# The fields of a progress that are called alike on both sides.
+FIGURES = (
+    *("num_portions", "done", "running", "pending", "ahead"),
+    *("passes_done", "copies", "stolen", "lost", "wasted", "ended", "scalars"),
+)
 
 
 def spec_from(message: wire.DataSpec) -> DataSpec:
@@ -29,9 +36,7 @@ def spec_to(spec: DataSpec) -> wire.DataSpec:
 
 def portion_to(portion: Portion) -> wire.Portion:
     """A portion as it travels."""
-    return wire.Portion(
-        portion_id=portion.portion_id, start=portion.start, stop=portion.stop, lease_id=portion.lease_id
-    )
+    return wire.Portion(**asdict(portion))
 
 
 def lease_reply(answer: LeaseAnswer) -> wire.LeaseReply:
@@ -57,29 +62,11 @@ def lease_reply(answer: LeaseAnswer) -> wire.LeaseReply:
 
 def progress_to(progress: Progress) -> wire.WorkProgress:
     """Where the work stands, as it travels."""
+    # A keyword of Python's.
+    figures: dict[str, Any] = {"pass": progress.pass_} | {name: getattr(progress, name) for name in FIGURES}
     return wire.WorkProgress(
         data=spec_to(progress.spec) if progress.spec is not None else None,
-        passes_done=progress.passes_done,
-        num_portions=progress.num_portions,
-        done=progress.done,
-        running=progress.running,
-        pending=progress.pending,
-        ahead=progress.ahead,
-        copies=progress.copies,
-        stolen=progress.stolen,
-        lost=progress.lost,
-        wasted=progress.wasted,
-        ended=progress.ended,
-        workers=[
-            wire.WorkProgress.Worker(
-                worker_id=worker.worker_id,
-                done=worker.done,
-                running=worker.running,
-                examples_per_second=worker.examples_per_second,
-            )
-            for worker in progress.workers
-        ],
-        scalars=progress.scalars,
+        workers=[wire.WorkProgress.Worker(**asdict(worker)) for worker in progress.workers],
         deliveries=[
             wire.WorkProgress.Delivery(
                 portion=portion_to(delivered.portion),
@@ -89,6 +76,5 @@ def progress_to(progress: Progress) -> wire.WorkProgress:
             )
             for delivered in progress.deliveries
         ],
-        # A keyword of Python's.
-        **{"pass": progress.pass_},
+        **figures,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyps.cli.coordination.link import Link, Reports
+from pyps.cli.coordination.link import Link
 from pyps.launcher.ports import free_port
 from pyps_client import Client
 from pyps_client.launch import Launch
@@ -284,11 +284,10 @@ def test_a_coordinator_that_reads_waits_for_a_server_that_is_briefly_gone(
     server = start_server("--run-id", "blast", "--port", port)
     link = Link(Launch(servers=(server.data,), worker_id="coordinator"))
     with ThreadPoolExecutor(1) as pool, link:
-        reports = Reports(link)
-        before = reports.work()
+        before = link.work()
         server.stop()
 
-        reading = pool.submit(reports.work)
+        reading = pool.submit(link.work)
         wait_until(lambda: reading.done() or "waiting for server 0" in caplog.text, what="a word of waiting")
         assert not reading.done(), reading.exception()
         # Its control port is another one this time.

@@ -6,9 +6,9 @@ import threading
 from dataclasses import dataclass, field
 
 from pyps.cli.control import SAVE_TIMEOUT_SECONDS, Control
-from pyps.cli.coordination.link import Link, Reports, ServerRestarted
+from pyps.cli.coordination.link import Link, ServerRestarted
 from pyps.cli.coordination.progress import Progress
-from pyps.cli.coordination.remote import Fold, MemoryPlan, PassSettings, RemoteMachine, RemoteObjective
+from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine, RemoteObjective
 from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
@@ -36,7 +36,6 @@ class Coordination:
 
     def __init__(self, link: Link, settings: CoordinationSettings, progress: Progress) -> None:
         self._link = link
-        self._reports = Reports(link)
         self._settings = settings
         self._progress = progress
         # Servers that cannot save are told of once.
@@ -56,15 +55,16 @@ class Coordination:
 
     def _run(self) -> Summary:
         work = self._await_work()
-        machine = RemoteMachine.attach(self._link, self._memory_plan(work))
+        plan = self._memory_plan(work)
+        machine = RemoteMachine.attach(self._link, plan)
         # Nobody begins another pass from here on, and work that an earlier coordinator ended goes on.
-        work = self._reports.work()
+        work = self._link.work()
         self._progress.attached(work, planned_bytes=machine.planned_bytes)
         objective = RemoteObjective(
             self._link,
             machine,
-            PassSettings(self._memory_plan(work), self._settings.copies),
-            coordinator_epoch=machine.coordinator_epoch,
+            plan,
+            copies=self._settings.copies,
             last_pass=getattr(work, "pass"),
             on_progress=self._progress.passing,
             say=self._progress.say,
@@ -82,7 +82,7 @@ class Coordination:
         return MemoryPlan(
             history=self._settings.lbfgs.history,
             num_portions=min(self._settings.num_portions, work.data.num_examples),
-            num_workers=max(1, self._reports.num_workers()),
+            num_workers=max(1, self._link.num_workers()),
             fold=self._settings.fold,
         )
 
@@ -96,7 +96,7 @@ class Coordination:
         policy = RetryPolicy(self._link.launch.start_wait_seconds, "start_wait_seconds")
         wait = policy.begin("a worker that calls pyps_client.sandblaster", stop=threading.Event())
         while True:
-            work = self._reports.work()
+            work = self._link.work()
             if work.HasField("data"):
                 wait.end()
                 break

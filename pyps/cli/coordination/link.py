@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -48,13 +49,11 @@ class Traffic:
     def bytes(self) -> int:
         return self.instruction_bytes + self.pass_bytes
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
     def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic(
-            self.instruction_messages - earlier.instruction_messages,
-            self.instruction_bytes - earlier.instruction_bytes,
-            self.pass_messages - earlier.pass_messages,
-            self.pass_bytes - earlier.pass_bytes,
-        )
+        return Traffic(*(now - before for now, before in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class TrafficMeter:
@@ -70,15 +69,9 @@ class TrafficMeter:
 
     def count(self, request: Message, reply: Message, *, of_instructions: bool) -> None:
         """Counts one call."""
-        num_bytes = request.ByteSize() + reply.ByteSize()
+        one = (1, request.ByteSize() + reply.ByteSize())
         with self._lock:
-            of = self._total
-            self._total = Traffic(
-                of.instruction_messages + of_instructions,
-                of.instruction_bytes + num_bytes * of_instructions,
-                of.pass_messages + (not of_instructions),
-                of.pass_bytes + num_bytes * (not of_instructions),
-            )
+            self._total += Traffic(*one) if of_instructions else Traffic(0, 0, *one)
 
 
 Reply = TypeVar("Reply", bound=Message)
@@ -145,18 +138,18 @@ class Link:
         return self._servers.connections[server].name
 
     def ask_all(
-        self, method: str, requests: Sequence[Message], reply: type[Reply], *, timeout_seconds: float = CALL_SECONDS
+        self,
+        method: str,
+        requests: Sequence[Message | None],
+        reply: type[Reply],
+        *,
+        timeout_seconds: float = CALL_SECONDS,
     ) -> list[Reply]:
-        """Sends each server its request, all at once; returns the answers in the servers' order."""
-        operations = [self._operation(method, request, reply, timeout_seconds) for request in requests]
-        return self._looking_for_restarts(lambda: self._servers.on_all(operations))
-
-    def ask_others(
-        self, method: str, requests: Sequence[Message], reply: type[Reply], *, timeout_seconds: float = CALL_SECONDS
-    ) -> list[Reply]:
-        """Sends each server but the first its request, all at once; returns the answers in the servers' order."""
-        operations: list[Operation[Reply | None]] = [lambda *_: None]
-        operations += [self._operation(method, request, reply, timeout_seconds) for request in requests]
+        """Sends each server its request, all at once; returns the answers in the servers' order. None asks nothing."""
+        operations: list[Operation[Reply | None]] = [
+            self._operation(method, request, reply, timeout_seconds) if request is not None else lambda *_: None
+            for request in requests
+        ]
         answers = self._looking_for_restarts(lambda: self._servers.on_all(operations))
         return [answer for answer in answers if answer is not None]
 
@@ -181,6 +174,16 @@ class Link:
 
         self._servers.on_all([hello(connection) for connection in self._servers])
 
+    def work(self) -> WorkProgress:
+        """Where the work stands, as server 0 tells; it is waited for where it is gone for a while."""
+        work: WorkProgress = self._inspect("GetWork", GetWorkRequest())
+        return work
+
+    def num_workers(self) -> int:
+        """Workers that are alive, as server 0 tells."""
+        status: pb.Status = self._inspect("GetStatus", pb.GetStatusRequest())
+        return status.workers_alive
+
     def close(self) -> None:
         """Frees the connections."""
         self._closing.set()
@@ -193,6 +196,22 @@ class Link:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _inspect(self, method: str, request: Any) -> Any:
+        policy = RetryPolicy(self.launch.loss_wait_seconds, "loss_wait_seconds")
+        wait: Wait | None = None
+        while True:
+            try:
+                # Made anew for each try: a server that comes back may have another control port.
+                with Control(self.launch.servers[0], token=self.launch.token) as control:
+                    reply = control.call(method, request)
+            except (ServerUnavailable, WaitTimedOut) as error:
+                wait = wait or policy.begin(self.name(0), stop=self._closing)
+                wait.pause(str(error))
+                continue
+            if wait is not None:
+                wait.end()
+            return reply
 
     def _operation(self, method: str, request: Message, reply: type[Reply], timeout_seconds: float) -> Operation[Reply]:
         def call(channel: Channel, _: threading.Event) -> Reply:
@@ -218,14 +237,9 @@ class Link:
         except ServerUnavailable:
             raise
         except PypsError as refusal:
-            self._greet_after(refusal)
-            raise
-
-    def _greet_after(self, refusal: PypsError) -> None:
-        try:
-            self.greet()
-        except PypsError:
             # A server that is gone too is no better news than the refusal.
+            with suppress(PypsError):
+                self.greet()
             raise refusal from None
 
 
@@ -235,40 +249,3 @@ def _require_protocol(name: str, reply: HelloReply) -> None:
             f"the protocol of {name} is {reply.protocol!r}, and a coordinator needs {PROTOCOL!r}: start the servers "
             f"with --protocol {PROTOCOL}, or use `pyps sandblaster`"
         )
-
-
-class Reports:
-    """Reads server 0, and waits for it where it is gone for a while.
-
-    Raises ServerUnavailable once it was gone for the launch's `loss_wait_seconds`.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def work(self) -> WorkProgress:
-        """Where the work stands."""
-        work: WorkProgress = self._ask("GetWork", GetWorkRequest())
-        return work
-
-    def num_workers(self) -> int:
-        """Workers that are alive."""
-        status: pb.Status = self._ask("GetStatus", pb.GetStatusRequest())
-        return status.workers_alive
-
-    def _ask(self, method: str, request: Any) -> Any:
-        launch = self._link.launch
-        policy = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
-        wait: Wait | None = None
-        while True:
-            try:
-                # Made anew for each try: a server that comes back may have another control port.
-                with Control(launch.servers[0], token=launch.token) as control:
-                    reply = control.call(method, request)
-            except (ServerUnavailable, WaitTimedOut) as error:
-                wait = wait or policy.begin(self._link.name(0), stop=threading.Event())
-                wait.pause(str(error))
-                continue
-            if wait is not None:
-                wait.end()
-            return reply

@@ -24,9 +24,7 @@ class _Mark:
 
     at: float
     traffic: Traffic
-    copies: int = 0
-    stolen: int = 0
-    lost: int = 0
+    work: WorkProgress
 
 
 class Progress:
@@ -36,7 +34,7 @@ class Progress:
         self._as_json = as_json
         self._traffic = traffic
         self._work = WorkProgress()
-        self._mark = _Mark(time.monotonic(), traffic())
+        self._mark = _Mark(time.monotonic(), traffic(), self._work)
         self._drawn_at = 0.0
         self._drawn_columns = 0
 
@@ -50,7 +48,7 @@ class Progress:
                 json.dumps({"attached": {"planned_bytes": planned_bytes, "passes_begun": getattr(work, "pass")}})
             )
         self._work = work
-        self._mark = _Mark(time.monotonic(), self._traffic(), work.copies, work.stolen, work.lost)
+        self._mark = _Mark(time.monotonic(), self._traffic(), work)
 
     def passing(self, work: WorkProgress) -> None:
         """Hears how far a pass is."""
@@ -76,13 +74,11 @@ class Progress:
             "pair_kept": report.pair_kept,
             "restarted": report.restarted,
             "portions": work.num_portions,
-            "copies": work.copies - mark.copies,
-            "stolen": work.stolen - mark.stolen,
-            "lost": work.lost - mark.lost,
+            **{name: getattr(work, name) - getattr(mark.work, name) for name in ("copies", "stolen", "lost")},
             "seconds": round(now - mark.at, 3),
             "traffic": asdict(traffic),
         }
-        self._mark = _Mark(now, self._traffic(), work.copies, work.stolen, work.lost)
+        self._mark = _Mark(now, self._traffic(), work)
         if self._as_json:
             typer.echo(json.dumps(figures))
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pyps.cli.coordination.link import Link
 from pyps.core.vectors.program import Instruction, Operation, num_answers
 from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, Machine, ServerStanding
+from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, ServerStanding
 from pyps_client.connection import CALL_SECONDS
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as pb
@@ -105,7 +106,8 @@ class RemoteMachine:
         request.sender.CopyFrom(link.sender)
         first = link.ask(0, "Attach", request, pb.AttachReply)
         request.coordinator_epoch = first.coordinator_epoch
-        return cls(link, [first, *link.ask_others("Attach", [request] * (link.num_servers - 1), pb.AttachReply)])
+        others = [None, *[request] * (link.num_servers - 1)]
+        return cls(link, [first, *link.ask_all("Attach", others, pb.AttachReply)])
 
     def execute(self, *instructions: Instruction, commits_iteration: int = 0, state: str = "") -> list[float]:
         """Executes one program on every server; see `Machine.execute`."""
@@ -117,7 +119,8 @@ class RemoteMachine:
             return _together(instructions, [reply.scalars for reply in replies])
         # Server 0 writes the state down: no other may be ahead of it.
         replies = [self._link.ask(0, "Execute", requests[0], pb.ExecuteReply, timeout_seconds=timeout)]
-        replies += self._link.ask_others("Execute", requests[1:], pb.ExecuteReply, timeout_seconds=timeout)
+        others = [None, *requests[1:]]
+        replies += self._link.ask_all("Execute", others, pb.ExecuteReply, timeout_seconds=timeout)
         # One that had made the commit before skips it, and has no numbers.
         return _together(instructions, [reply.scalars for reply in replies if reply.scalars])
 
@@ -199,36 +202,28 @@ def _largest(numbers: Sequence[float]) -> float:
 AWAIT_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class PassSettings:
-    """How a pass is made."""
-
-    memory: MemoryPlan
-    # Workers that may compute one portion at once, near the end of a pass.
-    copies: int
-
-
 class RemoteObjective:
     """A `pyps.lbfgs.machine.Objective` over the work queue of server 0. Used by one thread."""
 
     def __init__(
         self,
         link: Link,
-        machine: Machine,
-        settings: PassSettings,
+        machine: RemoteMachine,
+        plan: MemoryPlan,
         *,
-        coordinator_epoch: int,
+        copies: int,
         last_pass: int,
         on_progress: Callable[[work.WorkProgress], None],
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`last_pass`: the highest that any coordinator began. `on_progress` hears now and then how far a pass is, and
-        `say` what people are to do something about.
+        """`copies`: workers that may compute one portion at once, near the end of a pass. `last_pass`: the highest that
+        any coordinator began. `on_progress` hears now and then how far a pass is, and `say` what people are to do
+        something about.
         """
         self._link = link
         self._machine = machine
-        self._settings = settings
-        self._coordinator_epoch = coordinator_epoch
+        self._plan = plan
+        self._copies = copies
         self._pass = last_pass
         self._on_progress = on_progress
         self._say = say
@@ -239,13 +234,12 @@ class RemoteObjective:
         self._pass += 1
         # Servers take its stages before any worker can have computed one.
         self._machine.execute(Instruction(Operation.BEGIN_PASS, count=self._pass))
-        plan = self._settings.memory
         begin = work.BeginPassRequest(
             sender=self._link.sender,
-            coordinator_epoch=self._coordinator_epoch,
-            num_portions=plan.num_portions,
-            copies_max=self._settings.copies,
-            portions_per_stage=plan.fold.portions_per_stage,
+            coordinator_epoch=self._machine.coordinator_epoch,
+            num_portions=self._plan.num_portions,
+            copies_max=self._copies,
+            portions_per_stage=self._plan.fold.portions_per_stage,
             scalars=note,
             **{"pass": self._pass},
         )
@@ -258,7 +252,7 @@ class RemoteObjective:
     def _await(self) -> work.AwaitPassReply:
         request = work.AwaitPassRequest(
             sender=self._link.sender,
-            coordinator_epoch=self._coordinator_epoch,
+            coordinator_epoch=self._machine.coordinator_epoch,
             wait_milliseconds=round(AWAIT_SECONDS * 1000),
             **{"pass": self._pass},
         )
