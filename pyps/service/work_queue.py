@@ -65,7 +65,7 @@ class WorkQueueService:
     async def open(self, message: bytes, context: Call) -> bytes:
         """Says what the data set is."""
         request = convert.parse(wire.OpenWorkRequest, message)
-        queue = self._queue_of(request.sender)
+        queue = queue_of(self._run, request.sender)
         queue.open(spec_from(request.data), worker_id=request.sender.worker_id)
         assert queue.spec is not None
         return wire.OpenWorkReply(data=spec_to(queue.spec), **{"pass": queue.pass_}).SerializeToString()
@@ -79,7 +79,7 @@ class WorkQueueService:
     async def claim(self, message: bytes, context: Call) -> bytes:
         """Answers whether a portion's result counts."""
         request = convert.parse(wire.ClaimRequest, message)
-        sender, queue = request.sender, self._queue_of(request.sender)
+        sender, queue = request.sender, queue_of(self._run, request.sender)
         claim = queue.claim(sender.worker_id, sender.incarnation, request.lease_id, now=self._run.clock())
         return wire.ClaimReply(granted=claim.counts, message=claim.message).SerializeToString()
 
@@ -87,7 +87,7 @@ class WorkQueueService:
         """Takes portions in."""
         request = convert.parse(wire.DeliverRequest, message, bytes_max=LEASES_BYTES_MAX)
         check_few(len(request.lease_ids))
-        sender, queue = request.sender, self._queue_of(request.sender)
+        sender, queue = request.sender, queue_of(self._run, request.sender)
         if request.stage_id and request.stage_id not in request.lease_ids:
             raise BadRequest(
                 f"worker {sender.worker_id!r} delivers stage {request.stage_id}, which is none of its leases: a stage "
@@ -180,9 +180,6 @@ class WorkQueueService:
             queue.forget(parking.wake)
 
     # Who may ask.
-
-    def _queue_of(self, sender: Sender) -> WorkQueue:
-        return queue_of(self._run, sender)
 
     def _coordinated_by(self, sender: Sender) -> WorkQueue:
         """The queue, for a coordinator of the run."""

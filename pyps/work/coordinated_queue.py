@@ -79,10 +79,6 @@ class CoordinatedQueue(PassQueue[StagedPass]):
         # The number of the present coordinator, and of the one that began the present pass.
         self._coordinator_epoch = 0
         self._begun_by = 0
-        # Why the coordinator ended the work.
-        self.end_reason: str | None = None
-        # The coordinator's own figures.
-        self.scalars: Mapping[str, float] = {}
 
     # What workers ask.
 
@@ -235,9 +231,6 @@ class CoordinatedQueue(PassQueue[StagedPass]):
         if self.spec is not None and (self.present is None or self.present.done):
             return ("the coordinator",)
         return super().waits_for(worker_id)
-
-    def of_coordinator(self) -> dict[str, Any]:
-        return {"ended": self.end_reason is not None, "scalars": self.scalars}
 
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {"coordinator_epoch": self._coordinator_epoch}

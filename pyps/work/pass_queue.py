@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from pyps.work.answers import Delivered, LeaseAnswer, Leased
@@ -103,6 +104,10 @@ class PassQueue(Generic[P]):
 
     Guarded by its queue's lock; what is to be called after that is left with the waiting calls.
     """
+
+    # Why a coordinator ended the work, and its own figures.
+    end_reason: str | None = None
+    scalars: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, calls: WaitingCalls, *, first_lease: int) -> None:
         self._calls = calls
@@ -280,10 +285,6 @@ class PassQueue(Generic[P]):
         """Whose portions a worker waits for, in order of name."""
         holders = {lease.worker.worker_id for lease in self.present.held()} if self.present else set()
         return tuple(sorted(holders - {worker_id} or holders))
-
-    def of_coordinator(self) -> dict[str, Any]:
-        """The fields of Progress that only a coordinator's work has."""
-        return {}
 
     def to_json(self) -> dict[str, Any]:
         """All that a restored queue needs; portions that are with workers count as pending."""

@@ -250,7 +250,8 @@ class WorkQueue:
                 ahead=sum(later.num_done for later in queue.passes[1:]),
                 workers=tuple(workers),
                 deliveries=tuple(queue.deliveries.values()) if deliveries else (),
-                **queue.of_coordinator(),
+                ended=queue.end_reason is not None,
+                scalars=queue.scalars,
             )
 
     def state(self) -> dict[str, Any]:
