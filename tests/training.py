@@ -19,8 +19,6 @@ from torch.utils.data import TensorDataset
 from client_support import RecordingSession
 from pyps.core.gradient import Codec
 from pyps.core.rules import RULES, WeightedGradient, validate
-from pyps.work.answers import Ended, Leased, NothingNow, PassDone
-from pyps.work.work_queue import WorkQueue
 from pyps.work import DataSpec, Ended, Leased, NothingNow, PassDone, WorkQueue
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pyps.run.state import RunState
 from safetensors.numpy import load_file
 
 from pyps.cli.export import from_checkpoints
@@ -20,6 +19,7 @@ from pyps.core.ledger import unpacked
 from pyps.core.receipt import Outcome
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard
+from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.run_header import RunHeader
 from pyps.storage.checkpoint import CheckpointError

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from pyps.cli.coordination.link import Link
 from pyps.core.vectors.program import Instruction, Operation, num_answers
-from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, Machine, ServerStanding
 from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, ServerStanding
 from pyps_client.connection import CALL_SECONDS
 from pyps_client.launch import Launch
