@@ -32,13 +32,13 @@ from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
-from pyps.service.local import LocalServer
 from pyps.service.metrics import MetricsServer, RunCollector
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
 from pyps.service.serializations import Serializations
+from pyps.service.shm.listener import LocalServer
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError

@@ -14,7 +14,6 @@ from pyps.run.run import Run
 from pyps.service.calls import Awaited, Context
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
-from pyps.service.local import LocalServer
 from pyps.service.metrics import resident_bytes
 from pyps.service.report import (
     Addresses,
@@ -27,6 +26,7 @@ from pyps.service.report import (
 )
 from pyps.service.security import require_loopback
 from pyps.service.serializations import Serializations
+from pyps.service.shm.listener import LocalServer
 from pyps.service.work_messages import progress_to
 from pyps.storage.folder import CheckpointFolder
 from pyps.tensor_summary import places, summarise

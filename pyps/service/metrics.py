@@ -36,9 +36,9 @@ from pyps.run.run import SOFTWARE, Run
 from pyps.service.calls import Awaited
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget
-from pyps.service.local import LocalServer
 from pyps.service.report import learning_rates_of
 from pyps.service.serializations import Serializations
+from pyps.service.shm.listener import LocalServer
 from pyps.statistics import Statistics, Tally
 from pyps.storage.folder import CheckpointFolder
 from pyps.work import Progress

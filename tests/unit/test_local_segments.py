@@ -17,8 +17,9 @@ from pyps.core.plan import Reply
 from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget
-from pyps.service.local import LocalServer, local_server
-from pyps.service.local.segment import AT_ONCE_BYTES, Segment
+from pyps.service.shm import listener
+from pyps.service.shm.listener import LocalServer
+from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from shards import make_shard, roster
 from wire_worker import SEALS, make_segment
@@ -97,7 +98,7 @@ def test_large_memory_is_unmapped_on_a_thread():
 
 
 def test_a_worker_is_told_to_come_again_where_its_former_request_does_not_end(memory, monkeypatch):
-    monkeypatch.setattr(local_server, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(listener, "QUIET_SECONDS", 0.05)
 
     async def come_back() -> None:
         with ThreadPoolExecutor(1) as executor:

@@ -1,21 +1,39 @@
-"""The server's end of shared memory: who may call, who calls, and for how long."""
+"""Shared memory, for workers of this machine: the Unix socket at which they call, who may, and for how long."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
+import os
+import secrets
 import socket
+import struct
+import sys
+from functools import partial
+from pathlib import Path
 
 from pyps import logs
+from pyps.config import ConfigError
 from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget
-from pyps.service.local.connection import Connection
-from pyps.service.local.listener import Listener, is_own_user
-from pyps.service.local.requests import Requests, Tickets
-from pyps.service.local.segment import Segment
+from pyps.service.shm.connection import Connection
+from pyps.service.shm.requests import Requests
+from pyps.service.shm.segment import Attachment, Memory, Segment
+from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import ServerUnavailable
+from pyps_wire.errors import NotAllowed, ServerUnavailable
 
+AUTO, OFF = "auto", "off"
+# Calls that wait to be accepted.
+BACKLOG = 1024
+# The kernel's bound on a socket's path, its closing zero left out.
+PATH_BYTES_MAX = 107
+# process, user and group, as the kernel tells them of the caller.
+_PEER = struct.Struct("3i")
+_PATTERN = "pyps-*.sock"
+TICKET_BYTES = 16
 # Callers that have not attached yet, beside one for each worker that may be alive.
 STRANGERS_SPARE = 16
 # More who shared memory once are compared with those that the run still lists.
@@ -28,6 +46,104 @@ QUIET_SECONDS = 5.0
 log = logs.get("pyps.service")
 
 
+class Listener:
+    """A listening socket that is gone when its server is."""
+
+    def __init__(self, end: socket.socket, address: str, path: Path | None):
+        self.socket = end
+        # What callers are told: a path or, after an '@', an abstract name.
+        self.address = address
+        self._path = path
+
+    @classmethod
+    def open(cls, where: str) -> Listener | None:
+        """Listens at an abstract name ("auto") or in a folder; None where it is "off" or this system has neither.
+
+        ConfigError says what is wrong with the folder.
+        """
+        if where == OFF or sys.platform != "linux":
+            return None
+        name = f"pyps-{secrets.token_hex(8)}"
+        return cls._abstract(name) if where == AUTO else cls._in_folder(Path(where).absolute(), name)
+
+    @classmethod
+    def _abstract(cls, name: str) -> Listener:
+        # It has no file: nothing is left behind, however the server ends.
+        end = _make_socket()
+        end.bind(b"\0" + name.encode())
+        end.listen(BACKLOG)
+        return cls(end, f"@{name}", None)
+
+    @classmethod
+    def _in_folder(cls, folder: Path, name: str) -> Listener:
+        path = folder / f"{name}.sock"
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            raise ConfigError(
+                f"--local-socket is {folder}, which is no folder to write in: name one that servers and workers share, "
+                f"or say {AUTO} or {OFF}"
+            )
+        if len(os.fsencode(path)) > PATH_BYTES_MAX:
+            raise ConfigError(
+                f"--local-socket names {folder}: the socket's path there would have {len(os.fsencode(path))} bytes, "
+                f"and the system takes {PATH_BYTES_MAX}: name a folder with a shorter path"
+            )
+        _remove_stale(folder)
+        end = _make_socket()
+        # It gets its name once it listens: whoever meets one that refuses may take it for a dead server's.
+        hidden = path.with_name(f".{name}")
+        end.bind(os.fspath(hidden))
+        hidden.chmod(0o600)
+        end.listen(BACKLOG)
+        hidden.rename(path)
+        return cls(end, os.fspath(path), path)
+
+    def close(self) -> None:
+        """Listens no longer; may be called again."""
+        self.socket.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def is_own_user(end: socket.socket) -> bool:
+    """Whether the caller runs as this process's user or as root: nobody else may share memory with it."""
+    _, user, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return user in (0, os.geteuid())
+
+
+def _make_socket() -> socket.socket:
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.setblocking(False)
+    return end
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes the sockets of servers that were killed."""
+    for path in folder.glob(_PATTERN):
+        with _make_socket() as probe, contextlib.suppress(OSError):
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+
+
+class Tickets:
+    """Makes and recognises tickets; it remembers none of them."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def of(self, worker_id: str, incarnation: int) -> bytes:
+        """The ticket of one life of a worker."""
+        return hmac.digest(self._key, f"{incarnation} {worker_id}".encode(), "sha256")[:TICKET_BYTES]
+
+    def check(self, ticket: bytes, *, worker_id: str, incarnation: int) -> None:
+        """Refuses any other ticket than that of this life."""
+        if not hmac.compare_digest(ticket, self.of(worker_id, incarnation)):
+            raise NotAllowed(
+                f"the ticket is not worker {worker_id!r}'s: attach with the one that its last Hello brought"
+            )
+
+
 class LocalServer:
     """Serves workers that share their memory with this process.
 
@@ -37,11 +153,12 @@ class LocalServer:
     def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget):
         self._run = run
         self._tickets = Tickets()
-        self._requests = Requests(run, work=work, budget=budget, tickets=self._tickets)
+        self._work = work
+        self._requests = Requests(run, work=work, budget=budget)
         self._listener: Listener | None = None
         self._connections: set[Connection] = set()
         # What ended connections have left, while threads are at work in it: the worker's name and its memory.
-        self._leaving: list[tuple[str, Segment]] = []
+        self._leaving: list[tuple[str, Memory]] = []
         # Replaced as a whole: read from any thread. Who shares memory, and the bytes of it.
         self.attached: frozenset[str] = frozenset()
         # Workers whose last way here was shared memory, with the incarnation that used it, though they may be gone.
@@ -138,10 +255,18 @@ class LocalServer:
             end,
             requests=self._requests,
             message_bytes_max=self._run.config.max_message_bytes,
+            attach=self._attach,
             on_attached=self._on_attached,
             on_closed=self._on_closed,
         )
         self._connections.add(connection)
+
+    async def _attach(self, request: local.LocalAttach, descriptor: int) -> Attachment:
+        """Takes a worker's memory in; the descriptor can be closed afterwards."""
+        sender = request.sender
+        self._tickets.check(request.ticket, worker_id=sender.worker_id, incarnation=sender.incarnation)
+        map_it = partial(Segment, descriptor, num_bytes=request.segment_bytes, hand_over=self._work.hand_over)
+        return await self._requests.attach(request, map_it)
 
     async def _on_attached(self, connection: Connection) -> None:
         attachment = connection.attachment
@@ -153,7 +278,7 @@ class LocalServer:
         await self.quiet(attachment.worker_id)
         self._note_attached()
         self._sharers[attachment.worker_id] = attachment.incarnation
-        log.info("worker shares its memory", worker=attachment.worker_id, segment_bytes=attachment.segment.num_bytes)
+        log.info("worker shares its memory", worker=attachment.worker_id, segment_bytes=attachment.memory.num_bytes)
 
     def _connections_of(self, worker_id: str) -> list[Connection]:
         return [
@@ -166,14 +291,14 @@ class LocalServer:
         self._connections.discard(connection)
         self._leaving = [(owner, segment) for owner, segment in self._leaving if not segment.unused.done()]
         attachment = connection.attachment
-        if attachment is not None and not attachment.segment.unused.done():
-            self._leaving.append((attachment.worker_id, attachment.segment))
+        if attachment is not None and not attachment.memory.unused.done():
+            self._leaving.append((attachment.worker_id, attachment.memory))
         self._note_attached()
 
     def _note_attached(self) -> None:
         attachments = [connection.attachment for connection in self._connections if connection.attachment is not None]
         self.attached = frozenset(attachment.worker_id for attachment in attachments)
-        self.shared_bytes = sum(attachment.segment.num_bytes for attachment in attachments)
+        self.shared_bytes = sum(attachment.memory.num_bytes for attachment in attachments)
 
     async def _look_after(self) -> None:
         """Closes the connections of callers that are silent for too long, or gone."""

@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 
 from pyps import logs
 from pyps.service.limits import check_message_bytes
-from pyps.service.local.attachment import Attachment
-from pyps.service.local.requests import Requests
 from pyps.service.security import text_of
+from pyps.service.shm.requests import Requests
+from pyps.service.shm.segment import Attachment
 from pyps_wire import local_pb2 as local
 from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable
 
@@ -48,12 +48,14 @@ class Connection:
         *,
         requests: Requests,
         message_bytes_max: int,
+        attach: Callable[[local.LocalAttach, int], Awaitable[Attachment]],
         on_attached: Callable[[Connection], Awaitable[None]],
         on_closed: Callable[[Connection], None],
     ):
         self._socket = end
         self._requests = requests
         self._message_bytes_max = message_bytes_max
+        self._take_memory = attach
         self._on_attached = on_attached
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
@@ -104,7 +106,7 @@ class Connection:
         self._socket.close()
         self._drop_descriptor()
         if self.attachment is not None:
-            self.attachment.segment.close()
+            self.attachment.memory.close()
             if self.task is not None:
                 self.task.cancel()
         self._on_closed(self)
@@ -232,20 +234,20 @@ class Connection:
         # From here on it belongs to this call, which a closed connection does not end.
         descriptor, self._descriptor = self._descriptor, -1
         try:
-            attachment = await self._requests.attach(request, descriptor)
+            attachment = await self._take_memory(request, descriptor)
         finally:
             os.close(descriptor)
         if self.closed:
-            attachment.segment.close()
+            attachment.memory.close()
             raise ServerUnavailable("the caller hung up before its memory was attached")
         self.attachment = attachment
         try:
             await self._on_attached(self)
         except BaseException:
             self.attachment = None
-            attachment.segment.close()
+            attachment.memory.close()
             raise
-        return local.LocalReply(attached=local.LocalAttached(nonce=attachment.segment.nonce))
+        return local.LocalReply(attached=local.LocalAttached(nonce=attachment.memory.nonce))
 
     def _on_done(self, task: asyncio.Task[local.LocalReply]) -> None:
         self.task = None

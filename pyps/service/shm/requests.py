@@ -5,9 +5,7 @@ The numbers of a push lie in the worker's memory, and its parameters go there.
 
 from __future__ import annotations
 
-import hmac
-import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,20 +19,18 @@ from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.executor import Job, KernelExecutor
 from pyps.service.limits import ByteBudget
-from pyps.service.local.attachment import Attachment, Content, Vectors, check_layout
-from pyps.service.local.segment import Segment
+from pyps.service.shm.segment import Attachment, Content, Memory, Vectors, check_layout
 from pyps.service.waiting import Arrivals
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, ServerUnavailable, WrongSize
+from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, WrongSize
 
 # At once, or when it is done.
 Answer: TypeAlias = local.LocalReply | Coroutine[Any, Any, local.LocalReply]
 
 # What lies in many places takes longer than its bytes do together: about so many more for each place.
 EXTENT_BYTES = 4096
-TICKET_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -113,7 +109,7 @@ class Exchange:
         )
         reply = attachment.replies[shard_id] if pull else None
         held_version = request.held_version if holds else -1
-        return Part(shard, request, PushPlan(shard_id, gradient, reply, held_version, attachment.segment))
+        return Part(shard, request, PushPlan(shard_id, gradient, reply, held_version, attachment.memory))
 
     def _require_one_push(self) -> None:
         if len({part.plan.shard_id for part in self.parts}) < len(self.parts):
@@ -221,7 +217,7 @@ class Pull:
         version = shard.pull(
             attachment.replies[shard_id],
             held_version=self._held.get(shard_id, -1),
-            memory=attachment.segment,
+            memory=attachment.memory,
             worker_id=attachment.worker_id,
         )
         if version is not None:
@@ -250,49 +246,28 @@ class Pull:
         return reply
 
 
-class Tickets:
-    """Makes and recognises tickets; it remembers none of them."""
-
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
-
-    def of(self, worker_id: str, incarnation: int) -> bytes:
-        """The ticket of one life of a worker."""
-        return hmac.digest(self._key, f"{incarnation} {worker_id}".encode(), "sha256")[:TICKET_BYTES]
-
-    def check(self, ticket: bytes, *, worker_id: str, incarnation: int) -> None:
-        """Refuses any other ticket than that of this life."""
-        if not hmac.compare_digest(ticket, self.of(worker_id, incarnation)):
-            raise NotAllowed(
-                f"the ticket is not worker {worker_id!r}'s: attach with the one that its last Hello brought"
-            )
-
-
 class Requests:
     """Answers attached workers. For the event loop."""
 
-    def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget, tickets: Tickets):
+    def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget):
         self._run = run
         self._work = work
         self._budget = budget
-        self._tickets = tickets
 
-    async def attach(self, request: local.LocalAttach, descriptor: int) -> Attachment:
-        """Takes a worker's memory in; the descriptor can be closed afterwards."""
-        sender = request.sender
-        self._tickets.check(request.ticket, worker_id=sender.worker_id, incarnation=sender.incarnation)
+    async def attach(self, request: local.LocalAttach, map_it: Callable[[], Memory]) -> Attachment:
+        """Takes a worker's memory in, once `map_it`, on a thread, has brought it into reach."""
         content = self._content(request)
         check_layout(request, content)
 
-        def map_it() -> Attachment:
-            segment = Segment(descriptor, num_bytes=request.segment_bytes, hand_over=self._work.hand_over)
+        def lay_out() -> Attachment:
+            memory = map_it()
             try:
-                return Attachment.make(request, segment, content)
+                return Attachment.make(request, memory, content)
             except BaseException:
-                segment.close()
+                memory.close()
                 raise
 
-        return await self._work.begin(map_it)
+        return await self._work.begin(lay_out)
 
     def answer(self, attachment: Attachment, request: local.LocalRequest) -> Answer:
         """The reply, at once where that is little work and nothing has to be waited for."""
@@ -375,16 +350,16 @@ class Requests:
         The budget holds their bytes so long.
         """
         account = self._budget.account(attachment.worker_id)
-        attachment.segment.hold()
+        attachment.memory.hold()
         try:
             account.hold(held_bytes)
         except BaseException:
-            attachment.segment.let_go()
+            attachment.memory.let_go()
             raise
 
         def end() -> None:
             account.release(held_bytes)
-            attachment.segment.let_go()
+            attachment.memory.let_go()
 
         await self._work.run_stages(*stages, on_end=end)
 

@@ -1,0 +1,300 @@
+"""A worker's memory in the server's address space, laid out as the run's model is cut into shards."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+from pyps import logs
+from pyps.core.gradient import Codec, item_bytes
+from pyps.core.membership import Membership
+from pyps.core.plan import Reply, SharedMemory
+from pyps.core.shard import Shard
+from pyps.service import convert
+from pyps_wire import common_pb2 as common
+from pyps_wire import local_pb2 as local
+from pyps_wire.contract import GRADIENT_BUFFERS_MAX
+from pyps_wire.errors import BadRequest, NotInitialized
+from pyps_wire.partition import Partition
+
+NONCE_BYTES = 8
+ALIGNMENT_BYTES = 64
+
+# Of Linux's fcntl.h; Python names them on Linux only, and not all.
+_F_GET_SEALS = 1034
+# Against further seals, shrinking and growing.
+_SEALED = 0x1 | 0x2 | 0x4
+# Against writing, and against writing by whoever maps it from now on.
+_READ_ONLY = 0x8 | 0x10
+
+# The unit of st_blocks.
+_BLOCK_BYTES = 512
+# Below, it is unmapped at once; a large one takes as long as a fifth of a second a GiB.
+AT_ONCE_BYTES = 4 * 2**20
+# In pieces: each keeps the process from mapping memory while it lasts.
+_PIECE_BYTES = 64 * 2**20
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+log = logs.get("pyps.service")
+
+
+class Memory(SharedMemory):
+    """A worker's memory in this process's address space, until it is closed and nobody holds it.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(self, memory: mmap.mmap | memoryview, *, num_bytes: int):
+        self._memory = memory
+        self.num_bytes = num_bytes
+        self._views: list[memoryview] = []
+        self._lock = Lock()
+        # Guarded by _lock. Whoever closes it is one.
+        self._num_users = 1
+        # Done once it is closed and nobody touches the memory any more.
+        self.unused: Future[None] = Future()
+        # So that nobody who waits for it can cancel it.
+        self.unused.set_running_or_notify_cancel()
+
+    @property
+    def nonce(self) -> int:
+        """The number that the worker wrote at the very beginning."""
+        return int.from_bytes(self._memory[:NONCE_BYTES], "little")
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """A stretch of the memory; not to be used any more once the memory is closed, unless one holds it."""
+        with memoryview(self._memory) as whole:
+            view = whole[offset : offset + num_bytes]
+        self._views.append(view)
+        return view
+
+    def hold(self) -> None:
+        """Keeps the memory in reach until it is let go; ServerUnavailable where it is closed already."""
+        with self._lock:
+            self.require_attached()
+            self._num_users += 1
+
+    def let_go(self) -> None:
+        """Ends one's hold; the last lets go of the memory itself."""
+        with self._lock:
+            self._num_users -= 1
+            last = self._num_users == 0
+        if last:
+            self.unused.set_result(None)
+            self._release()
+
+    def close(self) -> None:
+        """Lets go of the memory, now or when nobody holds it any more. May be called again."""
+        with self._lock:
+            attached, self.attached = self.attached, False
+        if attached:
+            self.let_go()
+
+    def _release(self) -> None:
+        """Ends the memory's last use."""
+        for view in self._views:
+            view.release()
+
+
+class Segment(Memory):
+    """Mapped memory that its worker can neither shrink nor grow, so that touching it cannot end the server."""
+
+    _memory: mmap.mmap
+
+    def __init__(self, descriptor: int, *, num_bytes: int, hand_over: Callable[[Callable[[], None]], None]):
+        """Maps a descriptor's memory; BadRequest where it is not what it has to be. The descriptor can be closed.
+
+        `hand_over` lets a thread do what takes long.
+        """
+        require_sealed(descriptor, num_bytes=num_bytes)
+        try:
+            memory = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            raise BadRequest(f"the segment of {num_bytes} bytes cannot be mapped: {error.strerror}") from None
+        super().__init__(memory, num_bytes=num_bytes)
+        self._hand_over = hand_over
+
+    def _release(self) -> None:
+        if self.num_bytes < AT_ONCE_BYTES:
+            self._unmap()
+        else:
+            self._hand_over(self._unmap)
+
+    def _unmap(self) -> None:
+        try:
+            super()._release()
+            _forget_pages(self._memory, self.num_bytes)
+            self._memory.close()
+        except BufferError:
+            # It goes when whoever holds a part of it lets go.
+            log.warning("a worker's memory is still in use after its last request", bytes=self.num_bytes)
+
+
+def _forget_pages(memory: mmap.mmap, num_bytes: int) -> None:
+    """Takes the pages out of this process, which is what takes long; mmap's own close would stop all threads for it."""
+    begin = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(begin)
+    del begin
+    for offset in range(0, num_bytes, _PIECE_BYTES):
+        _LIBC.madvise(address + offset, min(_PIECE_BYTES, num_bytes - offset), mmap.MADV_DONTNEED)
+
+
+def require_sealed(descriptor: int, *, num_bytes: int) -> None:
+    """Refuses what a worker could take away under the server's hands, or what the server could not write."""
+    try:
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:
+        raise BadRequest("the descriptor that came with Attach is no memfd: only such memory can be sealed") from None
+    if seals & _SEALED != _SEALED or seals & _READ_ONLY:
+        raise BadRequest(
+            f"the segment's seals are {seals:#x}: seal it against shrinking, growing and further seals ({_SEALED:#x}),"
+            " and not against writing"
+        )
+    status = os.fstat(descriptor)
+    if status.st_size != num_bytes:
+        raise BadRequest(f"the segment has {status.st_size} bytes, and Attach says {num_bytes}")
+    if (page := os.fstatvfs(descriptor).f_bsize) != mmap.PAGESIZE:
+        # Where huge pages run out, whoever touches one that is missing is killed.
+        raise BadRequest(f"the segment lies in pages of {page} bytes; expected ordinary ones of {mmap.PAGESIZE}")
+    if (allocated := status.st_blocks * _BLOCK_BYTES) < num_bytes:
+        # Who touches a page first is charged for it: no caller makes the server allocate memory.
+        raise BadRequest(
+            f"{allocated} of the segment's {num_bytes} bytes are there: allocate it in full (posix_fallocate) first"
+        )
+
+
+class Vectors(NamedTuple):
+    """Numbers of one codec in the worker's memory, by shard."""
+
+    codec: Codec
+    shards: Mapping[int, memoryview]
+
+
+class Content(NamedTuple):
+    """The run's shards on this server, as they were when the memory was attached."""
+
+    run_id: str
+    epoch: int
+    plan: Partition
+    # Of the parts of the model that the worker holds: the plan itself where that is all of it.
+    own: Partition
+    server_index: int
+    shards: Mapping[int, Shard]
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A worker's memory and the shards that it was laid out for."""
+
+    worker_id: str
+    incarnation: int
+    content: Content
+    memory: Memory
+    gradients: Sequence[Vectors]
+    codec: Codec
+    # Where each shard's parameters go.
+    replies: Mapping[int, Reply]
+
+    @classmethod
+    def make(cls, request: local.LocalAttach, memory: Memory, content: Content) -> Attachment:
+        """Lays out memory whose request has passed `check_layout`."""
+        parameters = _vectors(request.parameters, memory, content)
+        return cls(
+            request.sender.worker_id,
+            request.sender.incarnation,
+            content,
+            memory,
+            [_vectors(vectors, memory, content) for vectors in request.gradients],
+            parameters.codec,
+            {shard_id: Reply(view, 0, parameters.codec) for shard_id, view in parameters.shards.items()},
+        )
+
+    def shard(self, shard_id: int) -> Shard:
+        """The shard of that number; BadRequest when it is not on this server."""
+        content = self.content
+        shard = content.shards.get(shard_id)
+        if shard is None:
+            raise BadRequest(
+                f"shard {shard_id} is not on server {content.server_index}, which holds {len(content.shards)} of the "
+                f"model's {content.plan.num_shards}"
+            )
+        return shard
+
+    def require_laid_out(self, shard_id: int, membership: Membership) -> None:
+        """Refuses a shard that has no place in the memory: it is of a part that the worker does not declare."""
+        if shard_id in self.replies:
+            return
+        membership.require_part(self.worker_id, shard_id, self.content.plan.part_of(shard_id))
+        raise NotInitialized("the worker declares other parts since this memory was attached: attach it anew")
+
+    def require_sender(self, sender: common.Sender) -> None:
+        """Refuses whoever speaks for another worker than the one that attached; to say nothing is enough."""
+        worker_id, incarnation = sender.worker_id or self.worker_id, sender.incarnation or self.incarnation
+        run_id = sender.run_id or self.content.run_id
+        if (worker_id, incarnation, run_id) != (self.worker_id, self.incarnation, self.content.run_id):
+            raise BadRequest(
+                f"the request is of worker {worker_id!r} ({incarnation}) of run {run_id!r}, on a connection of worker "
+                f"{self.worker_id!r} ({self.incarnation}) of run {self.content.run_id!r}"
+            )
+
+    def require_shards(self, shards: Mapping[int, Shard]) -> None:
+        """Refuses to serve other shards than the memory was laid out for: those that the run has now."""
+        if shards is not self.content.shards:
+            raise NotInitialized("the run was reset since this memory was attached: say Hello, then attach it anew")
+
+
+def check_layout(request: local.LocalAttach, content: Content) -> None:
+    """Refuses vectors that lie beside the segment or in each other, and a segment larger than they need."""
+    if not 1 <= len(request.gradients) <= GRADIENT_BUFFERS_MAX:
+        count = len(request.gradients)
+        raise BadRequest(f"Attach names {count} sets of gradients; expected 1 to {GRADIENT_BUFFERS_MAX}")
+    spans = sorted(_spans(request, content))
+    end = ALIGNMENT_BYTES
+    for start, num_bytes in spans:
+        if start % ALIGNMENT_BYTES:
+            raise BadRequest(f"a vector begins at byte {start}; expected a multiple of {ALIGNMENT_BYTES}")
+        if start < end:
+            raise BadRequest(f"a vector begins at byte {start}, before {end}, where what lies before it ends")
+        end = start + num_bytes
+    if end > request.segment_bytes:
+        raise BadRequest(f"a vector ends at byte {end} of a segment of {request.segment_bytes} bytes")
+    bytes_max = sum(num_bytes for _, num_bytes in spans) + (len(spans) + 2) * mmap.PAGESIZE
+    if request.segment_bytes > bytes_max:
+        raise BadRequest(
+            f"the segment has {request.segment_bytes} bytes; its vectors need {bytes_max} at the most, each beginning "
+            "on a page"
+        )
+
+
+def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, int]]:
+    """Yields where each vector that is not empty begins and how many bytes it has."""
+    sizes = content.own.model.group_sizes
+    for vectors in (*request.gradients, request.parameters):
+        if len(vectors.offsets) != len(sizes):
+            whose = "the model has" if content.own is content.plan else "the worker's parts of the model have"
+            raise BadRequest(f"Attach names {len(vectors.offsets)} vectors; {whose} {len(sizes)} groups")
+        size_of_one = item_bytes(convert.codec_from(vectors.codec))
+        for offset, size in zip(vectors.offsets, sizes, strict=True):
+            if size:
+                yield offset, size * size_of_one
+
+
+def _vectors(vectors: local.LocalVectors, memory: Memory, content: Content) -> Vectors:
+    codec = convert.codec_from(vectors.codec)
+    size_of_one = item_bytes(codec)
+    shards = {
+        shard.shard_id: memory.view(
+            vectors.offsets[shard.group] + shard.offset * size_of_one, shard.length * size_of_one
+        )
+        for shard in content.own.of_server(content.server_index)
+    }
+    return Vectors(codec, shards)
