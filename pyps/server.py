@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from pyps.service import hosting
 from pyps.service.calls import LATE_MIN, Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
+from pyps.service.hosting import Grpc
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
 from pyps.service.metrics import MetricsServer, RunCollector
@@ -38,7 +39,8 @@ from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
 from pyps.service.serializations import Serializations
-from pyps.service.shm.listener import LocalServer
+from pyps.service.shm.listener import SharedMemory
+from pyps.service.transport import Host, Service, Transport
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
 from pyps.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointError
@@ -46,7 +48,7 @@ from pyps.storage.folder import CheckpointFolder
 from pyps.storage.update_log import UpdateLog
 from pyps.units import in_bytes
 from pyps_wire.allocator import keep_large_blocks
-from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
+from pyps_wire.contract import INSPECTOR, PARAMETER_SERVER
 from pyps_wire.errors import NotInitialized
 from pyps_wire.inspector_pb2_grpc import add_InspectorServicer_to_server
 
@@ -58,6 +60,9 @@ RETRY_SECONDS = 10.0
 SIGNALS_APART_SECONDS = 1.0
 # The part of drain_seconds that calls under way get to end by themselves; the rest is for the checkpoint.
 _CALLS_SHARE = 0.4
+
+# Nearest first: the last is the way of all that none of the others knows.
+TRANSPORTS: Sequence[type[Transport]] = (SharedMemory, Grpc)
 
 _Health = health_pb2.HealthCheckResponse
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
@@ -109,8 +114,9 @@ class Server:
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._work = KernelExecutor(self._threads, logged=self._update_log is not None)
         self._serializations = Serializations()
-        self._local = LocalServer(self._run, work=self._work, budget=self._budget)
         self._health = Health()
+        host = Host(config, token, self._run, self._work, self._budget, self._awaited, self._health)
+        self._transports = [transport(host) for transport in TRANSPORTS]
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._signalled_at = -math.inf
@@ -121,25 +127,25 @@ class Server:
         `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
         once the server answers.
         """
-        data = hosting.make_data_server(self._config, self._token, awaited=self._awaited, budget=self._budget)
         control = hosting.make_control_server(self._token, budget=self._budget)
         collector = RunCollector(
             self._run,
             budget=self._budget,
-            local=self._local,
+            transports=self._transports,
             checkpoints=self._checkpoints,
             serializations=self._serializations,
             awaited=self._awaited,
         )
         metrics = MetricsServer(collector, host=self._config.host, port=self._config.metrics_port, token=self._token)
-        addresses = self._bind(data, control, metrics)
+        addresses = self._bind(control, metrics)
         self._resume()
-        self._add_services(data, control, addresses)
+        self._add_inspector(control, addresses)
+        services = self._services(addresses)
         await self._set_health(_Health.SERVING)
         if signals:
             self._handle_signals()
-        self._local.start(self._config.local_socket)
-        await data.start()
+        for transport in self._transports:
+            await transport.start(services, addresses.data)
         await control.start()
         await metrics.start()
         self._announce(addresses)
@@ -151,7 +157,7 @@ class Server:
         await self._stop.wait()
         for task in (watch, *tickers):
             task.cancel()
-        return await self._end(data, control, metrics)
+        return await self._end(control, metrics)
 
     def stop(self, reason: str) -> None:
         """Makes `run` end in order."""
@@ -160,35 +166,33 @@ class Server:
 
     # The start.
 
-    def _bind(self, data: grpc.aio.Server, control: grpc.aio.Server, metrics: MetricsServer) -> Addresses:
-        host, config = self._config.host, self._config
+    def _bind(self, control: grpc.aio.Server, metrics: MetricsServer) -> Addresses:
         return Addresses(
-            data=hosting.bind(data, host, config.port, field="port"),
-            control=hosting.bind(control, host, config.control_port, field="control_port"),
+            data="".join([transport.bind() for transport in self._transports]),
+            control=hosting.bind(control, self._config.host, self._config.control_port, field="control_port"),
             metrics=metrics.address,
         )
 
-    def _add_services(self, data: grpc.aio.Server, control: grpc.aio.Server, addresses: Addresses) -> None:
+    def _services(self, addresses: Addresses) -> Sequence[Service]:
         parameter_server = ParameterServer(
             self._run,
             budget=self._budget,
             work=self._work,
             serializations=self._serializations,
             control_address=addresses.control,
-            local=self._local,
+            transports=self._transports,
         )
         work_queue = WorkQueueService(self._run, work=self._work)
         vector_machine = VectorMachineService(self._run, work=self._work, budget=self._budget)
-        services = (parameter_server, work_queue, vector_machine)
-        data.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, data)
-        add_reflection(data, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, health.SERVICE_NAME])
+        return parameter_server, work_queue, vector_machine
+
+    def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
         inspector = Inspector(
             self._run,
             addresses=addresses,
             budget=self._budget,
             checkpoints=self._checkpoints,
-            local=self._local,
+            transports=self._transports,
             serializations=self._serializations,
             awaited=self._awaited,
         )
@@ -241,11 +245,10 @@ class Server:
         later = "open until a worker initialises the run"
         return {
             "kernels": f"{self._instruction_set}, {self._threads} threads",
-            "data": addresses.data,
+            **{name: words for transport in reversed(self._transports) for name, words in transport.facts.items()},
             "control": addresses.control,
             "metrics": f"http://{addresses.metrics}/metrics",
             "access": _access(config),
-            "shared memory": f"at {self._local.address}" if self._local.address else "not offered",
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
             "protocol": run.aggregation.text,
@@ -347,7 +350,7 @@ class Server:
 
     # The end.
 
-    async def _end(self, data: grpc.aio.Server, control: grpc.aio.Server, metrics: MetricsServer) -> int:
+    async def _end(self, control: grpc.aio.Server, metrics: MetricsServer) -> int:
         """Stops serving, drains, saves; in this order, so that what was acknowledged is in the checkpoint."""
         began = self._clock()
         log.info("server ends", reason=self._stop_reason, drain_seconds=self._config.drain_seconds)
@@ -357,9 +360,10 @@ class Server:
         late.start()
         await self._set_health(_Health.NOT_SERVING)
         self._run.drain()
-        await self._calls_end(began + _CALLS_SHARE * self._config.drain_seconds)
-        await self._local.stop(began + _CALLS_SHARE * self._config.drain_seconds - self._clock())
-        await data.stop(0.1)
+        calls_end_at = began + _CALLS_SHARE * self._config.drain_seconds
+        await self._calls_end(calls_end_at)
+        for transport in self._transports:
+            await transport.stop(calls_end_at - self._clock())
         await asyncio.to_thread(self._work.shutdown)
         saved = await asyncio.to_thread(self._save)
         if not saved and self._checkpoints is not None:

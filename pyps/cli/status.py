@@ -31,8 +31,6 @@ EVENTS_MAX = 1000
 WATCH_SECONDS = 2.0
 # What a pipe gets with --wide, and where COLUMNS does not say how wide it is.
 PIPE_COLUMNS = 200
-# As servers name them, and in words.
-TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC"}
 
 
 @dataclass(frozen=True)
@@ -351,8 +349,8 @@ def _parts(worker: pb.WorkerInfo) -> str:
 
 
 def _transport(known: Sequence[pb.WorkerInfo]) -> str:
-    """How the worker talks, or last talked, to the servers; both ways where it runs on the machine of some of them."""
-    return ", ".join(words for name, words in TRANSPORTS.items() if any(worker.transport == name for worker in known))
+    """The transports by which the worker talks, or last talked, to the servers: as `transport=` names them."""
+    return ", ".join(sorted({worker.transport for worker in known}))
 
 
 def _waited(known: Sequence[pb.WorkerInfo], blocked_seconds: float) -> str:

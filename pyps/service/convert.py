@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -284,9 +284,9 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 
 
 def hello_reply(
-    run: Run, welcome: Welcome, *, control_address: str, local: wire.LocalTransport | None
+    run: Run, welcome: Welcome, *, control_address: str, offers: Iterable[wire.HelloReply]
 ) -> wire.HelloReply:
-    """Everything that a welcome caller needs to know."""
+    """Everything that a welcome caller needs to know, with what each transport offers it."""
     config = run.config
     reply = wire.HelloReply(
         protocol_version=PROTOCOL_VERSION,
@@ -318,8 +318,9 @@ def hello_reply(
         server_index=run.server_index,
         num_servers=run.num_servers,
         control_address=control_address,
-        local=local,
     )
+    for offer in offers:
+        reply.MergeFrom(offer)
     if run.optimizer is not None:
         reply.optimizer.CopyFrom(settings_to(run.optimizer))
     if run.partition is not None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Mapping, Sequence
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
 
-from pyps.config import ConfigError, ServerConfig, flag_name
+from pyps.config import ConfigError, flag_name
 from pyps.service.calls import Awaited, MessageReader
 from pyps.service.limits import ByteBudget
+from pyps.service.reflection import add_reflection
 from pyps.service.security import TokenInterceptor
+from pyps.service.transport import Host, Service, Transport
+from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 
 # Questions are short.
 CONTROL_BYTES_MAX = 64 * 2**10
@@ -41,30 +46,6 @@ _KEEPALIVE_TIMEOUT_MS = 20_000
 _LOOKAHEAD_BYTES = 2**22
 
 Options = list[tuple[str, int]]
-
-
-def make_data_server(
-    config: ServerConfig, token: str | None, *, awaited: Awaited, budget: ByteBudget
-) -> grpc.aio.Server:
-    """A server for tensor-bearing calls."""
-    options = [
-        # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
-        # setting, and one far too long is never held.
-        ("grpc.max_receive_message_length", config.max_message_bytes + _TOO_LONG_BYTES),
-        ("grpc.max_send_message_length", -1),
-        # A worker has one, and may have left another behind that has yet to end.
-        (
-            "grpc.max_allowed_incoming_connections",
-            _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2),
-        ),
-        ("grpc.max_connection_idle_ms", max(_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds))),
-        # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in what it
-        # believes to be under way, several messages of each caller.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
-    ]
-    open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
-    return _make_server(token, MessageReader(awaited, budget, open_awaited=open_awaited), options)
 
 
 def make_control_server(token: str | None, *, budget: ByteBudget) -> grpc.aio.Server:
@@ -140,3 +121,54 @@ def _common_options() -> Options:
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+class Grpc(Transport):
+    """gRPC, over which every call of the contract goes: the way of all workers that have no nearer one."""
+
+    name = "grpc"
+
+    def __init__(self, host: Host):
+        super().__init__(host)
+        self._address = ""
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {"data": self._address}
+
+    def bind(self) -> str:
+        host = self._host
+        config = host.config
+        options = [
+            # gRPC's own limit stands above ours, so that a message somewhat too long gets our answer, which names the
+            # setting, and one far too long is never held.
+            ("grpc.max_receive_message_length", config.max_message_bytes + _TOO_LONG_BYTES),
+            ("grpc.max_send_message_length", -1),
+            # A worker has one, and may have left another behind that has yet to end.
+            (
+                "grpc.max_allowed_incoming_connections",
+                _connections(2 * config.max_workers + _MORE_CONNECTIONS, files_share=2),
+            ),
+            ("grpc.max_connection_idle_ms", max(_IDLE_MS, round(_IDLE_HEARTBEATS * 1000 * config.heartbeat_seconds))),
+            # A message is taken in once it is asked for, and so much of the next. Left to itself gRPC would take in
+            # what it believes to be under way, several messages of each caller.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+        ]
+        open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
+        reader = MessageReader(host.awaited, host.budget, open_awaited=open_awaited)
+        self._server = _make_server(host.token, reader, options)
+        self._address = bind(self._server, config.host, config.port, field="port")
+        return self._address
+
+    async def start(self, services: Sequence[Service], address: str) -> None:
+        self._server.add_generic_rpc_handlers(tuple(service.handlers() for service in services))
+        health_pb2_grpc.add_HealthServicer_to_server(self._host.health, self._server)
+        add_reflection(self._server, [PARAMETER_SERVER, WORK_QUEUE, VECTOR_MACHINE, health.SERVICE_NAME])
+        await self._server.start()
+
+    async def stop(self, seconds: float) -> None:
+        await self._server.stop(0.1)
+
+    def used_by(self, worker_id: str, incarnation: int) -> bool:
+        return True

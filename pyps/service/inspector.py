@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,7 +26,7 @@ from pyps.service.report import (
 )
 from pyps.service.security import require_loopback
 from pyps.service.serializations import Serializations
-from pyps.service.shm.listener import LocalServer
+from pyps.service.transport import Transport, name_of
 from pyps.service.work_messages import progress_to
 from pyps.storage.folder import CheckpointFolder
 from pyps.tensor_summary import places, summarise
@@ -71,7 +71,7 @@ class Inspector(InspectorServicer):
         addresses: Addresses,
         budget: ByteBudget,
         checkpoints: CheckpointFolder | None,
-        local: LocalServer,
+        transports: Sequence[Transport],
         serializations: Serializations,
         awaited: Awaited,
     ):
@@ -79,7 +79,7 @@ class Inspector(InspectorServicer):
         self._addresses = addresses
         self._budget = budget
         self._checkpoints = checkpoints
-        self._local = local
+        self._transports = transports
         self._serializations = serializations
         self._awaited = awaited
         self._threads = {
@@ -109,7 +109,7 @@ class Inspector(InspectorServicer):
                     self._run,
                     member,
                     waits_for=waits_for.get(member.worker_id, ()),
-                    shares_memory=self._local.last_shared(member.worker_id, member.incarnation),
+                    transport=name_of(self._transports, member.worker_id, member.incarnation),
                 )
                 for member in self._run.membership.all()
             ]
@@ -196,7 +196,7 @@ class Inspector(InspectorServicer):
             ledger_entries=sum(shard.num_receipts for shard in shards),
             resident_bytes=resident_bytes(),
             pending_bytes=sum(shard.pending_bytes for shard in shards),
-            shared_bytes=self._local.shared_bytes,
+            shared_bytes=sum(transport.shared_bytes for transport in self._transports),
             first_parameters_bytes=self._run.gate.num_bytes,
             ledger_bytes=sum(shard.ledger_bytes for shard in shards),
             serialized_bytes=self._serializations.bytes_held,

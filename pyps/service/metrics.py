@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from pyps.service.hosting import address_of, busy_port
 from pyps.service.limits import ByteBudget
 from pyps.service.report import learning_rates_of
 from pyps.service.serializations import Serializations
-from pyps.service.shm.listener import LocalServer
+from pyps.service.transport import Transport, name_of
 from pyps.statistics import Statistics, Tally
 from pyps.storage.folder import CheckpointFolder
 from pyps.work import Progress
@@ -66,14 +67,14 @@ class RunCollector(Collector):
         run: Run,
         *,
         budget: ByteBudget,
-        local: LocalServer,
+        transports: Sequence[Transport],
         checkpoints: CheckpointFolder | None,
         serializations: Serializations,
         awaited: Awaited,
     ):
         self._run = run
         self._budget = budget
-        self._local = local
+        self._transports = transports
         self._checkpoints = checkpoints
         self._serializations = serializations
         self._awaited = awaited
@@ -106,7 +107,10 @@ class RunCollector(Collector):
         workers = {state.value: members[state] for state in WorkerState}
         yield gauge("workers", "Workers known, by state.", workers, by="state")
         yield gauge("workers_alive", "Live workers.", run.membership.num_alive)
-        yield gauge("workers_sharing_memory", "Workers that share memory with this server.", len(self._local.attached))
+        transports = Counter(name_of(self._transports, each.worker_id, each.incarnation) for each in run.membership.alive())
+        ways = {transport.name: transports[transport.name] for transport in self._transports}
+        meaning = "Live workers, by the way that their gradients and parameters took last."
+        yield gauge("workers_by_transport", meaning, ways, by="transport")
         yield gauge("workers_counted", "Workers that are active in the protocol's round (L).", roster.num_workers)
         yield gauge("workers_missing", "Expected workers that the protocol still waits for.", roster.missing)
         yield gauge("batch_size", "The minibatch asked of workers; 0 where it is theirs.", run.batch_size)
@@ -151,7 +155,7 @@ class RunCollector(Collector):
             "first_parameters": self._run.gate.num_bytes,
             "ledger": sum(shard.ledger_bytes for shard in shards),
             "serialized": self._serializations.bytes_held,
-            "shared": self._local.shared_bytes,
+            "shared": sum(transport.shared_bytes for transport in self._transports),
             "resident": resident_bytes(),
         }
         yield gauge("memory_bytes", "Bytes held, by what for.", memory, by="kind")

@@ -7,9 +7,9 @@ where it was received, and written where it is sent from. A call that waits is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -24,6 +24,7 @@ from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
 from pyps.service.serializations import Serializations
+from pyps.service.transport import Transport
 from pyps.service.waiting import Parking, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import PARAMETER_SERVER
@@ -38,22 +39,6 @@ MODEL_BYTES_INLINE = 16 * TENSORS_INLINE
 T = TypeVar("T")
 
 
-class LocalOffers(Protocol):
-    """Whoever takes workers in that share the server's memory."""
-
-    def offer(self, worker_id: str, incarnation: int) -> wire.LocalTransport | None:
-        """Where the worker may attach its memory and with which ticket; None where it may not."""
-        ...
-
-    def notice(self) -> wire.LocalTransport | None:
-        """Where workers may attach their memory, without a ticket; None where none may."""
-        ...
-
-    async def quiet(self, worker_id: str) -> None:
-        """Returns once nothing that was begun for a former connection touches the worker's memory."""
-        ...
-
-
 class ParameterServer:
     """The calls of pyps.v1.ParameterServer."""
 
@@ -65,13 +50,13 @@ class ParameterServer:
         work: KernelExecutor,
         serializations: Serializations,
         control_address: str,
-        local: LocalOffers | None = None,
+        transports: Sequence[Transport] = (),
     ):
         self._run = run
         self._budget = budget
         self._work = work
         self._control_address = control_address
-        self._local = local
+        self._transports = transports
         self._serializations = serializations
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -92,15 +77,10 @@ class ParameterServer:
         """Takes a caller in."""
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message))
-        local = None
-        if self._local is not None and greeting.observer:
-            local = self._local.notice()
-        elif self._local is not None:
-            await self._local.quiet(greeting.worker_id)
-            local = self._local.offer(greeting.worker_id, greeting.incarnation)
+        offers = [await transport.offer(greeting) for transport in self._transports]
         address, model = self._control_address, self._run.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
-        reply = partial(convert.hello_reply, self._run, welcome, control_address=address, local=local)
+        reply = partial(convert.hello_reply, self._run, welcome, control_address=address, offers=offers)
         return (await self._off_loop_where(large, reply)).SerializeToString()
 
     async def initialize(self, _: object, context: Call) -> bytes:

@@ -110,7 +110,7 @@ def tensor_info(tensor: Tensor, summary: TensorSummary) -> pb.TensorInfo:
     )
 
 
-def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_memory: bool) -> pb.WorkerInfo:
+def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], transport: str) -> pb.WorkerInfo:
     """A worker, what became of its pushes, whom it waits for, and how it last talked to this server."""
     contacts = run.statistics.contacts(member.worker_id)
     return pb.WorkerInfo(
@@ -128,7 +128,7 @@ def worker_info(run: Run, member: Member, *, waits_for: Sequence[str], shares_me
         message=member.message,
         counts=member.counts,
         waits_for=waits_for,
-        transport="shm" if shares_memory else "grpc",
+        transport=transport,
         replica=member.replica,
         parts=member.parts,
         shards_pushed=contacts.pushed,

@@ -217,8 +217,8 @@ def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) 
     told = [{worker["workerId"]: worker["transport"] for worker in answer["workers"]} for answer in answers]
     assert told == [{"near": "shm", "far": "grpc"}, {"near": "grpc", "far": "grpc"}]
     rows = {line.split()[1]: line for line in table.splitlines() if " alive" in line and "workers" not in line}
-    assert "shared memory, gRPC" in rows["near"]
-    assert "shared memory" not in rows["far"] and "gRPC" in rows["far"]
+    assert "grpc, shm" in rows["near"]
+    assert "shm" not in rows["far"] and "grpc" in rows["far"]
     wait_until(lambda: not inspect(servers[0].control, "GetMemory").shared_bytes, what="the end of its memory")
     assert transports(servers[0]) == {"near": "shm", "far": "grpc"}, "those who left, as they were"
     with session(servers, "near", transport="grpc"):

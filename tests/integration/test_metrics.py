@@ -35,7 +35,7 @@ FAMILIES = {
     "pyps_durable_version": "gauge",
     "pyps_workers": "gauge",
     "pyps_workers_alive": "gauge",
-    "pyps_workers_sharing_memory": "gauge",
+    "pyps_workers_by_transport": "gauge",
     "pyps_workers_counted": "gauge",
     "pyps_workers_missing": "gauge",
     "pyps_batch_size": "gauge",

@@ -15,11 +15,9 @@ from pyps.config import ServerConfig
 from pyps.core.gradient import Codec, Gradient
 from pyps.core.plan import Reply
 from pyps.run.run import Run
-from pyps.service.executor import KernelExecutor
-from pyps.service.limits import ByteBudget
-from pyps.service.shm import listener
-from pyps.service.shm.listener import LocalServer
+from pyps.service.shm import sharers
 from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
+from pyps.service.shm.sharers import Sharers
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from shards import make_shard, roster
 from wire_worker import SEALS, make_segment
@@ -98,11 +96,11 @@ def test_large_memory_is_unmapped_on_a_thread():
 
 
 def test_a_worker_is_told_to_come_again_where_its_former_request_does_not_end(memory, monkeypatch):
-    monkeypatch.setattr(listener, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(sharers, "QUIET_SECONDS", 0.05)
 
     async def come_back() -> None:
         with ThreadPoolExecutor(1) as executor:
-            server = LocalServer(Run(ServerConfig()), work=KernelExecutor(1), budget=ByteBudget(0))
+            server = Sharers(Run(ServerConfig()))
             memory.segment.hold()
             memory.segment.close()
             server._leaving.append(("a", memory.segment))

@@ -10,20 +10,21 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from pyps import logs
 from pyps.config import ConfigError
-from pyps.run.run import Run
-from pyps.service.executor import KernelExecutor
-from pyps.service.limits import ByteBudget
+from pyps.run.handshake import Greeting
 from pyps.service.shm.connection import Connection
 from pyps.service.shm.requests import Requests
-from pyps.service.shm.segment import Attachment, Memory, Segment
+from pyps.service.shm.segment import Attachment, Segment
+from pyps.service.shm.sharers import Sharers
+from pyps.service.transport import Host, Service, Transport
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import NotAllowed, ServerUnavailable
+from pyps_wire.errors import NotAllowed
 
 AUTO, OFF = "auto", "off"
 # Calls that wait to be accepted.
@@ -36,12 +37,8 @@ _PATTERN = "pyps-*.sock"
 TICKET_BYTES = 16
 # Callers that have not attached yet, beside one for each worker that may be alive.
 STRANGERS_SPARE = 16
-# More who shared memory once are compared with those that the run still lists.
-SHARERS_KEPT = 256
 # How often the connections are looked at: those whose worker is gone or holds the server up are closed.
 LOOK_SECONDS = 1.0
-# How long an earlier request may go on in a worker's memory until the worker is told to come again; it waits longer.
-QUIET_SECONDS = 5.0
 
 log = logs.get("pyps.service")
 
@@ -144,81 +141,55 @@ class Tickets:
             )
 
 
-class LocalServer:
-    """Serves workers that share their memory with this process.
+class SharedMemory(Transport):
+    """Serves workers that share their memory with this process."""
 
-    For the event loop, `offer`, `notice`, `attached` and `last_shared` apart.
-    """
+    name = "shm"
 
-    def __init__(self, run: Run, *, work: KernelExecutor, budget: ByteBudget):
-        self._run = run
+    def __init__(self, host: Host):
+        super().__init__(host)
         self._tickets = Tickets()
-        self._work = work
-        self._requests = Requests(run, work=work, budget=budget)
+        self._requests = Requests(host.run, work=host.work, budget=host.budget)
+        self._sharers = Sharers(host.run)
         self._listener: Listener | None = None
         self._connections: set[Connection] = set()
-        # What ended connections have left, while threads are at work in it: the worker's name and its memory.
-        self._leaving: list[tuple[str, Memory]] = []
-        # Replaced as a whole: read from any thread. Who shares memory, and the bytes of it.
-        self.attached: frozenset[str] = frozenset()
-        # Workers whose last way here was shared memory, with the incarnation that used it, though they may be gone.
-        self._sharers: dict[str, int] = {}
-        self.shared_bytes = 0
         # Whether it takes no callers for the moment.
         self._paused = False
         self._looking: asyncio.Task[None] | None = None
 
     @property
-    def address(self) -> str:
-        """Where it listens, empty where it does not."""
-        return self._listener.address if self._listener is not None else ""
+    def facts(self) -> Mapping[str, str]:
+        return {"shared memory": f"at {self._listener.address}" if self._listener is not None else "not offered"}
 
-    def offer(self, worker_id: str, incarnation: int) -> wire.LocalTransport | None:
-        """What Hello tells a worker, None where nothing is offered."""
-        if self._listener is None:
-            return None
-        if worker_id not in self.attached:
-            # Whoever lost its memory says Hello before it goes on: by gRPC, unless it attaches again.
-            self._sharers.pop(worker_id, None)
-        return wire.LocalTransport(address=self.address, ticket=self._tickets.of(worker_id, incarnation))
+    @property
+    def shared_bytes(self) -> int:
+        return self._sharers.shared_bytes
 
-    def notice(self) -> wire.LocalTransport | None:
-        """What Hello tells one who only asks whether memory could be shared: where, and no ticket."""
-        return wire.LocalTransport(address=self.address) if self._listener is not None else None
+    def used_by(self, worker_id: str, incarnation: int) -> bool:
+        return self._sharers.used_by(worker_id, incarnation)
 
-    def last_shared(self, worker_id: str, incarnation: int) -> bool:
-        """Whether that worker's gradients and parameters went through shared memory last."""
-        return self._sharers.get(worker_id) == incarnation
+    async def offer(self, greeting: Greeting) -> wire.HelloReply:
+        worker_id, listener = greeting.worker_id, self._listener
+        ticket = b""
+        # To one who only asks whether memory could be shared: where, and no ticket.
+        if not greeting.observer:
+            for connection in list(self._connections):
+                if connection.is_hung_up and connection in self._sharers.of(worker_id):
+                    connection.close()
+            await self._sharers.quiet(worker_id)
+            self._sharers.greeted(worker_id)
+            ticket = self._tickets.of(worker_id, greeting.incarnation)
+        if listener is None:
+            return wire.HelloReply()
+        return wire.HelloReply(local=wire.LocalTransport(address=listener.address, ticket=ticket))
 
-    async def quiet(self, worker_id: str) -> None:
-        """Returns once no request of a worker's former connections can touch its memory any more.
-
-        ServerUnavailable where one goes on for too long: the worker has to come again.
-        """
-        for connection in self._connections_of(worker_id):
-            if connection.is_hung_up:
-                connection.close()
-        segments = [segment for owner, segment in self._leaving if owner == worker_id and not segment.unused.done()]
-        if not segments:
-            return
-        _, going_on = await asyncio.wait(
-            [asyncio.wrap_future(segment.unused) for segment in segments], timeout=QUIET_SECONDS
-        )
-        if going_on:
-            raise ServerUnavailable(
-                f"a request of {worker_id!r} that was cut off has worked in its memory for {QUIET_SECONDS:g} s since: "
-                "try again"
-            )
-
-    def start(self, where: str) -> None:
-        """Begins to serve: "auto", "off" or a folder, which raises ConfigError where it cannot be used."""
-        self._listener = Listener.open(where)
+    async def start(self, services: Sequence[Service], address: str) -> None:
+        self._listener = Listener.open(self._host.config.local_socket)
         if self._listener is not None:
             self._listen()
             self._looking = asyncio.create_task(self._look_after())
 
     async def stop(self, seconds: float) -> None:
-        """Takes no more callers, lets requests under way end for so long, then ends all connections."""
         if self._listener is None:
             return
         asyncio.get_running_loop().remove_reader(self._listener.socket)
@@ -243,7 +214,7 @@ class LocalServer:
             self._paused = True
             return
         strangers = sum(connection.attachment is None for connection in self._connections)
-        if strangers >= STRANGERS_SPARE + self._run.config.max_workers or not is_own_user(end):
+        if strangers >= STRANGERS_SPARE + self._host.config.max_workers or not is_own_user(end):
             log.warning("a local caller was turned away", strangers=strangers, own_user=is_own_user(end))
             end.close()
             return
@@ -254,9 +225,9 @@ class LocalServer:
         connection = Connection(
             end,
             requests=self._requests,
-            message_bytes_max=self._run.config.max_message_bytes,
+            message_bytes_max=self._host.config.max_message_bytes,
             attach=self._attach,
-            on_attached=self._on_attached,
+            on_attached=self._sharers.take,
             on_closed=self._on_closed,
         )
         self._connections.add(connection)
@@ -265,47 +236,18 @@ class LocalServer:
         """Takes a worker's memory in; the descriptor can be closed afterwards."""
         sender = request.sender
         self._tickets.check(request.ticket, worker_id=sender.worker_id, incarnation=sender.incarnation)
-        map_it = partial(Segment, descriptor, num_bytes=request.segment_bytes, hand_over=self._work.hand_over)
+        map_it = partial(Segment, descriptor, num_bytes=request.segment_bytes, hand_over=self._host.work.hand_over)
         return await self._requests.attach(request, map_it)
-
-    async def _on_attached(self, connection: Connection) -> None:
-        attachment = connection.attachment
-        assert attachment is not None
-        for other in self._connections_of(attachment.worker_id):
-            if other is not connection:
-                # A worker has one; its earlier one is lost, though the system has not said so yet.
-                other.close()
-        await self.quiet(attachment.worker_id)
-        self._note_attached()
-        self._sharers[attachment.worker_id] = attachment.incarnation
-        log.info("worker shares its memory", worker=attachment.worker_id, segment_bytes=attachment.memory.num_bytes)
-
-    def _connections_of(self, worker_id: str) -> list[Connection]:
-        return [
-            connection
-            for connection in self._connections
-            if connection.attachment is not None and connection.attachment.worker_id == worker_id
-        ]
 
     def _on_closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
-        self._leaving = [(owner, segment) for owner, segment in self._leaving if not segment.unused.done()]
-        attachment = connection.attachment
-        if attachment is not None and not attachment.memory.unused.done():
-            self._leaving.append((attachment.worker_id, attachment.memory))
-        self._note_attached()
-
-    def _note_attached(self) -> None:
-        attachments = [connection.attachment for connection in self._connections if connection.attachment is not None]
-        self.attached = frozenset(attachment.worker_id for attachment in attachments)
-        self.shared_bytes = sum(attachment.memory.num_bytes for attachment in attachments)
+        self._sharers.drop(connection)
 
     async def _look_after(self) -> None:
         """Closes the connections of callers that are silent for too long, or gone."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            self._forget_sharers()
             for connection in list(self._connections):
                 if (
                     connection.is_overdue(loop.time())
@@ -317,18 +259,11 @@ class LocalServer:
                 self._paused = False
                 self._listen()
 
-    def _forget_sharers(self) -> None:
-        """Keeps those only that the run still lists, as many as it has room for."""
-        if len(self._sharers) > SHARERS_KEPT:
-            listed = {member.worker_id for member in self._run.membership.all()}
-            for worker_id in set(self._sharers) - listed:
-                self._sharers.pop(worker_id, None)
-
     def _is_forgotten(self, connection: Connection) -> bool:
         attachment = connection.attachment
         if attachment is None:
             return False
-        member = self._run.membership.get(attachment.worker_id)
+        member = self._host.run.membership.get(attachment.worker_id)
         return member is None or not member.alive or member.incarnation != attachment.incarnation
 
     def _listen(self) -> None:
