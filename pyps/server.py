@@ -31,6 +31,7 @@ from pyps.service.calls import LATE_MIN, Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.hosting import Grpc
+from pyps.service.in_process import InProcess
 from pyps.service.inspector import Inspector
 from pyps.service.limits import ByteBudget
 from pyps.service.metrics import MetricsServer, RunCollector
@@ -62,7 +63,7 @@ SIGNALS_APART_SECONDS = 1.0
 _CALLS_SHARE = 0.4
 
 # Nearest first: the last is the way of all that none of the others knows.
-TRANSPORTS: Sequence[type[Transport]] = (SharedMemory, Grpc)
+TRANSPORTS: Sequence[type[Transport]] = (InProcess, SharedMemory, Grpc)
 
 _Health = health_pb2.HealthCheckResponse
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name

@@ -1,10 +1,11 @@
-"""One gRPC channel to one server: its options, its token, and gRPC's errors told in ours."""
+"""The calls to one server: what every transport makes of them, and gRPC, its options and its errors told in ours."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -32,8 +33,49 @@ KEEPALIVE_TIMEOUT_SECONDS = 20
 _LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
 
 
-class Channel:
-    """A connection of its own to one server; a new one resolves the address again."""
+class Channel(ABC):
+    """A connection of its own to one server. Calls raise the server's own error, LinkLost or Busy."""
+
+    # The transport, by its name.
+    transport: ClassVar[str]
+    address: str
+
+    @abstractmethod
+    def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Calls a method with one request and one reply."""
+
+    @abstractmethod
+    def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
+        """Begins such a call and returns a future of its reply; gRPC's has gRPC's errors."""
+
+    @abstractmethod
+    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
+        """Sends messages from an iterator, on another thread, and yields the answers as bytes."""
+
+    @abstractmethod
+    def exchange(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        """Sends one round of `Exchange`, and hands the answers to `take` until it says that all are there.
+
+        One round at a time.
+        """
+
+    @abstractmethod
+    def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
+        """Sends one request and yields the answers as bytes."""
+
+    @abstractmethod
+    def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Sends messages from an iterator and returns the one reply."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+
+
+class GrpcChannel(Channel):
+    """A channel of gRPC's; a new one resolves the address again."""
+
+    transport = "grpc"
 
     def __init__(self, address: str, *, token: str, use_proxy: bool) -> None:
         self.address = address
@@ -45,7 +87,6 @@ class Channel:
         self._stream: OpenStream | None = None
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        """Calls a method with one request and one reply."""
         start: Any = self._grpc.unary_unary(
             METHODS[method],
             request_serializer=type(request).SerializeToString,
@@ -55,7 +96,6 @@ class Channel:
         return reply_message
 
     def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
-        """Begins such a call and returns gRPC's future of its reply."""
         start: Any = self._grpc.unary_unary(
             METHODS[method],
             request_serializer=type(request).SerializeToString,
@@ -64,15 +104,11 @@ class Channel:
         return start.future(request, timeout=timeout_seconds, metadata=self._metadata)
 
     def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
-        """Sends messages from an iterator, on a thread of gRPC's, and yields the answers as bytes."""
         start: Any = self._grpc.stream_stream(METHODS[method])
         return self._answers(start, iter(requests), timeout_seconds)
 
     def exchange(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
-        """Sends messages on a stream that stays open, and hands the answers to `take` until it says that all are there.
-
-        One round at a time. After any failure the next round opens another stream.
-        """
+        # On a stream that stays open; after any failure the next round opens another.
         try:
             stream = self._open_stream()
         except ValueError:
@@ -88,18 +124,15 @@ class Channel:
             raise
 
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
-        """Sends one request and yields the answers as bytes."""
         start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
         return self._answers(start, request, timeout_seconds)
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        """Sends messages from an iterator and returns the one reply."""
         start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
         reply_message: Reply = self._verdict(start, iter(requests), timeout_seconds)
         return reply_message
 
     def close(self) -> None:
-        """Ends all calls and the connection."""
         with self._lock:
             stream, self._stream = self._stream, None
         if stream is not None:

@@ -10,9 +10,9 @@ from pyps_client.channel import Channel
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.lent import Lending
-from pyps_client.local_link import LocalLink, LocalLost
 from pyps_client.outage import Outage
 from pyps_client.retry import Busy, LinkLost, RetryPolicy, Wait
+from pyps_client.transport import Link, LocalLost
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotInitialized, RunFinished, UnknownWorker
 from pyps_wire.parameter_server_pb2 import LocalTransport
@@ -50,7 +50,7 @@ class Connection:
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._channel: Channel | None = None
-        self._link: LocalLink | None = None
+        self._link: Link | None = None
         self._closed = False
         # Whether a local link was lost so often that it is not tried again.
         self._link_is_given_up = False
@@ -64,7 +64,7 @@ class Connection:
                 raise RunFinished("The client was closed: make a new one to go on.")
             if self._channel is None:
                 launch = self._launch
-                self._channel = Channel(self.address, token=launch.token, use_proxy=launch.use_proxy)
+                self._channel = launch.way.channel(self.address, token=launch.token, use_proxy=launch.use_proxy)
             return self._channel
 
     def renew(self, failed: Channel) -> None:
@@ -86,7 +86,7 @@ class Connection:
             channel.close()
 
     @property
-    def link(self) -> LocalLink | None:
+    def link(self) -> Link | None:
         """The way through memory that this process and the server share, where it is open."""
         link = self._link
         return None if link is None or link.lost else link
@@ -96,7 +96,7 @@ class Connection:
         """Whether lent vectors go through shared memory: the link is open, or lost and to be opened anew."""
         return self._link is not None
 
-    def link_to_use(self) -> LocalLink | None:
+    def link_to_use(self) -> Link | None:
         """The way of lent vectors: None for gRPC. Raises LocalLost where the link is to be opened anew first."""
         link = self._link
         if link is not None and link.lost:
@@ -117,8 +117,8 @@ class Connection:
             return
         if self._link_is_given_up:
             raise LocalLost("it was lost again and again")
-        link = LocalLink.attach(offer, lending, sender, name=self.name)
-        spare: LocalLink | None = link
+        link = self._launch.way.attach(offer, lending, sender, name=self.name)
+        spare: Link | None = link
         with self._lock:
             if not self._closed and self.link is None:
                 spare, self._link = self._link, link

@@ -108,7 +108,7 @@ class Handshake:
         """
         # All have one life: what one of them loses, all lose.
         self.sender.incarnation = self._peers.tell(self.sender.incarnation)
-        if self.launch.transport == "shm" and self._partition is not None:
+        if self.launch.way.insists and self._partition is not None:
             agreed(self._peers, partial(self._check_shareable, connections, self._partition, stop))
         first = self._await_parameters(connections, initial, stop)
         return agreed(self._peers, partial(self._greet_all, connections, first, stop))

@@ -125,6 +125,9 @@ class Heartbeat:
                 beat.way.renew(channel)
             self._report_silence(beat, verdict, began=began)
             return
+        except LinkLost as lost:
+            self._report_silence(beat, lost, began=began)
+            return
         beat.connection.outage.heard(beat.connection.name)
         try:
             self._heard(beat.connection, reply, began)

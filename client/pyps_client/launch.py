@@ -11,11 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyps_client.in_process import InProcess
+from pyps_client.local_link import SharedMemory
+from pyps_client.transport import Transport
 from pyps_wire.codecs import CODECS, codec_of
 from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
-TRANSPORTS = ("auto", "shm", "grpc")
+TRANSPORTS: Mapping[str, Transport] = {
+    "auto": SharedMemory(insists=False),
+    "shm": SharedMemory(insists=True),
+    "grpc": Transport(),
+    "in_process": InProcess(),
+}
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WORDS = {
     "1": True,
@@ -59,7 +67,8 @@ class Launch:
     # How pulled parameters are written, likewise.
     pull_codec: str = "float32"
     # The way of gradients and parameters: "auto" is memory that worker and server share, where they run on one machine,
-    # and gRPC elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere.
+    # and gRPC elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere. "in_process"
+    # calls servers that run in the worker's own process, as in tests, without a socket.
     transport: str = "auto"
 
     def __post_init__(self) -> None:
@@ -76,6 +85,11 @@ class Launch:
         for name in ("start_wait_seconds", "loss_wait_seconds", "wait_seconds"):
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+
+    @property
+    def way(self) -> Transport:
+        """The transport itself."""
+        return TRANSPORTS[self.transport]
 
     @classmethod
     def from_environment(

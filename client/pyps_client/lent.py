@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.segment import HEAD_BYTES, Segment
+from pyps_client.segment import HEAD_BYTES, Memory
 from pyps_client.vectors import Vectors
 from pyps_wire.codecs import dtype_of
 from pyps_wire.common_pb2 import CODEC_FLOAT32, Sender
@@ -56,7 +56,7 @@ class Layout:
 class Lending:
     """What one session has lent, in its own memory or in a segment."""
 
-    def __init__(self, layout: Layout, segment: Segment | None = None) -> None:
+    def __init__(self, layout: Layout, segment: Memory | None = None) -> None:
         """In a segment of `segment_bytes(layout)`; without one in the process's own memory."""
         self.segment = segment
         self._layout = layout
@@ -118,7 +118,7 @@ def _own_lists(layout: Layout) -> list[list[npt.NDArray[Any]]]:
     return [[_aligned(size, dtype) for size in layout.model.group_sizes] for dtype in dtypes]
 
 
-def _shared_lists(layout: Layout, segment: Segment, offsets: list[list[int]]) -> list[list[npt.NDArray[Any]]]:
+def _shared_lists(layout: Layout, segment: Memory, offsets: list[list[int]]) -> list[list[npt.NDArray[Any]]]:
     """The vectors, list by list, where they begin in a segment."""
     return [
         [

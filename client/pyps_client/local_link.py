@@ -6,48 +6,42 @@ import contextlib
 import os
 import socket
 import struct
-import threading
 import weakref
 
 from google.protobuf.message import DecodeError
 
 from pyps_client.lent import Lending
-from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost
+from pyps_client.retry import SIGNAL_SECONDS, Busy
+from pyps_client.segment import Memory, Segment
+from pyps_client.transport import Link, LocalLost, Transport
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
-from pyps_wire.parameter_server_pb2 import LocalTransport
+from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 
 ATTACH_SECONDS = 10.0
 _LENGTH = struct.Struct("<I")
 # A C program's struct timeval.
 _TIME = struct.Struct("ll")
 _READ_BYTES = 1 << 16
-# How often a thread that waits for its turn looks whether that may take long.
-LOOK_SECONDS = 0.005
 
 
-class LocalLost(LinkLost):
-    """The loss of a local link: the gRPC connection beside it may be sound."""
+class LocalLink(Link):
+    """One attached socket."""
 
-
-class LocalLink:
-    """One attached socket. Requests and replies alternate, so one thread at a time has it."""
+    transport = "shm"
 
     def __init__(self, connected: socket.socket, *, name: str) -> None:
+        super().__init__()
         self._socket = connected
         self._name = name
-        self._turn = threading.Lock()
-        # Whether the request under way is one that the server holds until it is time.
-        self._parked = False
-        self.lost = False
         self._timeout_seconds = 0.0
         _links.add(self)
 
     @classmethod
     def attach(cls, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> LocalLink:
         """Connects and hands the segment over. Raises LinkLost or a PypsError that says why it cannot be."""
-        assert lending.segment is not None
+        assert isinstance(lending.segment, Segment)
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link = cls(connected, name=name)
         try:
@@ -71,28 +65,13 @@ class LocalLink:
             raise
         return link
 
-    def begin(self, *, parks: bool = False) -> bool:
-        """Takes the link for one request. False where the server holds another thread's until it is time.
-
-        `parks` tells that this request may be held so.
-        """
-        if not self._turn.acquire(blocking=False):
-            while not self._turn.acquire(timeout=LOOK_SECONDS):
-                if self._parked:
-                    return False
-        self._parked = parks
-        return True
-
     def end(self) -> None:
-        """Leaves the link to others."""
-        self._parked = False
-        self._turn.release()
+        super().end()
         if self.lost:
             # Looked at after the release: who closes the link meanwhile finds it free, or has set this before.
             self._close_socket()
 
     def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
-        """Asks within one's turn. Raises LocalLost, Busy or the server's own error."""
         try:
             self._allow(timeout_seconds)
             self._socket.sendall(_framed(request))
@@ -111,7 +90,7 @@ class LocalLink:
             raise
 
     def close(self) -> None:
-        """Ends the link; a thread that waits for a reply is told, and closes the socket when its turn ends."""
+        # A thread that waits for a reply closes the socket when its turn ends.
         self.lost = True
         with contextlib.suppress(OSError):
             # It may not be connected, or the other end may have closed it.
@@ -173,6 +152,24 @@ class LocalLink:
             raise LocalLost(failure.details)
         error = from_status(failure.status, f"{failure.details} ({self._name})", failure.name or None)
         raise Busy(str(error)) if isinstance(error, LimitExceeded) else error
+
+
+class SharedMemory(Transport):
+    """Memory that worker and server share, where they run on one machine; gRPC for all else."""
+
+    shares = True
+
+    def __init__(self, *, insists: bool) -> None:
+        self.insists = insists
+
+    def memory(self, num_bytes: int) -> Memory:
+        return Segment(num_bytes)
+
+    def offer(self, reply: HelloReply, address: str) -> LocalTransport | None:
+        return reply.local if reply.HasField("local") else None
+
+    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> Link:
+        return LocalLink.attach(offer, lending, sender, name=name)
 
 
 def _framed(request: LocalRequest) -> bytes:

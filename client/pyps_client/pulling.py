@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection, call_seconds
 from pyps_client.intake import Intake
-from pyps_client.local_link import LocalLink
 from pyps_client.parking import Parking
 from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.retry import LinkLost
+from pyps_client.transport import Link
 from pyps_wire.codecs import item_size
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Role, Sender
 from pyps_wire.errors import PypsError, WaitTimedOut
@@ -98,7 +98,7 @@ class IncomingPull:
             self._intake.write(reply.shard_id, reply.codec, payload)
             self._accept(reply)
 
-    def _ask_locally(self, link: LocalLink, request: PullRequest, timeout_seconds: float) -> None:
+    def _ask_locally(self, link: Link, request: PullRequest, timeout_seconds: float) -> None:
         reply = link.request(LocalRequest(pull=LocalPull(request=request)), timeout_seconds=timeout_seconds)
         if reply.WhichOneof("reply") != "pulled":
             raise PypsError(f"{self._connection.name} answered a pull with something else.")

@@ -16,10 +16,10 @@ from pyps_client.conversion import NUMPY, Converter
 from pyps_client.finite import first_non_finite, nan_of
 from pyps_client.intake import Intake
 from pyps_client.learning_rates import GroupRate
-from pyps_client.local_link import LocalLink
 from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.pulling import LARGE_BYTES
 from pyps_client.retry import LinkLost
+from pyps_client.transport import Link
 from pyps_client.vectors import part_of
 from pyps_wire.codecs import decode, dtype_of, item_size
 from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt
@@ -171,7 +171,7 @@ class OutgoingPush:
         self._vectors = [np.broadcast_to(nan_of(vector.dtype), vector.shape) for vector in self._vectors]
         return [(shard, None if extents is None else ((0, 1),)) for shard, extents in parts]
 
-    def _send_locally(self, link: LocalLink, parts: Sequence[Part], timeout_seconds: float) -> None:
+    def _send_locally(self, link: Link, parts: Sequence[Part], timeout_seconds: float) -> None:
         request = LocalRequest()
         exchange = request.exchange
         exchange.gradients = self._lent_index or 0

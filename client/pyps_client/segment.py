@@ -16,7 +16,24 @@ import numpy.typing as npt
 HEAD_BYTES = mmap.PAGESIZE
 
 
-class Segment:
+class Memory:
+    """Memory for lent vectors, of this process alone: a forked child has a copy."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    @property
+    def whole(self) -> memoryview:
+        """All of it."""
+        return memoryview(self._memory)
+
+    def vector(self, offset: int, size: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        """The numbers that begin `offset` bytes from the start. The mapping lasts as long as such a vector."""
+        return np.frombuffer(self._memory, dtype, size, offset)
+
+
+class Segment(Memory):
     """A memfd sealed against shrinking and growing, mapped as a whole. It is gone when its last user is.
 
     A forked child's writes stay its own. Where it has not written it goes on to see what its parent and the servers
@@ -42,10 +59,6 @@ class Segment:
         self._memory[:8] = self.nonce.to_bytes(8, "little")
         self._close = weakref.finalize(self, os.close, self.fd)
         _segments.add(self)
-
-    def vector(self, offset: int, size: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-        """The numbers that begin `offset` bytes from the start. The mapping lasts as long as such a vector."""
-        return np.frombuffer(self._memory, dtype, size, offset)
 
     def keep_own_copy(self) -> None:
         """In a forked child: from now on writes stay in this process, and the file is let go."""

@@ -9,7 +9,6 @@ from pyps_client.launch import Launch
 from pyps_client.lent import Layout, Lending, segment_bytes
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
-from pyps_client.segment import Segment
 from pyps_client.shareable import NO_OFFER, cannot_share
 from pyps_client.vectors import Vectors
 from pyps_wire.common_pb2 import Sender
@@ -54,8 +53,8 @@ class Sharing:
     def greeted(self, connection: Connection, reply: HelloReply) -> None:
         """Notes a server's offer; one that had been lost and came back is handed the same memory again."""
         self._offers.pop(connection.index, None)
-        if reply.HasField("local"):
-            self._offers[connection.index] = reply.local
+        if (offer := self._launch.way.offer(reply, connection.address)) is not None:
+            self._offers[connection.index] = offer
         lending = self._lending
         if lending is not None and lending.segment is not None and connection in self._connections:
             self._attach(connection, lending)
@@ -70,9 +69,9 @@ class Sharing:
 
     @property
     def transport(self) -> str:
-        """The way of lent vectors: "shm", "grpc" or "mixed"."""
-        links = [connection.link is not None for connection in self._connections]
-        return "shm" if all(links) else "mixed" if any(links) else "grpc"
+        """The way of lent vectors, by its transport's name, or "mixed"."""
+        names = {(connection.link or connection.channel).transport for connection in self._connections}
+        return "mixed" if len(names) > 1 else names.pop()
 
     @property
     def checks_first(self) -> bool:
@@ -84,14 +83,14 @@ class Sharing:
 
     def _shared(self, layout: Layout) -> Lending | None:
         """Vectors in a segment; None where nobody would see it, or it cannot be had."""
-        if self._launch.transport == "grpc":
+        if not self._launch.way.shares:
             return None
         offered = [connection for connection in self._connections if connection.index in self._offers]
         if not offered:
             self._refuse(self._connections[0], NO_OFFER)
             return None
         try:
-            return Lending(layout, Segment(segment_bytes(layout)))
+            return Lending(layout, self._launch.way.memory(segment_bytes(layout)))
         except OSError as error:
             self._refuse(offered[0], f"{segment_bytes(layout)} bytes of memory to share cannot be had ({error})")
             return None
@@ -115,7 +114,7 @@ class Sharing:
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         """Says why a server's vectors go by gRPC from now on; raises where the launch forbids it."""
-        if self._launch.transport == "shm":
+        if self._launch.way.insists:
             raise cannot_share(connection.name, reason)
         connection.detach()
         logger.info("gradients and parameters go to and from %s by gRPC: %s", connection.name, reason)

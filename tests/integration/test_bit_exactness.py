@@ -114,6 +114,8 @@ WAYS: dict[str, tuple[str, bool, bool, Converter | None]] = {
     "Push and Pull of float32 that torch converts": ("grpc", True, False, TorchConverter()),
     "shared memory, push and pull": ("shm", True, False, None),
     "shared memory": ("shm", True, True, TorchConverter()),
+    "one process, Push and Pull": ("in_process", False, False, None),
+    "one process": ("in_process", True, True, None),
 }
 CODECS = [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
 

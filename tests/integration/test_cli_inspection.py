@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
@@ -207,20 +208,30 @@ def test_stop_and_reset_end_and_forget_a_run(start_server: Start) -> None:
 
 def test_status_tells_how_each_worker_talks_to_its_servers(start_server: Start) -> None:
     servers = [start_server(), start_server("--local-socket", "off")]
-    with session(servers, "near") as near, session(servers, "far", transport="grpc") as far:
+    with (
+        session(servers, "near") as near,
+        session(servers, "far", transport="grpc") as far,
+        session(servers, "inside", transport="in_process") as inside,
+    ):
         assert (near.lend() and near.transport, far.lend() and far.transport) == ("mixed", "grpc")
+        # Nothing has been lent: all goes by calls.
+        assert inside.transport == "in_process"
         answers = json.loads(shell("status", "--json", "--servers", addresses(servers)))["servers"]
         table = shell("status", "--wide", "--servers", addresses(servers))
+        with urllib.request.urlopen(f"http://{servers[0].metrics}/metrics", timeout=20) as page:
+            counted = page.read().decode()
         shared = [inspect(server.control, "GetMemory").shared_bytes for server in servers]
     # Gradients and parameters of the whole model: the segment is one for all servers.
     assert shared[0] >= 2 * 4 * 2048 and shared[1] == 0
     told = [{worker["workerId"]: worker["transport"] for worker in answer["workers"]} for answer in answers]
-    assert told == [{"near": "shm", "far": "grpc"}, {"near": "grpc", "far": "grpc"}]
+    assert told == [{"near": near, "far": "grpc", "inside": "in_process"} for near in ("shm", "grpc")]
+    for name in ("shm", "grpc", "in_process"):
+        assert f'pyps_workers_by_transport{{transport="{name}"}} 1.0' in counted
     rows = {line.split()[1]: line for line in table.splitlines() if " alive" in line and "workers" not in line}
     assert "grpc, shm" in rows["near"]
     assert "shm" not in rows["far"] and "grpc" in rows["far"]
     wait_until(lambda: not inspect(servers[0].control, "GetMemory").shared_bytes, what="the end of its memory")
-    assert transports(servers[0]) == {"near": "shm", "far": "grpc"}, "those who left, as they were"
+    assert transports(servers[0]) == told[0], "those who left, as they were"
     with session(servers, "near", transport="grpc"):
         assert transports(servers[0])["near"] == "grpc", "its next life"
 

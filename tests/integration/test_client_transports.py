@@ -1,4 +1,4 @@
-"""The ways of gradients and parameters: shared memory, gRPC, and what comes when one of them is missing or ends."""
+"""The ways of gradients and parameters, by shared memory, gRPC or in one process, and what comes when one ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -41,7 +42,10 @@ Start = Callable[..., AnyServer]
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
 
 
-@pytest.fixture(params=["shm", "grpc", "grpc without the direct stream"])
+BETWEEN_PROCESSES = ["shm", "grpc", "grpc without the direct stream"]
+
+
+@pytest.fixture(params=[*BETWEEN_PROCESSES, "in_process"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "grpc without the direct stream":
         monkeypatch.setattr(open_stream, "cygrpc", None)
@@ -90,7 +94,7 @@ def test_exchanges_are_what_pushes_and_pulls_are(
     servers = start_servers(start_server, num_servers, "--protocol", protocol)
     with make_client(addresses(servers), transport=transport) as client:
         assert client.session.transport == transport
-        assert client.session.checks_first == (transport == "shm" and num_servers == 1)
+        assert client.session.checks_first == (transport != "grpc" and num_servers == 1)
         for step in range(4):
             gradients = gradients_like(tensors, step)
             if step == 2:
@@ -138,6 +142,7 @@ def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: s
         reference.check(client.snapshot())
 
 
+@pytest.mark.parametrize("transport", BETWEEN_PROCESSES, indirect=True)
 def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
     start_server_process: Start, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +311,32 @@ def test_a_server_that_stops_sharing_is_served_by_grpc_from_then_on(
         client.exchange(gradients_like(small_model(), 1))
         assert client.session.held_versions.epochs == (1,)
         assert client.refused == {}
+
+
+def test_a_server_of_the_workers_process_is_found_again_by_its_address_and_no_socket_is_used(
+    start_server: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc, "insecure_channel", None)
+    reference, tensors = Reference(small_model()), small_model()
+    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    server = start_server(*checkpoints)
+    with make_client(server.data, transport="in_process") as client:
+        reference.step(gradients_like(tensors, 0))
+        reference.check(client.exchange(gradients_like(tensors, 0)))
+        server.stop()
+        start_server(*checkpoints, "--resume", "--port", server.data.rsplit(":", 1)[1])
+        reference.check(client.pull())
+        reference.step(gradients_like(tensors, 1))
+        reference.check(client.exchange(gradients_like(tensors, 1)))
+        assert client.session.held_versions.epochs == (1,)
+        assert client.session.transport == "in_process"
+        assert not links()
+
+
+def test_an_address_that_no_server_of_the_process_has_is_told_with_those_there_are(start_server: Start) -> None:
+    words = rf"no server of this process answers at 127.0.0.1:1 .*there: .*{start_server().data}"
+    with pytest.raises(ServerUnavailable, match=words):
+        make_client("127.0.0.1:1", transport="in_process", start_wait_seconds=0.0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "auto"])

@@ -54,7 +54,7 @@ class Sharers:
             self._attached.pop(sharer, None)
             raise
         self._count()
-        self._used[attachment.worker_id] = attachment.incarnation
+        self.came(attachment.worker_id, attachment.incarnation)
         log.info("worker shares its memory", worker=attachment.worker_id, segment_bytes=attachment.memory.num_bytes)
 
     def drop(self, sharer: Sharer) -> None:
@@ -93,6 +93,15 @@ class Sharers:
         if len(self._used) > SHARERS_KEPT:
             listed = {member.worker_id for member in self._run.membership.all()}
             self._used = {worker: incarnation for worker, incarnation in self._used.items() if worker in listed}
+
+    def came(self, worker_id: str, incarnation: int) -> None:
+        """Notes that a worker takes this way, whether or not it attaches memory."""
+        self._used[worker_id] = incarnation
+
+    def close(self) -> None:
+        """Ends all ways."""
+        for sharer in list(self._attached):
+            sharer.close()
 
     def used_by(self, worker_id: str, incarnation: int) -> bool:
         """Whether that worker's gradients and parameters went through shared memory last."""

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from pyps_client import open_stream, watchdog
-from pyps_client.channel import Channel
+from pyps_client.channel import GrpcChannel
 from pyps_client.open_stream import DirectStream, QueuedStream
 from pyps_client.retry import Busy, LinkLost
 from pyps_wire.contract import PARAMETER_SERVER
@@ -64,15 +64,17 @@ def server() -> Iterator[EchoServer]:
 
 
 @pytest.fixture(params=["direct", "queued"])
-def channel(request: pytest.FixtureRequest, server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+def channel(
+    request: pytest.FixtureRequest, server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[GrpcChannel]:
     if request.param == "queued":
         monkeypatch.setattr(open_stream, "cygrpc", None)
-    made = Channel(server.address, token="secret", use_proxy=False)
+    made = GrpcChannel(server.address, token="secret", use_proxy=False)
     yield made
     made.close()
 
 
-def echo(channel: Channel, *messages: bytes, seconds: float = 20.0) -> list[bytes]:
+def echo(channel: GrpcChannel, *messages: bytes, seconds: float = 20.0) -> list[bytes]:
     """One round."""
     replies: list[bytes] = []
 
@@ -92,20 +94,20 @@ def test_this_grpcio_has_what_the_direct_stream_is_built_from(server: EchoServer
         stream.close()
 
 
-def test_many_rounds_are_one_call(server: EchoServer, channel: Channel) -> None:
+def test_many_rounds_are_one_call(server: EchoServer, channel: GrpcChannel) -> None:
     for number in range(20):
         message = str(number).encode()
         assert echo(channel, message, message * 2) == [message, message * 2]
     assert server.calls == 1
 
 
-def test_both_directions_are_busy_at_once(channel: Channel) -> None:
+def test_both_directions_are_busy_at_once(channel: GrpcChannel) -> None:
     """More than both ends' windows hold: whoever sent all before it read would never end."""
     messages = [bytes([number]) * (3 * MEBIBYTE) for number in range(16)]
     assert echo(channel, *messages, seconds=60) == messages
 
 
-def test_frames_are_made_when_there_is_room_for_them(channel: Channel) -> None:
+def test_frames_are_made_when_there_is_room_for_them(channel: GrpcChannel) -> None:
     made: list[int] = []
     taken: list[int] = []
     ahead: list[int] = []
@@ -129,7 +131,7 @@ def test_frames_are_made_when_there_is_room_for_them(channel: Channel) -> None:
     ("message", "error"), [(b"fail UnknownWorker", UnknownWorker), (b"fail LimitExceeded", Busy), (b"end", LinkLost)]
 )
 def test_a_verdict_ends_the_round_and_the_next_has_a_call_of_its_own(
-    server: EchoServer, channel: Channel, message: bytes, error: type[Exception]
+    server: EchoServer, channel: GrpcChannel, message: bytes, error: type[Exception]
 ) -> None:
     assert echo(channel, b"before") == [b"before"]
     with pytest.raises(error):
@@ -139,7 +141,7 @@ def test_a_verdict_ends_the_round_and_the_next_has_a_call_of_its_own(
 
 
 def test_a_round_that_lasts_too_long_is_a_loss(
-    server: EchoServer, channel: Channel, monkeypatch: pytest.MonkeyPatch
+    server: EchoServer, channel: GrpcChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "NAP_SECONDS", 0.1)
     assert echo(channel, b"quick", seconds=20.0) == [b"quick"]
@@ -149,7 +151,7 @@ def test_a_round_that_lasts_too_long_is_a_loss(
     assert echo(channel, b"again", seconds=20.0) == [b"again"]
 
 
-def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel: Channel) -> None:
+def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel: GrpcChannel) -> None:
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(echo, channel, b"hush")
         server.hushed.get(timeout=20)
@@ -160,7 +162,7 @@ def test_closing_the_channel_ends_a_round_under_way(server: EchoServer, channel:
         echo(channel, b"too late")
 
 
-def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: Channel) -> None:
+def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: GrpcChannel) -> None:
     def take(message: bytes) -> bool:
         raise PypsError("never seen such a thing")
 
@@ -170,7 +172,7 @@ def test_what_cannot_be_taken_ends_the_call(server: EchoServer, channel: Channel
     assert server.calls == 2
 
 
-def test_a_frame_that_cannot_be_made_ends_the_round(channel: Channel) -> None:
+def test_a_frame_that_cannot_be_made_ends_the_round(channel: GrpcChannel) -> None:
     def frames() -> Iterator[bytes]:
         yield b"first"
         raise PypsError("the vectors are gone")
@@ -184,7 +186,7 @@ def test_a_frame_that_cannot_be_made_ends_the_round(channel: Channel) -> None:
 INTERRUPTED = """
 import random, signal, sys
 from pyps_client import open_stream
-from pyps_client.channel import Channel
+from pyps_client.channel import GrpcChannel
 
 class Alarm(Exception):
     pass
@@ -194,7 +196,7 @@ def ring(*_):
 
 random.seed(0)
 signal.signal(signal.SIGALRM, ring)
-channel = Channel(sys.argv[1], token="", use_proxy=False)
+channel = GrpcChannel(sys.argv[1], token="", use_proxy=False)
 interrupted = 0
 while interrupted < 150:
     try:
@@ -227,7 +229,7 @@ def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
         return SimpleNamespace(**{each: getattr(real, each) for each in dir(real) if each != name}, **other)
 
     monkeypatch.setattr(open_stream, "cygrpc", differing(open_stream.cygrpc))
-    channel = Channel(server.address, token="", use_proxy=False)
+    channel = GrpcChannel(server.address, token="", use_proxy=False)
     channel._grpc._channel = differing(channel._grpc._channel)
     assert echo(channel, b"a", b"b") == [b"a", b"b"]
     assert isinstance(channel._stream, QueuedStream)
@@ -240,7 +242,7 @@ def test_a_direct_stream_that_fails_amid_its_life_has_all_go_on_by_queued_ones(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
 ) -> None:
     monkeypatch.setattr(open_stream, "cygrpc", open_stream.cygrpc)
-    channels = [Channel(server.address, token="secret", use_proxy=False) for _ in range(2)]
+    channels = [GrpcChannel(server.address, token="secret", use_proxy=False) for _ in range(2)]
     assert [echo(channel, b"one") for channel in channels] == [[b"one"], [b"one"]]
     stream = channels[0]._stream
     assert isinstance(stream, DirectStream)
@@ -256,7 +258,7 @@ def test_a_direct_stream_that_fails_amid_its_life_has_all_go_on_by_queued_ones(
 @pytest.mark.parametrize("name", ["next_event", "operate"])
 def test_what_a_signals_handler_raises_amid_a_direct_stream_is_the_programs(server: EchoServer, name: str) -> None:
     """Torch's for a loader whose process died raises RuntimeError."""
-    channel = Channel(server.address, token="secret", use_proxy=False)
+    channel = GrpcChannel(server.address, token="secret", use_proxy=False)
     assert echo(channel, b"one") == [b"one"]
     stream = channel._stream
     assert isinstance(stream, DirectStream)

@@ -1,0 +1,41 @@
+"""Where servers of this process are found by workers of this process: nothing goes through a socket."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Protocol
+
+from pyps_wire.local_pb2 import LocalAttach, LocalReply, LocalRequest
+
+
+class End(Protocol):
+    """The server's end of a worker's memory, which it reads and writes in place. For any thread."""
+
+    def request(self, request: LocalRequest) -> Future[LocalReply]:
+        """Begins to answer; a PypsError of it is ServerUnavailable once it has ended. One request at a time."""
+        ...
+
+    def hang_up(self) -> None:
+        """Ends it: the memory is touched no more once what is under way has ended."""
+        ...
+
+
+class Server(Protocol):
+    """A server, as who calls it in its own process sees it. For any thread."""
+
+    def call(self, method: str, requests: Iterator[bytes], take: Callable[[bytes], None]) -> Future[None]:
+        """Begins a call by its full name; `take` gets each message that answers it, before the call is done."""
+        ...
+
+    def attach(self, request: LocalAttach, memory: memoryview) -> Future[End]:
+        """Takes a worker's memory in, laid out as the request says."""
+        ...
+
+
+# By data address.
+SERVERS: dict[str, Server] = {}
+
+# A forked child has their memory, but none of their threads.
+os.register_at_fork(after_in_child=SERVERS.clear)
