@@ -235,8 +235,6 @@ class MessageReader(grpc.aio.ServerInterceptor):
                     return await behavior(request, taken)
                 finally:
                     account.release(held_bytes)
-            except grpc.aio.AbortError:
-                raise
             except PypsError as error:
                 # gRPC keeps this frame until the garbage collector comes to it.
                 message = request = None
@@ -244,6 +242,9 @@ class MessageReader(grpc.aio.ServerInterceptor):
             except grpc.aio.InternalError:
                 # The caller has gone, and gRPC is about to cancel the call.
                 await asyncio.sleep(GONE_SECONDS)
+                raise
+            except grpc.aio.BaseError:
+                # gRPC's own word on how the call ends: it was aborted, or the server stops.
                 raise
             except Exception as error:
                 log.exception("a call failed by a bug in the server", call=details.method)

@@ -9,9 +9,8 @@ import socket
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,9 @@ class RunCollector(Collector):
         workers = {state.value: members[state] for state in WorkerState}
         yield gauge("workers", "Workers known, by state.", workers, by="state")
         yield gauge("workers_alive", "Live workers.", run.membership.num_alive)
-        transports = Counter(name_of(self._transports, each.worker_id, each.incarnation) for each in run.membership.alive())
+        transports = Counter(
+            name_of(self._transports, each.worker_id, each.incarnation) for each in run.membership.alive()
+        )
         ways = {transport.name: transports[transport.name] for transport in self._transports}
         meaning = "Live workers, by the way that their gradients and parameters took last."
         yield gauge("workers_by_transport", meaning, ways, by="transport")
