@@ -122,7 +122,7 @@ def serve() -> None:
     profile.install()
     from pyps import _kernels
     from pyps.config import ServerConfig
-    from pyps.server import Server
+    from pyps.service.server import Server
 
     config = ServerConfig(port=0, control_port=0, metrics_port=0)
 

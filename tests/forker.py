@@ -32,7 +32,7 @@ PRELOADED = (
     "sklearn.datasets",
     "hypothesis",
     "pyps.cli.main",
-    "pyps.server",
+    "pyps.service.server",
     "pyps.cli.serve",
     "pyps.cli.coordinate",
     "pyps_client",

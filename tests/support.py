@@ -36,9 +36,9 @@ from pyps import _kernels, logs
 from pyps.cli.main import app
 from pyps.config import ServerConfig, flag_name, resolve
 from pyps.launcher.ports import free_port
-from pyps.server import Server
 from pyps.service.report import Addresses
 from pyps.service.security import load_token
+from pyps.service.server import Server
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorStub
 

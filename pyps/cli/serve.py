@@ -75,7 +75,7 @@ def serve(
 ) -> None:
     """Run a server: it holds parameters, applies gradients and answers questions, until it is stopped."""
     # Not for the commands that only borrow flags.
-    from pyps import server
+    from pyps.service import server
 
     warnings: list[str] = []
     resolved = resolve(settings, os.environ, config, warn=warnings.append)

@@ -15,16 +15,14 @@ from pyps.core.arrays import Floats, aligned, aligned_copy, read_only
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import FINITE, Finding, Gradient, require_rate, scan
 from pyps.core.ledger import FORGOTTEN, Forgotten, Ledger
-from pyps.core.pending import PendingBudget
 from pyps.core.plan import Reply, SharedMemory
 from pyps.core.receipt import Receipt
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rules import UpdateRule, validate
-from pyps.core.shard_state import ShardState, first_slots
+from pyps.core.shard_state import PendingBudget, ShardState, Waiter, Waiters, call_all, first_slots
 from pyps.core.staleness import WeighingContext
 from pyps.core.update import Target, Update, apply_update
-from pyps.core.waiters import Waiter, Waiters, call_all
 from pyps_wire.errors import BadRequest
 
 __all__ = ["Pushed", "Shard", "ShardState"]

@@ -18,10 +18,10 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.election import Election, Term
 from pyps.core.gradient import Codec, item_bytes
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
-from pyps.core.pending import PendingBudget
 from pyps.core.recorder import Recorder
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Shard, ShardState
+from pyps.core.shard_state import PendingBudget
 from pyps.core.vectors.machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run.content import Content, listed

@@ -14,7 +14,6 @@ from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
 from pyps.core.gradient import ITEM_BYTES, Finding, Gradient, PayloadKind, require_fitting, require_rate, scan
 from pyps.core.pacing import Free, Pacer
-from pyps.core.pending import PendingBudget
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
@@ -22,6 +21,7 @@ from pyps.core.registry import Effects, WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.shard import Pushed, Shard
+from pyps.core.shard_state import PendingBudget
 from pyps.core.update import Update
 from pyps.run.content import Content
 from pyps.run.observers import Events

@@ -19,8 +19,10 @@ from pyps.service.report import (
     Addresses,
     histogram_of,
     learning_rates_of,
+    places,
     shard_info,
     status_of,
+    summarise,
     tensor_info,
     worker_info,
 )
@@ -29,7 +31,6 @@ from pyps.service.serializations import Serializations
 from pyps.service.transport import Transport, name_of
 from pyps.service.work_messages import progress_to
 from pyps.storage.folder import CheckpointFolder
-from pyps.tensor_summary import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable

@@ -100,8 +100,8 @@ RULES: dict[str, Callable[[Import], bool]] = {
         )
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
-    "grpc stays in service, server, cli and the client's transport": lambda i: (
-        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.server", "pyps.cli", *CLIENT_TRANSPORT)
+    "grpc stays in service, cli and the client's transport": lambda i: (
+        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.cli", *CLIENT_TRANSPORT)
     ),
     "the server's distribution never imports torch": lambda i: i.is_of("torch") and i.is_by("pyps"),
     "pyps_wire imports neither torch nor the packages above it": lambda i: (
@@ -123,7 +123,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
         i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher")
     ),
     "nothing but cli imports cli or the server": lambda i: (
-        i.is_of("pyps.cli", "pyps.server") and not i.is_by("pyps.cli", "pyps.server", "pyps.__main__")
+        i.is_of("pyps.cli", "pyps.service.server") and not i.is_by("pyps.cli", "pyps.service.server", "pyps.__main__")
     ),
     "the client imports no more than its distribution asks for": lambda i: (
         i.is_by("pyps_wire", "pyps_client")

@@ -15,11 +15,11 @@ from pyps import _kernels
 from pyps.core import shard as shard_module
 from pyps.core.arrays import Floats
 from pyps.core.gradient import Codec, Extent, Finding, Gradient, item_bytes, scan
-from pyps.core.pending import PendingBudget
 from pyps.core.plan import Reply
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
+from pyps.core.shard_state import PendingBudget
 from pyps_wire.errors import BadRequest
 from shards import Log, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
 
