@@ -39,9 +39,9 @@ from measure import write_results
 
 from pyps import _kernels
 from pyps.core.arrays import aligned_copy, aligned_zeros
-from pyps.core.gradient import Codec, item_bytes
 from pyps.core.plan import Reply
 from pyps.core.rules import RULES, UpdateRule, WeightedGradient, validate
+from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 NUM_PARAMETERS = 25_600_000
@@ -63,21 +63,21 @@ class Way(NamedTuple):
     guard: bool = False
     volatile: bool = False
     num_gradients: int = 1
-    codec: Codec = Codec.FLOAT32
+    codec: Codec = FLOAT32
     received: bool = False
 
     def bytes_moved(self, num_arrays: int) -> int:
         """Bytes per parameter."""
-        gradients = item_bytes(self.codec) * (self.num_gradients + self.guard)
-        return 8 * num_arrays + gradients + (item_bytes(self.reply) if self.reply else 0)
+        gradients = self.codec.bytes_of(1) * (self.num_gradients + self.guard)
+        return 8 * num_arrays + gradients + (self.reply.bytes_of(1) if self.reply else 0)
 
 
 WAYS = {
     "alone": Way(),
-    "+ reply": Way(Codec.FLOAT32),
+    "+ reply": Way(FLOAT32),
     "+ guard": Way(guard=True),
-    "+ both": Way(Codec.FLOAT32, guard=True),
-    "+ shared": Way(Codec.FLOAT32, guard=True, volatile=True),
+    "+ both": Way(FLOAT32, guard=True),
+    "+ shared": Way(FLOAT32, guard=True, volatile=True),
     "mean of 4": Way(num_gradients=4),
 }
 TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -133,7 +133,7 @@ class Memory:
         """Returns the shard's gradient and, behind it, others of the same length."""
         if codec not in self._encoded:
             self._encoded[codec] = [_kernels.encode(gradient, codec) for gradient in self.gradients]
-        size = self.sizes[shard] * item_bytes(codec)
+        size = self.sizes[shard] * codec.bytes_of(1)
         indices = [shard, *((shard + k) % self.num_whole for k in range(1, num))]
         return [memoryview(self._encoded[codec][index])[:size] for index in indices]
 
@@ -216,7 +216,7 @@ def rule_contenders(memory: Memory) -> dict[str, Contender]:
 
 def codec_ways() -> dict[str, Way]:
     ways = {"the bandwidth loop": Way()}
-    for codec in Codec:
+    for codec in CODECS.values():
         for reply in (None, *Codec):
             answer = f", reply {reply.name.lower()}" if reply else ""
             ways[f"{codec.name.lower()}{answer}"] = Way(reply, guard=True, codec=codec)

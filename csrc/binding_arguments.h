@@ -19,30 +19,18 @@ namespace pyps {
 namespace py = pybind11;
 
 inline Codec to_codec(int number) {
-  switch (number) {
-    case 1:
-      return Codec::float32;
-    case 2:
-      return Codec::float16;
-    case 3:
-      return Codec::bfloat16;
-    default:
-      throw py::value_error("codec is " + std::to_string(number) +
-                            "; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)");
+  for (const CodecTraits& traits : codec_traits) {
+    if (static_cast<int>(traits.codec) == number) return traits.codec;
   }
+  std::string known;
+  for (const CodecTraits& traits : codec_traits) {
+    const std::string each = std::to_string(static_cast<int>(traits.codec));
+    known += (known.empty() ? "" : ", ") + std::string(traits.name) + " (" + each + ")";
+  }
+  throw py::value_error("codec is " + std::to_string(number) + "; expected " + known);
 }
 
-inline const char* name_of(Codec codec) {
-  switch (codec) {
-    case Codec::float16:
-      return "float16";
-    case Codec::bfloat16:
-      return "bfloat16";
-    case Codec::float32:
-      break;
-  }
-  return "float32";
-}
+inline const char* name_of(Codec codec) { return traits_of(codec).name; }
 
 inline float to_float32(double value, const char* name) {
   const float rounded = static_cast<float>(value);
@@ -100,7 +88,7 @@ class Bytes {
   void require_format(Codec codec) const {
     const char* format = view_.format == nullptr ? "B" : view_.format;
     if (*format == '@' || *format == '=' || *format == '<') ++format;
-    const char wanted = codec == Codec::float32 ? 'f' : codec == Codec::float16 ? 'e' : 'H';
+    const char wanted = traits_of(codec).format;
     const bool raw = view_.itemsize == 1 && std::strchr("Bbc", *format) != nullptr;
     const bool matching =
         static_cast<std::size_t>(view_.itemsize) == size_of(codec) && *format == wanted;

@@ -134,10 +134,11 @@ py::tuple count_fields_of(py::handle message, const py::dict& tree) {
   return py::make_tuple(total, counts);
 }
 
-// A message of room for a header, tag, length and room for `payload_size` bytes of payload, which begins at
+// A message of room for a header, tag, length and room for `payload_size` bytes of payload, which
+// begins at
 // `*payload_offset`.
-py::bytes frame_with_room(std::size_t header_size, std::uint32_t field_number, std::size_t payload_size,
-                          std::size_t* payload_offset) {
+py::bytes frame_with_room(std::size_t header_size, std::uint32_t field_number,
+                          std::size_t payload_size, std::size_t* payload_offset) {
   unsigned char prefix[payload_prefix_size_max];
   const std::size_t prefix_size = write_payload_prefix(field_number, payload_size, prefix);
   *payload_offset = header_size + prefix_size;
@@ -188,8 +189,8 @@ bool write_header(const py::bytes& frame, std::size_t room, const py::bytes& hea
   const Bytes whole(frame, "frame");
   const Bytes head(header, "header");
   if (whole.size() < room) {
-    throw py::value_error("frame has " + std::to_string(whole.size()) + " bytes, fewer than its room of " +
-                          std::to_string(room));
+    throw py::value_error("frame has " + std::to_string(whole.size()) +
+                          " bytes, fewer than its room of " + std::to_string(room));
   }
   auto* out = reinterpret_cast<unsigned char*>(PyBytes_AS_STRING(frame.ptr()));
   if (!pad_header(head.size(), room, out)) return false;
@@ -217,9 +218,11 @@ PYBIND11_MODULE(_kernels, module) {
   namespace py = pybind11;
   using py::arg;
   module.doc() = "The server's native kernels. Every call releases the GIL around its loop.";
-  module.attr("FLOAT32") = static_cast<int>(pyps::Codec::float32);
-  module.attr("FLOAT16") = static_cast<int>(pyps::Codec::float16);
-  module.attr("BFLOAT16") = static_cast<int>(pyps::Codec::bfloat16);
+  py::dict codecs;
+  for (const pyps::CodecTraits& traits : pyps::codec_traits) {
+    codecs[traits.name] = static_cast<int>(traits.codec);
+  }
+  module.attr("CODECS") = codecs;
 
   module.def(
       "isa", [] { return std::string(pyps::kernels().isa); },

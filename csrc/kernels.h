@@ -18,7 +18,25 @@ namespace pyps {
 // How one number is encoded on the wire, little-endian. The values are those of the wire contract.
 enum class Codec : int { float32 = 1, float16 = 2, bfloat16 = 3 };
 
-constexpr std::size_t size_of(Codec codec) { return codec == Codec::float32 ? 4 : 2; }
+struct CodecTraits {
+  Codec codec;
+  const char* name;
+  std::size_t size;  // Of one number, in bytes.
+  char format;       // Python's name for the type of one number; bfloat16's bits are integers.
+};
+
+// In the order of their numbers.
+constexpr CodecTraits codec_traits[] = {
+    {Codec::float32, "float32", 4, 'f'},
+    {Codec::float16, "float16", 2, 'e'},
+    {Codec::bfloat16, "bfloat16", 2, 'H'},
+};
+
+constexpr const CodecTraits& traits_of(Codec codec) {
+  return codec_traits[static_cast<int>(codec) - 1];
+}
+
+constexpr std::size_t size_of(Codec codec) { return traits_of(codec).size; }
 
 // One gradient of an update's sum. The payload may begin at any byte.
 struct Gradient {

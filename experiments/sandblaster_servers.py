@@ -17,7 +17,6 @@ from pyps.cli.coordination.remote import Fold, MemoryPlan, RemoteMachine, Remote
 from pyps.core import aggregation, staleness
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Codec
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
 from pyps.core.vectors.machine import Plan, VectorMachine
@@ -28,6 +27,7 @@ from pyps.service.work_messages import progress_to
 from pyps_client.launch import Launch
 from pyps_wire import vector_machine_pb2 as machine_pb
 from pyps_wire import work_pb2 as work_pb
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import Sender
 
 Reply = TypeVar("Reply", bound=Message)
@@ -62,7 +62,7 @@ class LocalServers:
                     stage_id=stage.stage_id,
                     shard_id=shard.shard_id,
                     num_shards=1,
-                    codec=Codec.FLOAT32,
+                    codec=FLOAT32,
                     payload=part.tobytes(),
                 )
             )

@@ -17,9 +17,8 @@ from typing_extensions import Buffer
 Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
-FLOAT32: int
-FLOAT16: int
-BFLOAT16: int
+# Codec name -> number.
+CODECS: dict[str, int]
 
 def isa() -> str:
     """Names the instruction set in use.

@@ -17,11 +17,8 @@ from pyps_client import Client
 from pyps_client.conversion import Converter
 from pyps_client.learning_rates import GroupRate
 from pyps_client.lent import Lent
-from pyps_wire.codecs import codec_of, decode, dtype_of, encode
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, codec_of
 from pyps_wire.common_pb2 import (
-    CODEC_BFLOAT16,
-    CODEC_FLOAT16,
-    CODEC_FLOAT32,
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,
     PAYLOAD_KIND_DELTA,
@@ -228,7 +225,7 @@ def with_shutdown(end: socket.socket) -> None:
 # Without a network.
 
 # numpy's name of a vector's type -> the codec.
-_CODECS = {"float32": CODEC_FLOAT32, "float16": CODEC_FLOAT16, "uint16": CODEC_BFLOAT16}
+_CODECS = {"float32": FLOAT32, "float16": FLOAT16, "uint16": BFLOAT16}
 
 
 @dataclass
@@ -311,7 +308,7 @@ class RecordingSession:
         assert self.gate.wait(DEADLINE_SECONDS), "the test never opened the gate"
         if self.failure is not None:
             raise self.failure
-        decoded = [np.array(decode(v.view(np.uint8), _CODECS[v.dtype.name])) for v in vectors]
+        decoded = [np.array(_CODECS[v.dtype.name].decode(v.view(np.uint8), v.size)) for v in vectors]
         base, newest = base_versions or {}, newest_base_versions or {}
         if self.checks_first and not all(np.isfinite(vector).all() for vector in decoded):
             return [Receipt(outcome=OUTCOME_REJECTED, reason=REASON_NOT_FINITE)]
@@ -347,7 +344,7 @@ class RecordingSession:
         self.pulls += 1
         if self._brought.get(id(vectors), -1) < self.version:
             for theirs, mine in zip(vectors, self.parameters, strict=True):
-                theirs.view(np.uint8)[:] = encode(mine, codec_of(self.pull_codec))
+                theirs.view(np.uint8)[:] = codec_of(self.pull_codec).encode(mine)
         self.held = self._brought[id(vectors)] = self.version
 
     def hurry(self) -> None:
@@ -375,7 +372,7 @@ def lent(
     """Vectors of groups of these sizes, as a session lends them."""
 
     def vectors(name: str) -> list[np.ndarray]:
-        return [np.zeros(size, dtype_of(codec_of(name))) for size in sizes]
+        return [np.zeros(size, codec_of(name).dtype) for size in sizes]
 
     return Lent(vectors(pull_codec), [vectors(codec) for _ in range(gradient_buffers)], private=private)
 

@@ -8,14 +8,10 @@ import pytest
 
 from pyps import _kernels
 from pyps.core.rules import RULES
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 
 # Those of CMakeLists.txt.
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
-CODECS = {
-    "float32": _kernels.FLOAT32,
-    "float16": _kernels.FLOAT16,
-    "bfloat16": _kernels.BFLOAT16,
-}
 # The last is beyond what the kernels fetch ahead, and beyond the bytes from which they write past the caches.
 LENGTHS = [0, 1, 7, 8, 9, 4097, 140_003]
 
@@ -56,17 +52,17 @@ def apply(rule, parameters, *slots_and_gradients, reply=None, guarded=False, **n
 
 
 def decode_reference(payload, codec):
-    if codec == _kernels.BFLOAT16:
+    if codec == BFLOAT16:
         return (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    dtype = np.float32 if codec == _kernels.FLOAT32 else np.float16
+    dtype = np.float32 if codec == FLOAT32 else np.float16
     return np.frombuffer(payload, dtype).astype(np.float32)
 
 
 def encode_reference(values, codec):
     """Of finite values or infinities."""
-    if codec == _kernels.FLOAT32:
+    if codec == FLOAT32:
         return values.tobytes()
-    if codec == _kernels.FLOAT16:
+    if codec == FLOAT16:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).tobytes()
     bits = values.view(np.uint32).astype(np.uint64)

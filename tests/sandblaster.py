@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Codec
 from pyps.core.shard import Shard
 from pyps.core.vectors.machine import Plan, Program, StagePart, VectorMachine
 from pyps.core.vectors.program import Instruction, Operation, Precision, num_answers
@@ -31,6 +30,7 @@ from pyps.lbfgs.machine import (
 )
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
 from pyps_wire.work_pb2 import GetWorkRequest
 from shards import make_shard, pull
@@ -143,7 +143,7 @@ class VectorWorld:
                         stage_id=portion_id + 1,
                         shard_id=shard_id,
                         num_shards=len(server.shards),
-                        codec=Codec.FLOAT32,
+                        codec=FLOAT32,
                         payload=payload,
                     )
                 )
@@ -262,7 +262,7 @@ class Driver:
         whole = np.asarray(values, dtype=np.float32)
         cuts = np.split(whole, np.cumsum([shard.length for shard in self.shards.values()])[:-1])
         return [
-            StagePart(shard_id=shard_id, num_shards=num_shards, codec=Codec.FLOAT32, payload=values.tobytes(), **fields)
+            StagePart(shard_id=shard_id, num_shards=num_shards, codec=FLOAT32, payload=values.tobytes(), **fields)
             for shard_id, values in zip(self.shards, cuts, strict=True)
         ]
 

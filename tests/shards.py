@@ -19,7 +19,7 @@ from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Contribution
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Codec, Extent, Gradient, PayloadKind
+from pyps.core.gradient import Extent, Gradient, PayloadKind
 from pyps.core.ledger import Ledger
 from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Receipt
@@ -35,6 +35,7 @@ from pyps.run.run import Run
 from pyps.run_header import RunHeader, Snapshot
 from pyps.storage.folder import CheckpointFolder
 from pyps.work import DataSpec, WorkQueue
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import BadRequest, PypsError
 from pyps_wire.partition import Model, Tensor, partition
 from support import DEADLINE_SECONDS
@@ -115,7 +116,7 @@ def gradient(values: npt.ArrayLike, **fields: Any) -> Gradient:
     """Returns a float32 gradient of worker "a" on version 0; a later push of a test says its sequence."""
     identity = {"worker_id": "a", "incarnation": 1, "sequence": 0, "base_version": 0, "epoch": 0}
     payload = np.asarray(values, dtype=np.float32).tobytes()
-    return Gradient(**{**identity, "codec": Codec.FLOAT32, "payload": payload, **fields})
+    return Gradient(**{**identity, "codec": FLOAT32, "payload": payload, **fields})
 
 
 def nothing(**fields: Any) -> Gradient:
@@ -149,7 +150,7 @@ def push(shard: Shard, values: npt.ArrayLike, *, workers: Roster | None = None, 
 def pull(shard: Shard, worker_id: str | None = None) -> tuple[int, Floats]:
     """Returns the shard's version and a copy of its parameters."""
     parameters = np.empty(shard.length, np.float32)
-    version = shard.pull(Reply(parameters.view(np.uint8).data, 0, Codec.FLOAT32), worker_id=worker_id)
+    version = shard.pull(Reply(parameters.view(np.uint8).data, 0, FLOAT32), worker_id=worker_id)
     assert version is not None, "whoever holds no version gets the newest"
     return version, parameters
 
@@ -318,7 +319,7 @@ def serving(*names: str, model: Model = MODEL, **settings: Any) -> Run:
     initialization = run.begin_initialize(Opening("r", names[0], 1, terms[0], model, None, 0, 1))
     assert initialization is not None
     for shard in partition(model, num_servers=1).of_server(0):
-        initialization.add(shard.shard_id, Codec.FLOAT32, memoryview(bytes(4 * shard.length)))
+        initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
     run.commit(initialization)
     return run
 
@@ -335,7 +336,7 @@ class RunDriver:
         self._sequences[name] += 1
         payload = np.full(self.run.shards[shard_id].length, value, np.float32).tobytes()
         fields = {"example_count": 1, **fields}
-        gradient = Gradient(name, 1, self._sequences[name], base_version, 0, Codec.FLOAT32, payload, **fields)
+        gradient = Gradient(name, 1, self._sequences[name], base_version, 0, FLOAT32, payload, **fields)
         return self.run.push(PushPlan(shard_id, gradient), run_id="r").receipt
 
     def may_proceed(self, name: str, clock: int = 0, **call: Any) -> bool:

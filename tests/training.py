@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from client_support import RecordingSession
-from pyps.core.gradient import Codec
 from pyps.core.rules import RULES, WeightedGradient, validate
 from pyps.work import DataSpec, Ended, Leased, NothingNow, PassDone, WorkQueue
 from pyps_client import RemoteOptimizer
@@ -28,6 +27,7 @@ from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.stepper import TorchStepper
 from pyps_wire import work_pb2 as wire
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import OptimizerSettings, Sender
 from pyps_wire.errors import WaitTimedOut
 
@@ -121,7 +121,7 @@ class SerialRule:
         self.version = 0
 
     def step(self, gradient: np.ndarray, rate: float) -> None:
-        gradients = [WeightedGradient(gradient.tobytes(), Codec.FLOAT32, 1.0)]
+        gradients = [WeightedGradient(gradient.tobytes(), FLOAT32, 1.0)]
         self.rule.apply(
             *(self.parameters, self.slots, gradients),
             rate=rate,

@@ -407,7 +407,7 @@ class Layout:
         offsets = []
         for size in self.model.group_sizes:
             offsets.append(self._end)
-            self._end += -(-size * codecs.item_size(codec) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._end += -(-codecs.codec_numbered(codec).bytes_of(size) // mmap.PAGESIZE) * mmap.PAGESIZE
         return local.LocalVectors(codec=codec, offsets=offsets)  # type: ignore[arg-type]
 
 
@@ -554,7 +554,7 @@ class LocalWorker(WireWorker):
         return shards
 
     def _arrays(self, vectors: local.LocalVectors) -> list[npt.NDArray[Any]]:
-        dtype = codecs.dtype_of(vectors.codec)
+        dtype = codecs.codec_numbered(vectors.codec).dtype
         return [
             np.frombuffer(self.memory, dtype, size, offset)
             for size, offset in zip(self.own.model.group_sizes, vectors.offsets, strict=True)

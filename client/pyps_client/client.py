@@ -19,7 +19,7 @@ from pyps_client.stepper import Stepper, others_wait
 from pyps_client.vectors import Vector
 from pyps_client.work import LeaseCall
 from pyps_wire.blocks import place
-from pyps_wire.codecs import codec_of, decode, encode
+from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
@@ -187,7 +187,7 @@ class Client:
         """What was pulled last, in arrays of the caller's own."""
         values = self._parameters
         if values.dtype != np.float32:
-            values = decode(values.view(np.uint8).data, self._pull_codec)
+            values = self._pull_codec.decode(values.view(np.uint8).data, values.size)
         return split_tensors(self._model, [values])
 
     def _enter_step(self) -> None:
@@ -216,8 +216,10 @@ class Client:
     def _write(self, name: str, gradient: npt.NDArray[Any]) -> None:
         """Puts a gradient, in the wire's type, into its place in the vector."""
         tensor, offset = self._offsets[name]
-        payload = encode(np.ascontiguousarray(gradient).reshape(-1), self._codec)
-        self._gradient[offset : offset + tensor.size] = np.frombuffer(payload, self._gradient.dtype)
+        values = np.ascontiguousarray(gradient).reshape(-1)
+        if self._gradient.dtype != np.float32:
+            values = np.frombuffer(self._codec.encode(values), self._gradient.dtype)
+        self._gradient[offset : offset + tensor.size] = values
 
     def _all_finite(self, gradients: Mapping[str, npt.NDArray[Any]]) -> bool:
         """Looks at what would be sent: float16 may have made an infinity of a large number."""

@@ -21,9 +21,8 @@ from pyps_client.peers import ALONE, Peers, agreed, led
 from pyps_client.retry import LinkLost, RetryPolicy
 from pyps_client.shareable import check_shareable
 from pyps_client.version import SOFTWARE
-from pyps_wire.codecs import CODECS, item_size
+from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.common_pb2 import (
-    CODEC_FLOAT32,
     ROLE_OBSERVER,
     ROLE_WORKER,
     RUN_STATE_DRAINING,
@@ -73,12 +72,12 @@ class Handshake:
         partition: Partition | None = None,
         optimizer: OptimizerSettings | None = None,
         device: str = "",
-        codec: int = CODEC_FLOAT32,
+        codecs: tuple[Codec, Codec] = (FLOAT32, FLOAT32),
         whole: Partition | None = None,
         peers: Peers = ALONE,
         greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
-        """`codec`: how a worker's gradients travel. `peers`: the processes of the caller's replica.
+        """`codecs`: how a worker's gradients and the parameters travel. `peers`: the processes of the caller's replica.
 
         `greeted` gets each answer to a worker's Hello, on any thread: from then on the server expects signs of life.
         `whole`: the run's partition, where `partition`, the caller's own, is of some parts only.
@@ -92,7 +91,7 @@ class Handshake:
         self._peers = peers
         self._optimizer = optimizer
         self._device = device
-        self._codec = codec
+        self._codecs = codecs
         self._greeted = greeted
         self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
 
@@ -136,7 +135,7 @@ class Handshake:
         if request.role == ROLE_WORKER:
             self._greeted(connection, reply)
         if self._partition is not None:
-            _check_limits(connection, reply, self._partition, codec=self._codec)
+            _check_limits(connection, reply, self._partition, self._codecs)
         connection.epoch = reply.epoch
         return reply
 
@@ -285,7 +284,7 @@ class Handshake:
             role=ROLE_OBSERVER if self._partition is None else ROLE_WORKER,
             server_index=server_index,
             num_servers=len(self.launch.servers),
-            codecs=CODECS.values(),
+            codecs=CODECS.values(),  # type: ignore[arg-type]
             host=socket.gethostname(),
             process_id=os.getpid(),
             device=self._device,
@@ -300,10 +299,10 @@ class Handshake:
         return request
 
 
-def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, *, codec: int) -> None:
-    """Refuses a server that takes no message as long as the model's shards, pushed in that codec or pulled."""
+def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:
+    """Refuses a server that takes no message as long as the model's shards, pushed or pulled in their codecs."""
     longest = max((shard.length for shard in partition.of_server(connection.index)), default=0)
-    needed = longest * max(item_size(codec), item_size(CODEC_FLOAT32)) + _HEADER_BYTES_MAX
+    needed = max(codec.bytes_of(longest) for codec in (*codecs, FLOAT32)) + _HEADER_BYTES_MAX
     if 0 < reply.limits.message_bytes_max < needed:
         raise LimitExceeded(
             f"{connection.name} takes messages of {reply.limits.message_bytes_max} bytes, a shard of this model needs "

@@ -11,7 +11,7 @@ from pyps_client.channel import Channel
 from pyps_client.connection import Connection, call_seconds
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost
 from pyps_client.vectors import Vector, check_vectors, part_of
-from pyps_wire.codecs import dtype_of
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import CODEC_FLOAT32, OptimizerSettings, Sender
 from pyps_wire.errors import PypsError, Superseded
 from pyps_wire.framing import join
@@ -38,7 +38,7 @@ class Initialization:
     ) -> None:
         """`whole`: the run's partition, where the sender's own is of some parts only; `optimizer` is for the whole."""
         if not callable(values):
-            check_vectors(values, partition.model, dtype_of(CODEC_FLOAT32), what="initial parameters")
+            check_vectors(values, partition.model, FLOAT32.dtype, what="initial parameters")
             values = partial(part_of, values)
         self._sender = sender
         self._term = term

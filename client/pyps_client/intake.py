@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.vectors import part_of
-from pyps_wire.codecs import dtype_of
+from pyps_wire.codecs import Codec, codec_numbered
 from pyps_wire.errors import PypsError, WrongSize
 from pyps_wire.partition import ShardRange
 
@@ -72,7 +72,7 @@ class Intake:
     """The way of one server's parameters into a caller's vectors, one a group."""
 
     def __init__(
-        self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: int, name: str, converter: Converter = NUMPY
+        self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: Codec, name: str, converter: Converter = NUMPY
     ) -> None:
         """`codec`: how the parameters travel. The vectors take them so, or as float32. `name`: the server's."""
         self.vectors = vectors
@@ -81,23 +81,23 @@ class Intake:
         self._name = name
         self._converter = converter
 
-    def write(self, shard_id: int, codec: int, payload: memoryview) -> None:
+    def write(self, shard_id: int, codec_number: int, payload: memoryview) -> None:
         """Copies or converts a shard's parameters, in one pass, from where the transport left them into their place."""
         shard = self._shard(shard_id)
         place = part_of(self.vectors, shard)
-        dtype = dtype_of(codec)
-        if payload.nbytes != shard.length * dtype.itemsize:
+        codec = codec_numbered(codec_number)
+        if payload.nbytes != codec.bytes_of(shard.length):
             raise WrongSize(
                 f"{self._name} sent {payload.nbytes} bytes of parameters of shard {shard_id}; expected "
-                f"{shard.length * dtype.itemsize}."
+                f"{codec.bytes_of(shard.length)}."
             )
-        if place.dtype == dtype:
-            np.copyto(place, np.frombuffer(payload, dtype))
+        if place.dtype == codec.dtype:
+            np.copyto(place, np.frombuffer(payload, codec.dtype))
         elif place.dtype == np.float32:
             self._converter.decode(payload, codec, place)
         else:
             raise PypsError(
-                f"{self._name} sent parameters as {dtype}; expected them as asked for, for vectors of {place.dtype}."
+                f"{self._name} sent parameters as {codec.name}, which were not asked for: vectors are {place.dtype}."
             )
 
     def accept(self, shard_id: int, version: int) -> None:

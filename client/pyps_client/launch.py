@@ -14,7 +14,7 @@ from typing import Any
 from pyps_client.in_process import InProcess
 from pyps_client.local_link import SharedMemory
 from pyps_client.transport import Transport
-from pyps_wire.codecs import CODECS, codec_of
+from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
@@ -217,7 +217,7 @@ def _one_of(names: Container[str], text: str) -> str:
     return text
 
 
-_CODEC = (partial(_one_of, CODECS), f"one of {', '.join(CODECS)}")
+_CODEC = (partial(_one_of, codec_names()), f"one of {', '.join(codec_names())}")
 
 # How each variable's text is read, and what to expect of it.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {

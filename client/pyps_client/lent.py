@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.segment import HEAD_BYTES, Memory
-from pyps_client.vectors import Vectors
-from pyps_wire.codecs import dtype_of
-from pyps_wire.common_pb2 import CODEC_FLOAT32, Sender
+from pyps_client.vectors import Vectors, dtype_of
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.local_pb2 import LocalRequest, LocalVectors
 from pyps_wire.partition import Model
 
@@ -33,7 +33,7 @@ class Lent:
     # True where no other process sees the memory: a forked child has a copy of its own.
     private: bool = False
     # The codec in which float32 gradients travel; None where all travel as they lie.
-    converted_to: int | None = None
+    converted_to: Codec | None = None
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Layout:
     """Which vectors are lent: the model's groups, in what types, how often."""
 
     model: Model
-    codec: int
-    pull_codec: int
+    codec: Codec
+    pull_codec: Codec
     gradient_buffers: int
     # Whether vectors that no other process sees are float32, converted on their way.
     converts: bool = False
 
-    def lists(self) -> Iterator[int]:
+    def lists(self) -> Iterator[Codec]:
         """The codec of each list of vectors: the gradients', then the parameters'."""
         yield from [self.codec] * self.gradient_buffers
         yield self.pull_codec
@@ -114,7 +114,7 @@ def _offsets(layout: Layout) -> list[list[int]]:
 
 def _own_lists(layout: Layout) -> list[list[npt.NDArray[Any]]]:
     """The vectors, list by list, in the process's own memory."""
-    dtypes = [dtype_of(CODEC_FLOAT32 if layout.converts else codec) for codec in layout.lists()]
+    dtypes = [dtype_of(codec, converted=layout.converts) for codec in layout.lists()]
     return [[_aligned(size, dtype) for size in layout.model.group_sizes] for dtype in dtypes]
 
 
@@ -122,15 +122,15 @@ def _shared_lists(layout: Layout, segment: Memory, offsets: list[list[int]]) -> 
     """The vectors, list by list, where they begin in a segment."""
     return [
         [
-            segment.vector(offset, size, dtype_of(codec))
+            segment.vector(offset, size, dtype_of(codec, converted=False))
             for size, offset in zip(layout.model.group_sizes, of_list, strict=True)
         ]
         for codec, of_list in zip(layout.lists(), offsets, strict=True)
     ]
 
 
-def _whole_pages(size: int, codec: int) -> int:
-    return -(-size * dtype_of(codec).itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _whole_pages(size: int, codec: Codec) -> int:
+    return -(-codec.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _same(vectors: Vectors, lent: Vectors) -> bool:

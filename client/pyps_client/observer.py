@@ -18,7 +18,8 @@ from pyps_client.holdings import Holdings
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
 from pyps_client.servers import Servers
-from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, OptimizerSettings
+from pyps_wire.codecs import FLOAT32
+from pyps_wire.common_pb2 import ROLE_OBSERVER, OptimizerSettings
 from pyps_wire.errors import ModelMismatch
 from pyps_wire.partition import Model, partition
 
@@ -49,7 +50,7 @@ class Observer:
         self._holdings = Holdings(partition(self.model, num_servers=first.num_servers))
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
-        self._intakes = self._servers.intakes(self._vectors, self._holdings, codec=CODEC_FLOAT32)
+        self._intakes = self._servers.intakes(self._vectors, self._holdings, codec=FLOAT32)
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""

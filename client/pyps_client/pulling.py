@@ -12,7 +12,6 @@ from pyps_client.parking import Parking
 from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Link
-from pyps_wire.codecs import item_size
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Role, Sender
 from pyps_wire.errors import PypsError, WaitTimedOut
 from pyps_wire.framing import split
@@ -61,7 +60,7 @@ class IncomingPull:
         while self._waiting:
             asked = sorted(self._waiting)
             request = self._request(asked)
-            num_bytes = item_size(self._intake.codec) * sum(self._held.shards[i].length for i in asked)
+            num_bytes = sum(self._intake.codec.bytes_of(self._held.shards[i].length) for i in asked)
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
             timeout_seconds = waited_milliseconds / 1000 + call_seconds(num_bytes)
             before = len(self._changed)

@@ -18,10 +18,11 @@ from pyps_client.learning_rates import GroupRate, LearningRates
 from pyps_client.peers import ALONE, Peers
 from pyps_client.pushing import OutgoingPush, Part, check_bases, check_push, norm_of, pushed_parts
 from pyps_client.servers import Servers
-from pyps_client.vectors import check_vectors
+from pyps_client.vectors import check_vectors, dtype_of
 from pyps_client.versions import Versions
-from pyps_wire.codecs import dtype_of
-from pyps_wire.common_pb2 import CODEC_FLOAT32, PAYLOAD_KIND_GRADIENT, Codec, Receipt, Sender
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, Receipt, Sender
+from pyps_wire.errors import BadRequest
 from pyps_wire.parameter_server_pb2 import PushRequest
 
 
@@ -61,6 +62,8 @@ class Pushes:
     def __init__(
         self, holdings: Holdings, *, sender: Sender, codec: Codec, servers: Servers, peers: Peers = ALONE
     ) -> None:
+        if codec.stateful:
+            raise BadRequest(f"codec {codec.name} carries state from push to push, which no session keeps yet")
         self._partition = partition = holdings.partition
         self._sender = sender
         self._codec = codec
@@ -92,8 +95,7 @@ class Pushes:
         vectors, kinds = contribution.vectors, contribution.kinds or self._gradients_only
         model = self._partition.model
         if lent_index is None:
-            converted = bool(vectors) and vectors[0].dtype == np.float32
-            dtype = dtype_of(CODEC_FLOAT32 if converted else self._codec)
+            dtype = dtype_of(self._codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
             check_vectors(vectors, model, dtype, what="pushed gradient")
         check_push(model, present=contribution.present, kinds=kinds)
         self._rates.change(contribution.learning_rates)

@@ -21,7 +21,7 @@ from pyps_client.pulling import LARGE_BYTES
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Link
 from pyps_client.vectors import part_of
-from pyps_wire.codecs import decode, dtype_of, item_size
+from pyps_wire.codecs import Codec, codec_numbered
 from pyps_wire.common_pb2 import PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
 from pyps_wire.framing import join, split
@@ -48,7 +48,7 @@ def norm_of(
     parts: Iterable[Part],
     vectors: Sequence[npt.NDArray[Any]],
     *,
-    codec: int,
+    codec: Codec,
     kinds: Sequence[int],
     converter: Converter = NUMPY,
 ) -> float:
@@ -57,7 +57,8 @@ def norm_of(
     for shard, extents in parts:
         if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
             continue
-        values = decode(_payload(vectors, shard, extents, codec, converter), codec).astype(np.float64)
+        pushed = _present_values(vectors, shard, extents)
+        values = codec.decode(converter.encoded(pushed, codec), pushed.size).astype(np.float64)
         total += float(values @ values)
     return math.sqrt(total)
 
@@ -112,6 +113,7 @@ class OutgoingPush:
         """
         # The fields that all shards share.
         self._header = header
+        self._codec = codec_numbered(header.codec)
         self._vectors = vectors
         self._base_versions = base_versions
         self._newest_base_versions = newest_base_versions
@@ -193,7 +195,8 @@ class OutgoingPush:
             if extents is None:
                 yield request.SerializeToString()
             else:
-                yield join(request, _payload(self._vectors, shard, extents, request.codec, self._converter))
+                values = _present_values(self._vectors, shard, extents)
+                yield join(request, self._converter.encoded(values, self._codec))
 
     def _fill(self, request: PushRequest, shard: ShardRange, extents: Extents, num_shards: int) -> None:
         """Makes a shard's message, but for its payload."""
@@ -241,8 +244,8 @@ class OutgoingPush:
 
     def _num_bytes(self, parts: Sequence[Part]) -> int:
         """Bytes that travel, both ways."""
-        item_bytes = item_size(self._header.codec) + (item_size(self._intake.codec) if self._intake is not None else 0)
-        return item_bytes * sum(shard.length for shard, _ in parts)
+        codecs = [self._codec] if self._intake is None else [self._codec, self._intake.codec]
+        return sum(codec.bytes_of(shard.length) for shard, _ in parts for codec in codecs)
 
 
 def _read_reply(message: bytes) -> tuple[ExchangeReply, memoryview]:
@@ -252,20 +255,6 @@ def _read_reply(message: bytes) -> tuple[ExchangeReply, memoryview]:
         return reply, memoryview(reply.payload)
     header, payload = split(message)
     return ExchangeReply.FromString(header), payload
-
-
-def _payload(
-    vectors: Sequence[npt.NDArray[Any]],
-    shard: ShardRange,
-    extents: tuple[tuple[int, int], ...],
-    codec: int,
-    converter: Converter,
-) -> memoryview:
-    """The shard's numbers that are pushed, in the codec's words: float32 is converted, words stay as they are."""
-    values = _present_values(vectors, shard, extents)
-    if values.dtype == dtype_of(codec):
-        return values.view(np.uint8).data
-    return converter.encode(values, codec)
 
 
 def _present_values(

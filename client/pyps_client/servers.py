@@ -21,9 +21,9 @@ from pyps_client.outage import Outage
 from pyps_client.parking import Parking
 from pyps_client.pulling import IncomingPull
 from pyps_client.retry import LinkLost, RetryPolicy
-from pyps_client.vectors import Vectors, check_vectors
-from pyps_wire.codecs import dtype_of
-from pyps_wire.common_pb2 import CODEC_FLOAT32, Role, Sender
+from pyps_client.vectors import Vectors, check_vectors, dtype_of
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import Role, Sender
 from pyps_wire.errors import PypsError
 from pyps_wire.partition import Partition
 
@@ -73,14 +73,13 @@ class Servers:
         return self._run([partial(self._persist, self.connections[0], operation)])[0]
 
     def intakes(
-        self, vectors: Vectors, holdings: Holdings, *, codec: int, converter: Converter = NUMPY
+        self, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter = NUMPY
     ) -> list[Intake]:
         """The way of each server's parameters into the vectors, one a group, which travel in that codec.
 
         The vectors are of the codec's type, or float32, into which they are converted.
         """
-        decoded = bool(vectors) and vectors[0].dtype == np.float32
-        dtype = dtype_of(CODEC_FLOAT32 if decoded else codec)
+        dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
         check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
         return [
             Intake(

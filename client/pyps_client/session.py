@@ -34,8 +34,8 @@ from pyps_client.standing import Standing
 from pyps_client.terms import warn_of_differences
 from pyps_client.vectors import Vector, Vectors
 from pyps_client.versions import Versions
-from pyps_wire.codecs import codec_of
-from pyps_wire.common_pb2 import CODEC_FLOAT32, ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
+from pyps_wire.codecs import FLOAT32, codec_of
+from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
 from pyps_wire.partition import Model, partition
@@ -98,7 +98,7 @@ class Session(InForce):
             whole=self.whole,
             optimizer=optimizer,
             device=device,
-            codec=self._codec,
+            codecs=(self._codec, self._pull_codec),
             peers=peers,
             greeted=lambda connection, reply: self._presence.greeted(connection, reply),
         )
@@ -239,7 +239,7 @@ class Session(InForce):
         """
         self._check_open()
         holdings = Holdings(self.partition)
-        intakes = self._servers.intakes(vectors, holdings, codec=CODEC_FLOAT32)
+        intakes = self._servers.intakes(vectors, holdings, codec=FLOAT32)
         self._servers.read(
             *(self._handshake.sender, ROLE_OBSERVER, intakes),
             parking=Parking(0.0),

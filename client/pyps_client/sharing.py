@@ -90,7 +90,12 @@ class Sharing:
             self._refuse(self._connections[0], NO_OFFER)
             return None
         try:
+            for codec in layout.lists():
+                codec.require_divisible()
             return Lending(layout, self._launch.way.memory(segment_bytes(layout)))
+        except BadRequest as refused:
+            self._refuse(offered[0], str(refused))
+            return None
         except OSError as error:
             self._refuse(offered[0], f"{segment_bytes(layout)} bytes of memory to share cannot be had ({error})")
             return None

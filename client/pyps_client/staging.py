@@ -15,8 +15,8 @@ from pyps_client.pulling import LARGE_BYTES
 from pyps_client.retry import Busy
 from pyps_client.servers import Operation
 from pyps_client.vectors import Vectors, part_of
-from pyps_wire.codecs import codec_of, dtype_of, item_size
-from pyps_wire.common_pb2 import Codec, Sender
+from pyps_wire.codecs import codec_numbered, codec_of
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import LimitExceeded, NoRoom
 from pyps_wire.framing import join
 from pyps_wire.partition import Partition, ShardRange
@@ -58,7 +58,7 @@ class Staging:
             sender=self._session.sender,
             portion_id=portion_id,
             stage_id=stage_id,
-            codec=self._codec,
+            codec=self._codec,  # type: ignore[arg-type]
             # The field's name is a keyword of Python's.
             **{"pass": pass_number},  # type: ignore[arg-type]
         )
@@ -80,13 +80,14 @@ class OutgoingStage:
         self._header = header
         self._shards = shards
         self._vectors = vectors
+        self._codec = codec_numbered(header.codec)
         self._converter = converter
 
     def __call__(self, channel: Channel, _: threading.Event) -> None:
         if not self._shards:
             # More servers than shards.
             return
-        num_bytes = item_size(self._header.codec) * sum(shard.length for shard in self._shards)
+        num_bytes = sum(self._codec.bytes_of(shard.length) for shard in self._shards)
         if num_bytes > LARGE_BYTES:
             keep_large_blocks()
         try:
@@ -105,10 +106,4 @@ class OutgoingStage:
             request.CopyFrom(self._header)
             request.shard_id = shard.shard_id
             request.num_shards = len(self._shards)
-            yield join(request, self._payload(shard, request.codec))
-
-    def _payload(self, shard: ShardRange, codec: Codec) -> memoryview:
-        values = part_of(self._vectors, shard)
-        if values.dtype == dtype_of(codec):
-            return values.view("uint8").data
-        return self._converter.encode(values, codec)
+            yield join(request, self._converter.encoded(part_of(self._vectors, shard), self._codec))

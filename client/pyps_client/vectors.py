@@ -8,12 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.errors import WrongSize
 from pyps_wire.partition import Model, ShardRange
 
 Vector = npt.NDArray[np.float32]
 # One a group, in whatever type they travel.
 Vectors = Sequence[npt.NDArray[Any]]
+
+
+def dtype_of(codec: Codec, *, converted: bool) -> np.dtype[Any]:
+    """The type of vectors that travel so: float32 where they are converted on the way, as without words they are."""
+    return FLOAT32.dtype if converted or codec.dtype is None else codec.dtype
 
 
 def check_vectors(

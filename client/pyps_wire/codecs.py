@@ -1,116 +1,153 @@
-"""How a payload's numbers are written: float32, float16 or bfloat16, little-endian, without padding."""
+"""How a payload's numbers are written: a codec is one object, which both ends look up here."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_FLOAT32
 from pyps_wire.errors import BadRequest, WrongSize
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-    from pyps_wire.common_pb2 import Codec
 
-CODECS: dict[str, Codec] = {
-    "float32": CODEC_FLOAT32,
-    "float16": CODEC_FLOAT16,
-    "bfloat16": CODEC_BFLOAT16,
-}
+class Codec(int):
+    """How the numbers of a payload are written. As an integer it is its number in the contract, and so it travels."""
 
-# numpy knows no bfloat16: its bits travel as unsigned integers.
-_DTYPES: dict[int, np.dtype[Any]] = {
-    CODEC_FLOAT32: np.dtype("<f4"),
-    CODEC_FLOAT16: np.dtype("<f2"),
-    CODEC_BFLOAT16: np.dtype("<u2"),
-}
+    name: str
+    # The bytes that so many numbers take. No function of ours for most: it is asked for every message.
+    bytes_of: Callable[[int], int]
+    # numpy's type of a number where each is written by itself, a word: its payloads may be cut at any number, and lie
+    # in shared memory. None where numbers share what is written, such as a scale.
+    dtype: np.dtype[Any] | None = None
+    # Whether what an encoding loses goes into the next one of the same shard (error feedback). That state is the
+    # sender's, one a shard: its place is `pyps_client.pushes.Pushes`, where a shard is then encoded once a push, since
+    # a push may be sent again.
+    stateful = False
+
+    def __new__(cls, number: int, name: str, bytes_of: Callable[[int], int]) -> Self:
+        """`number`: that of the contract's Codec."""
+        codec = super().__new__(cls, number)
+        codec.name, codec.bytes_of = name, bytes_of
+        return codec
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def encode(self, values: NDArray[np.float32]) -> memoryview:
+        """The bytes of contiguous `values`, rounded to nearest, ties to even; NaN stays NaN."""
+        raise NotImplementedError
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        """Writes the numbers of `payload` into `place`, a contiguous array of as many. Every codec's fit float32."""
+        raise NotImplementedError
+
+    def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:
+        """The numbers of `payload` as float32, only to be read."""
+        place = np.empty(count, np.float32)
+        self.decode_into(payload, place)
+        return place
+
+    def require_divisible(self) -> None:
+        """Raises BadRequest where a payload cannot be cut at any number."""
+        if self.dtype is None:
+            raise BadRequest(
+                f"{self.name} does not write each number by itself, so it can neither be cut nor lie in shared memory: "
+                "send it by gRPC"
+            )
+
+    def require_count(self, payload: Buffer, count: int) -> None:
+        """Raises WrongSize unless the payload is as long as so many numbers are."""
+        size, expected = memoryview(payload).nbytes, self.bytes_of(count)
+        if size != expected:
+            raise WrongSize(f"the payload is {size} bytes long; {count} parameters as {self.name} are {expected} bytes")
+
+
+class WordCodec(Codec):
+    """Each number by itself in numpy's own type, little-endian, without padding."""
+
+    dtype: np.dtype[Any]
+
+    def __new__(cls, number: int, name: str, dtype: str) -> Self:
+        words = np.dtype(dtype)
+        codec = super().__new__(cls, number, name, partial(mul, words.itemsize))
+        codec.dtype = words
+        return codec
+
+    def encode(self, values: NDArray[np.float32]) -> memoryview:
+        """As every codec's. Under float32 they are the array's own memory, not a copy."""
+        if values.dtype != np.float32 or not values.flags.c_contiguous:
+            raise BadRequest(f"encode takes a contiguous float32 array, not {values.dtype} {values.strides}")
+        return self._words(values).reshape(-1).view(np.uint8).data
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        """As every codec's, in one pass without another copy."""
+        self.require_count(payload, place.size)
+        np.copyto(place, np.frombuffer(memoryview(payload), self.dtype))
+
+    def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:
+        """As every codec's. Under float32 they are a view of its memory, at any alignment."""
+        if self.dtype != np.float32:
+            return super().decode(payload, count)
+        self.require_count(payload, count)
+        values: NDArray[np.float32] = np.frombuffer(memoryview(payload), np.float32)
+        values.flags.writeable = False
+        return values
+
+    def _words(self, values: NDArray[np.float32]) -> NDArray[Any]:
+        with np.errstate(over="ignore"):  # Beyond float16's range is infinity, which the finite guard meets.
+            return values.astype(self.dtype, copy=False)
+
+
+class _Bfloat16(WordCodec):
+    """The upper half of a float32. numpy knows no such type: its bits travel as unsigned integers."""
+
+    def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
+        self.require_count(payload, place.size)
+        np.left_shift(np.frombuffer(memoryview(payload), self.dtype), 16, out=place.view(np.uint32), dtype=np.uint32)
+
+    def _words(self, values: NDArray[np.float32]) -> NDArray[Any]:
+        bits = values.view(np.uint32)
+        # Half of the last place kept, less one when that place is even, carries exactly when rounding up is due.
+        rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
+        not_a_number = np.isnan(values)
+        if not_a_number.any():
+            # Cutting a NaN's low bits may leave an infinity: set the quiet bit.
+            rounded = np.where(not_a_number, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
+        return rounded.astype(np.uint16)
+
+
+FLOAT32 = WordCodec(1, "float32", "<f4")
+FLOAT16 = WordCodec(2, "float16", "<f2")
+BFLOAT16 = _Bfloat16(3, "bfloat16", "<u2")
+
+# Every codec of this end, by number.
+CODECS: dict[int, Codec] = {codec: codec for codec in (FLOAT32, FLOAT16, BFLOAT16)}
+
+
+def codec_names() -> list[str]:
+    """Returns the names of all codecs of this end."""
+    return [codec.name for codec in CODECS.values()]
 
 
 def codec_of(name: str) -> Codec:
     """Returns the codec of that name."""
-    if name not in CODECS:
-        raise BadRequest(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}")
-    return CODECS[name]
+    for codec in CODECS.values():
+        if codec.name == name:
+            return codec
+    raise BadRequest(f"there is no codec {name!r}; choose one of {', '.join(codec_names())}")
 
 
-def name_of(codec: int) -> str:
-    """Returns the name of a codec."""
-    for name, number in CODECS.items():
-        if number == codec:
-            return name
-    raise BadRequest(f"there is no codec number {codec}; send one of {_known()}")
-
-
-def dtype_of(codec: int) -> np.dtype[Any]:
-    """Returns the numpy type of a codec's words: float32, float16, or uint16 for bfloat16's bits."""
-    if codec not in _DTYPES:
-        raise BadRequest(f"there is no codec number {codec}; send one of {_known()}")
-    return _DTYPES[codec]
-
-
-def item_size(codec: int) -> int:
-    """Returns the bytes that one number takes."""
-    return dtype_of(codec).itemsize
-
-
-def encode(values: NDArray[np.float32], codec: int) -> memoryview:
-    """Returns the bytes of `values`, rounded to nearest, ties to even; NaN stays NaN.
-
-    Under float32 they are the array's own memory, not a copy.
-    """
-    if values.dtype != np.float32 or not values.flags.c_contiguous:
-        raise BadRequest(f"encode takes a contiguous float32 array, not {values.dtype} {values.strides}")
-    dtype = dtype_of(codec)
-    if codec == CODEC_BFLOAT16:
-        words: NDArray[Any] = _bfloat16_bits(values)
-    else:
-        with np.errstate(over="ignore"):  # Beyond float16's range is infinity, which the finite guard meets.
-            words = values.astype(dtype, copy=False)
-    return words.reshape(-1).view(np.uint8).data
-
-
-def decode(payload: Buffer, codec: int) -> NDArray[np.float32]:
-    """Returns the numbers of `payload` as float32.
-
-    Under float32 they are a read-only view of its memory, at any alignment.
-    """
-    dtype = dtype_of(codec)
-    view = memoryview(payload)
-    if view.nbytes % dtype.itemsize:
-        raise WrongSize(f"a payload of {view.nbytes} bytes is no whole number of {name_of(codec)} values")
-    words: NDArray[Any] = np.frombuffer(view, dtype)
-    if codec == CODEC_BFLOAT16:
-        return (words.astype(np.uint32) << 16).view(np.float32)
-    values: NDArray[np.float32] = words.astype(np.float32, copy=False)
-    if codec == CODEC_FLOAT32:
-        values.flags.writeable = False
-    return values
-
-
-def decode_into(payload: Buffer, codec: int, place: NDArray[np.float32]) -> None:
-    """Writes the numbers of `payload` into `place`, a contiguous array of as many, in one pass without another copy."""
-    words: NDArray[Any] = np.frombuffer(memoryview(payload), dtype_of(codec))
-    if words.shape != place.shape:
-        raise WrongSize(f"a payload of {words.size} numbers does not fit into a place for {place.shape}")
-    if codec == CODEC_BFLOAT16:
-        np.left_shift(words, 16, out=place.view(np.uint32), dtype=np.uint32)
-    else:
-        np.copyto(place, words)
-
-
-def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = values.view(np.uint32)
-    # Half of the last place kept, less one when that place is even, carries exactly when rounding up is due.
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    not_a_number = np.isnan(values)
-    if not_a_number.any():
-        # Cutting a NaN's low bits may leave an infinity: set the quiet bit.
-        rounded = np.where(not_a_number, (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
-    return rounded.astype(np.uint16)
-
-
-def _known() -> str:
-    return ", ".join(f"{number} ({name})" for name, number in CODECS.items())
+def codec_numbered(number: int) -> Codec:
+    """Returns the codec of that number, as it came in a message."""
+    if number not in CODECS:
+        known = ", ".join(f"{codec.name} ({int(codec)})" for codec in CODECS.values())
+        raise BadRequest(f"codec is {number}; expected {known}")
+    return CODECS[number]

@@ -26,7 +26,7 @@ from rich.table import Table
 from pyps.cli.control import Control, DataServers, TokenFile, data_addresses, fail, read_token
 from pyps.run.handshake import new_name
 from pyps_client import Launch, Session
-from pyps_wire.codecs import codec_of, encode, item_size
+from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, RUN_STATE_EMPTY, GroupSettings, OptimizerSettings, Reason
 from pyps_wire.errors import NotAllowed, PypsError
 from pyps_wire.parameter_server_pb2 import HelloReply
@@ -84,7 +84,7 @@ class Rounds:
             "codec": self.codec,
             "rounds_per_second": rounds_per_second,
             # As many come back as go out.
-            "bytes_per_second_each_way": rounds_per_second * self.num_parameters * item_size(codec_of(self.codec)),
+            "bytes_per_second_each_way": rounds_per_second * codec_of(self.codec).bytes_of(self.num_parameters),
             "p50_seconds": ordered[math.ceil(num_rounds * 0.50) - 1],
             "p99_seconds": ordered[math.ceil(num_rounds * 0.99) - 1],
             "rounds": num_rounds,
@@ -219,7 +219,7 @@ def _make_rounds(session: Session, way: Way, size: int, results: list[Rounds], *
     if way.transport == "auto" and session.transport == "grpc":
         return
     gradient, parameters = lent.gradients[0], lent.parameters
-    payload = encode(np.full(size, 1e-3, np.float32), codec_of(way.codec))
+    payload = codec_of(way.codec).encode(np.full(size, 1e-3, np.float32))
     gradient[0][:] = np.frombuffer(payload, gradient[0].dtype)
     session.pull(parameters)
 

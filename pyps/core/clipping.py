@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.staleness import Weighing
 
 
@@ -46,7 +45,8 @@ def norm_of(gradient: Gradient) -> float:
     """
     if gradient.kind in (PayloadKind.DELTA, PayloadKind.NOTHING):
         return 0.0
-    numbers = _numbers(gradient.payload, gradient.codec)
+    payload, codec = gradient.payload, gradient.codec
+    numbers = codec.decode(payload, len(payload) // codec.bytes_of(1))
     # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
     own = math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
     return max(gradient.norm, own)
@@ -60,11 +60,3 @@ def clipped(weighing: Weighing, *, norm: float, clip_norm: float) -> Weighing:
     if norm <= clip_norm:
         return weighing
     return weighing._replace(weight=weighing.weight * (clip_norm / norm))
-
-
-def _numbers(payload: bytes | memoryview, codec: int) -> npt.NDArray[np.floating]:
-    if codec == Codec.FLOAT16:
-        return np.frombuffer(payload, np.float16)
-    if codec == Codec.BFLOAT16:
-        return (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(payload, np.float32)

@@ -8,15 +8,12 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from pyps import _kernels
+from pyps.core.arrays import Floats, aligned_zeros
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.errors import BadRequest, WrongSize
 
-
-class Codec(IntEnum):
-    """How the numbers of a payload are written; the wire contract's numbers."""
-
-    FLOAT32 = 1
-    FLOAT16 = 2
-    BFLOAT16 = 3
+# The codecs that kernels read and write in place. Numbers in others are made float32 before anything else.
+NATIVE = frozenset(_kernels.CODECS.values())
 
 
 class PayloadKind(IntEnum):
@@ -49,7 +46,7 @@ class Gradient(NamedTuple):
     sequence: int
     base_version: int
     epoch: int
-    codec: int
+    codec: Codec
     payload: bytes | memoryview
     extents: tuple[Extent, ...] = ()
     kind: int = PayloadKind.GRADIENT
@@ -140,27 +137,56 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 # 0 is read as GRADIENT.
 _KINDS = (PayloadKind.GRADIENT, 0, PayloadKind.DELTA)
-ITEM_BYTES: dict[int, int] = {Codec.FLOAT32: 4, Codec.FLOAT16: 2, Codec.BFLOAT16: 2}
 
 
-def item_bytes(codec: int) -> int:
-    """Returns the size of one number of the payload."""
-    return ITEM_BYTES[codec]
+def decoded(payload: bytes | memoryview, codec: Codec, *, count: int) -> tuple[Floats, int]:
+    """Returns the payload's numbers in an array of their own, and the place of the first NaN or infinity, -1 for none.
+
+    Raises WrongSize where the payload does not hold so many numbers.
+    """
+    codec.require_count(payload, count)
+    values = aligned_zeros(count)
+    if codec in NATIVE:
+        _kernels.decode(payload, codec, values)
+    else:
+        codec.decode_into(payload, values)
+    return values, _kernels.first_non_finite(values.data, FLOAT32)
+
+
+def made_native(gradient: Gradient, *, shard_id: int, shard_length: int) -> Gradient:
+    """Returns the gradient as kernels read it; raises as `require_fitting`."""
+    if gradient.codec in NATIVE or gradient.kind == PayloadKind.NOTHING:
+        return gradient
+    require_fitting(gradient, shard_id=shard_id, shard_length=shard_length)
+    count = sum(extent.length for extent in gradient.stretches(shard_length))
+    values, _ = decoded(gradient.payload, gradient.codec, count=count)
+    return gradient._replace(codec=FLOAT32, payload=FLOAT32.encode(values))
 
 
 def require_fitting(gradient: Gradient, *, shard_id: int, shard_length: int) -> None:
     """Raises BadRequest or WrongSize unless the gradient can be applied to a shard of that length."""
     try:
-        _require_sound(gradient)
+        if gradient.learning_rate is not None:
+            require_rate(gradient.learning_rate)
+        if gradient.momentum is not None and not 0.0 <= gradient.momentum < 1.0:
+            raise BadRequest(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
+        if not 0.0 <= gradient.norm < math.inf:
+            raise BadRequest(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
+        if gradient.example_count > EXAMPLES_MAX:
+            raise BadRequest(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
         if gradient.kind == PayloadKind.NOTHING:
+            if gradient.extents or len(gradient.payload):
+                raise BadRequest("a push of NOTHING came with a payload or extents; expected none")
             return
+        if gradient.kind not in _KINDS:
+            raise BadRequest(f"payload kind is {gradient.kind}; expected GRADIENT (1), DELTA (2) or NOTHING (3)")
         count = shard_length
         if gradient.extents:
             _require_extents(gradient.extents, shard_length=shard_length)
             count = sum(length for _, length in gradient.extents)
         # The usual case, for what is not a call.
-        if len(gradient.payload) != count * ITEM_BYTES[gradient.codec]:
-            _require_size(gradient, count, shard_length=shard_length)
+        if len(gradient.payload) != gradient.codec.bytes_of(count):
+            gradient.codec.require_count(gradient.payload, count)
     except BadRequest as error:
         where = f"shard {shard_id}, push {gradient.sequence} of worker {gradient.worker_id!r}"
         raise type(error)(f"{where}: {error}") from None
@@ -188,36 +214,6 @@ def require_rate(learning_rate: float) -> None:
     """Raises BadRequest unless the learning rate is one that the kernels can take."""
     if not 0.0 <= learning_rate <= FLOAT32_MAX:
         raise BadRequest(f"learning_rate is {learning_rate}; expected a finite float32 of at least 0")
-
-
-def _require_sound(gradient: Gradient) -> None:
-    if gradient.learning_rate is not None:
-        require_rate(gradient.learning_rate)
-    if gradient.momentum is not None and not 0.0 <= gradient.momentum < 1.0:
-        raise BadRequest(f"momentum is {gradient.momentum}; expected a number of at least 0 and less than 1")
-    if not 0.0 <= gradient.norm < math.inf:
-        raise BadRequest(f"gradient_norm is {gradient.norm}; expected a finite number of at least 0")
-    if gradient.example_count > EXAMPLES_MAX:
-        raise BadRequest(f"example_count is {gradient.example_count}; expected at most {EXAMPLES_MAX}")
-    if gradient.kind == PayloadKind.NOTHING:
-        if gradient.extents or len(gradient.payload):
-            raise BadRequest("a push of NOTHING came with a payload or extents; expected none")
-        return
-    if gradient.codec not in ITEM_BYTES:
-        raise BadRequest(f"codec is {gradient.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
-    if gradient.kind not in _KINDS:
-        raise BadRequest(f"payload kind is {gradient.kind}; expected GRADIENT (1), DELTA (2) or NOTHING (3)")
-
-
-def _require_size(gradient: Gradient, count: int, *, shard_length: int) -> None:
-    expected = count * ITEM_BYTES[gradient.codec]
-    size = memoryview(gradient.payload).nbytes
-    if size != expected:
-        codec_name = Codec(gradient.codec).name.lower()
-        raise WrongSize(
-            f"the payload is {size} bytes long; {count} of the shard's {shard_length} parameters"
-            f" as {codec_name} are {expected} bytes"
-        )
 
 
 def _require_extents(extents: tuple[Extent, ...], *, shard_length: int) -> None:

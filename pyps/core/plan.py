@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pyps.core.gradient import Codec, Gradient
+from pyps.core.gradient import Gradient
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import ServerUnavailable
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
 from pyps.core.plan import Reply
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import UnsupportedOptimizer
 
 Slots = dict[str, Floats]
@@ -26,7 +27,7 @@ class WeightedGradient(NamedTuple):
     """One gradient of an update's sum: encoded numbers, their codec, and what they are multiplied by."""
 
     payload: bytes | memoryview
-    codec: int
+    codec: Codec
     factor: float = 1.0
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Extent, Gradient, PayloadKind, item_bytes
+from pyps.core.gradient import Extent, Gradient, PayloadKind
 from pyps.core.plan import Reply
 from pyps.core.rules import SGD, Slots, UpdateRule, WeightedGradient
 from pyps.core.staleness import Weighing
@@ -231,7 +231,7 @@ class _Cover:
         self._codec = gradient.codec
         self._factor = factor
         self._payload = memoryview(gradient.payload).cast("B")
-        self._item_bytes = item_bytes(gradient.codec)
+        self._codec.require_divisible()
         # The extent at hand, and how many numbers of the payload come before it.
         self._index = 0
         self._before = 0
@@ -244,7 +244,8 @@ class _Cover:
         if self._index == len(self.extents) or start < self.extents[self._index].offset:
             return None
         first = self._before + start - self.extents[self._index].offset
-        numbers = self._payload[first * self._item_bytes : (first + end - start) * self._item_bytes]
+        bytes_of = self._codec.bytes_of
+        numbers = self._payload[bytes_of(first) : bytes_of(first + end - start)]
         return WeightedGradient(numbers, self._codec, self._factor)
 
 

@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyps import _kernels
 from pyps.core import rules
-from pyps.core.arrays import Floats, aligned_zeros
+from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
 from pyps.core.election import Election, Term
-from pyps.core.gradient import Codec, item_bytes
+from pyps.core.gradient import decoded
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
 from pyps.core.rule_settings import RuleSettings
@@ -27,6 +26,7 @@ from pyps.core.whole_model import WholeModel
 from pyps.run.content import Content, listed
 from pyps.run.handshake import Holding, Opening
 from pyps.run_header import RestoredRun
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import BadRequest, RunMismatch, Superseded, WrongSize
 from pyps_wire.partition import Partition, first_difference, partition
 
@@ -183,7 +183,7 @@ class Initialization:
         if difference is not None:
             raise BadRequest(f"the processes of a replica initialise one model: {difference}")
 
-    def add(self, shard_id: int, codec: int, payload: memoryview) -> None:
+    def add(self, shard_id: int, codec: Codec, payload: memoryview) -> None:
         """Takes one shard's parameters, decoded; a shard sent again replaces what was there."""
         shard = self._expected.get(shard_id)
         if shard is None:
@@ -191,22 +191,15 @@ class Initialization:
                 f"shard {shard_id} does not belong on server {self.opening.server_index}, which holds "
                 f"{listed(self._expected)}"
             )
-        if codec not in tuple(Codec):
-            raise BadRequest(f"shard {shard_id} came with codec {codec}; expected float32, float16 or bfloat16")
-        expected_bytes = shard.length * item_bytes(codec)
-        if payload.nbytes != expected_bytes:
-            raise WrongSize(
-                f"the payload of shard {shard_id} is {payload.nbytes} bytes long; its {shard.length} "
-                f"parameters as {Codec(codec).name.lower()} are {expected_bytes} bytes"
-            )
-        index = _kernels.first_non_finite(payload, codec)
+        try:
+            values, index = decoded(payload, codec, count=shard.length)
+        except WrongSize as error:
+            raise WrongSize(f"shard {shard_id}: {error}") from None
         if index >= 0:
             raise BadRequest(
                 f"the first parameters hold NaN or infinity, in {self._tensor_at(shard_id, index)}: "
                 "initialise the model with finite numbers"
             )
-        values = aligned_zeros(shard.length)
-        _kernels.decode(payload, codec, values)
         if self._abandoned:
             raise Superseded(f"worker {self.opening.name!r} has begun to initialise the run anew, or another has")
         if not self._taken:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import ITEM_BYTES, Finding, Gradient, PayloadKind, require_fitting, require_rate, scan
+from pyps.core.gradient import NATIVE, Finding, Gradient, PayloadKind, made_native, require_fitting, require_rate, scan
 from pyps.core.pacing import Free, Pacer
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
@@ -125,6 +125,8 @@ class RoundController:
         shard_id, gradient, reply, held_version, memory = plan
         shard = content.shards.get(shard_id) or content.shard(shard_id)
         began = self._clock()
+        if gradient.codec not in NATIVE:
+            gradient = made_native(gradient, shard_id=shard_id, shard_length=shard.length)
         if gradient.volatile and self.logged:
             # The log tells what was applied to the bit, so that is looked at anew.
             gradient, finding = gradient.private(), _against(finding)
@@ -160,15 +162,18 @@ class RoundController:
         """Handles all parts of one push as one; see `WholeModel.push`."""
         shards = [content.shard(plan.shard_id) for plan in plans]
         began, roster = self._clock(), self._membership.roster
+        native: list[PushPlan] = []
         for shard, plan in zip(shards, plans, strict=True):
-            require_fitting(plan.gradient, shard_id=plan.shard_id, shard_length=shard.length)
-        if self.logged and any(plan.gradient.volatile for plan in plans):
-            plans = [plan._replace(gradient=plan.gradient.private()) for plan in plans]
+            where = {"shard_id": plan.shard_id, "shard_length": shard.length}
+            require_fitting(plan.gradient, **where)
+            native.append(plan._replace(gradient=made_native(plan.gradient, **where)))
+        if self.logged and any(plan.gradient.volatile for plan in native):
+            native = [plan._replace(gradient=plan.gradient.private()) for plan in native]
             finding = _against(finding)
         with self._claiming([plan.gradient for plan in plans]) as receipts:
             for plan in plans:
                 roster = self._hear(plan.gradient, now=began)
-            pushed = content.whole.push(plans, roster=roster, finding=finding)
+            pushed = content.whole.push(native, roster=roster, finding=finding)
             receipts += [each.receipt for each in pushed]
         for shard, plan, each in zip(shards, plans, pushed, strict=True):
             self._answered(content, shard, plan, each, roster, began=began)
@@ -203,7 +208,7 @@ class RoundController:
             shard.shard_id,
             receipt,
             payload_bytes=len(gradient.payload),
-            answer_bytes=0 if version is None or plan.reply is None else shard.length * ITEM_BYTES[plan.reply.codec],
+            answer_bytes=0 if version is None or plan.reply is None else plan.reply.codec.bytes_of(shard.length),
             update=update,
             now=now,
             apply_seconds=now - began,

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
-from pyps.core.gradient import Codec, Extent, Gradient, require_few_extents
+from pyps.core.gradient import Extent, Gradient, require_few_extents
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.spec import spell_out
@@ -17,6 +17,7 @@ from pyps.run.handshake import Greeting, Opening, Pulse, Welcome
 from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_numbered
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import BadRequest, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD
@@ -161,7 +162,10 @@ def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
         # A gradient may wait long, and is charged for its payload: what came around it must not stay with it.
         payload = memoryview(bytes(payload))
     sender = request.sender
-    return gradient_of(request, payload, sender.worker_id, sender.incarnation, request.codec)
+    # What holds no number may leave it unsaid.
+    codec = FLOAT32 if request.kind == common.PAYLOAD_KIND_NOTHING else CODECS.get(request.codec)
+    codec = codec or codec_numbered(request.codec)
+    return gradient_of(request, payload, sender.worker_id, sender.incarnation, codec)
 
 
 def gradient_of(
@@ -169,7 +173,7 @@ def gradient_of(
     payload: bytes | memoryview,
     worker_id: str,
     incarnation: int,
-    codec: int,
+    codec: Codec,
     *,
     volatile: bool = False,
 ) -> Gradient:
@@ -202,11 +206,7 @@ def gradient_of(
 
 def codec_from(number: int) -> Codec:
     """How a caller wants parameters written; float32 unless it says otherwise."""
-    try:
-        return Codec(number or Codec.FLOAT32)
-    except ValueError:
-        names = ", ".join(codec.name.lower() for codec in Codec)
-        raise BadRequest(f"codec {number} is unknown; this server writes {names}") from None
+    return codec_numbered(number) if number else FLOAT32
 
 
 def receipt_to(receipt: Receipt) -> common.Receipt:
@@ -314,7 +314,7 @@ def hello_reply(
         accumulate=run.aggregation.accumulate,
         clip_norm=run.behaviour.clip_norm,
         current_version_only=run.aggregation.barrier,
-        codecs=[int(codec) for codec in Codec],  # type: ignore[misc]
+        codecs=CODECS.values(),  # type: ignore[arg-type]
         server_index=run.server_index,
         num_servers=run.num_servers,
         control_address=control_address,

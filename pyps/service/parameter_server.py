@@ -27,6 +27,7 @@ from pyps.service.serializations import Serializations
 from pyps.service.transport import Transport
 from pyps.service.waiting import Parking, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import codec_numbered
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import BadRequest
 
@@ -110,7 +111,7 @@ class ParameterServer:
                     begun.append(initialization)
                     continue
                 self._run.renew_term(begun[0].opening)
-                add = partial(begun[0].add, request.shard_id, request.codec, payload)
+                add = partial(begun[0].add, request.shard_id, codec_numbered(request.codec), payload)
                 await self._work.compute(len(payload), add)
             # Nothing of it is held while the next is waited for.
             del message, request, payload

@@ -7,9 +7,8 @@ from functools import partial
 
 import grpc.aio
 
-from pyps import _kernels
-from pyps.core.gradient import EXTENTS_MAX, ITEM_BYTES
-from pyps.core.plan import PushPlan, Reply
+from pyps.core.gradient import EXTENTS_MAX
+from pyps.core.plan import PushPlan
 from pyps.core.shard import Pushed, Shard
 from pyps.run.run import Run
 from pyps.service import convert
@@ -17,9 +16,10 @@ from pyps.service.calls import SHORT_BYTES, Call
 from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.responses import ALL_SHARDS, OrderedResponses
+from pyps.service.serializations import ReplyFrame
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import CODECS
 from pyps_wire.errors import BadRequest
-from pyps_wire.framing import PAYLOAD_FIELD
 
 # Messages of one stream that wait for their replies: one is received while another is applied and a third answered.
 # They wait for processors and for their sender, never for another worker.
@@ -41,7 +41,7 @@ class Message:
         # How many messages the push has; 0 where the sender does not say.
         self.num_shards = request.num_shards
         self.exchanges = exchanges
-        self.frame: bytes | None = None
+        self.frame: ReplyFrame | None = None
         # The message and the parameters that answer it.
         self.held_bytes = len(message)
         gradient = convert.gradient_from(request, payload)
@@ -49,11 +49,10 @@ class Message:
         # None for a push to a shard that is not here, which is refused.
         self.shard = shards.get(request.shard_id)
         if exchanges and (shard := self.shard) is not None:
-            codec = convert.codec_from(request.reply_codec)
-            self.held_bytes += shard.length * ITEM_BYTES[codec]
-            # Memory that is not written costs nothing, should nothing newer be there.
-            self.frame, offset = _kernels.new_frame(HEADER_ROOM, PAYLOAD_FIELD, shard.length, codec)
-            reply = Reply(self.frame, offset, codec)
+            codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
+            self.frame = ReplyFrame(shard.length, codec, header_room=HEADER_ROOM)
+            reply = self.frame.reply
+            self.held_bytes += reply.codec.bytes_of(shard.length)
             if request.HasField("held_version") and request.epoch == shard.epoch:
                 # A version of another epoch means nothing here: everything is newer.
                 held_version = request.held_version
@@ -77,12 +76,9 @@ class Message:
         convert.receipt_of(receipt, run, header.receipt)
         if version is None:
             return header.SerializeToString()
-        frame, reply = self.frame, self.plan.reply
-        assert frame is not None and reply is not None, "parameters come to where they were wanted"
-        header.version, header.epoch, header.codec = version, receipt.epoch, reply.codec  # type: ignore[assignment]
-        fields = header.SerializeToString()
-        # A receipt that has much to say is longer than the room: those are few.
-        return frame if _kernels.write_header(frame, HEADER_ROOM, fields) else fields + frame[HEADER_ROOM:]
+        assert self.frame is not None, "parameters come to where they were wanted"
+        header.version, header.epoch = version, receipt.epoch
+        return self.frame.complete(header)
 
 
 class PushStream:

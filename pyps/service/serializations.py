@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import NamedTuple
 
+import numpy as np
+
 from pyps import _kernels
-from pyps.core.gradient import Codec, item_bytes
+from pyps.core.gradient import NATIVE
 from pyps.core.plan import Reply
 from pyps.core.shard import Shard
 from pyps.service.executor import INLINE_BYTES_MAX
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.framing import PAYLOAD_FIELD
+from pyps_wire.codecs import FLOAT32, Codec
+from pyps_wire.framing import PAYLOAD_FIELD, join
 
 # What the numbers of a message need in front of its parameters.
 HEADER_ROOM = 48
@@ -21,6 +24,35 @@ HEADER_ROOM = 48
 ROUND_BYTES_MAX = 64 * 2**20
 # For those who happen to pull at the same time: their neighbours' frames are worth little memory.
 RECENT_BYTES_MAX = 16 * 2**20
+
+
+class ReplyFrame:
+    """A message with parameters, for which there is memory before they are known.
+
+    What kernels do not write goes into it in the end, from float32.
+    """
+
+    __slots__ = ("_codec", "_frame", "_header_room", "reply")
+
+    def __init__(self, length: int, codec: Codec, *, header_room: int) -> None:
+        """For so many parameters, behind a header of at most so many bytes for most."""
+        self._codec = codec
+        self._header_room = header_room
+        if codec in NATIVE:
+            # Memory that is not written costs nothing, should nothing newer be there.
+            self._frame, offset = _kernels.new_frame(header_room, PAYLOAD_FIELD, length, codec)
+            self.reply = Reply(self._frame, offset, codec)
+        else:
+            self.reply = Reply(bytearray(FLOAT32.bytes_of(length)), 0, FLOAT32)
+
+    def complete(self, header: wire.Parameters | wire.ExchangeReply) -> bytes:
+        """The message, once the parameters are written and its other fields known."""
+        header.codec = self._codec  # type: ignore[assignment]
+        if self.reply.codec is not self._codec:
+            return join(header, self._codec.encode(np.frombuffer(self.reply.buffer, np.float32)))
+        fields, room = header.SerializeToString(), self._header_room
+        # A header that has much to say is longer than its room: those are few.
+        return self._frame if _kernels.write_header(self._frame, room, fields) else fields + self._frame[room:]
 
 
 class Wanted(NamedTuple):
@@ -36,24 +68,16 @@ class Wanted(NamedTuple):
     @property
     def payload_bytes(self) -> int:
         """The size of the shard's parameters as they are sent."""
-        return self.shard.length * item_bytes(self.codec)
+        return self.codec.bytes_of(self.shard.length)
 
     def frame(self, *, worker_id: str) -> tuple[int, bytes] | None:
         """The shard's version and message, None when the caller's version is as new. A worker's pull is recorded."""
-        frame, offset = _kernels.new_frame(HEADER_ROOM, PAYLOAD_FIELD, self.shard.length, self.codec)
-        reply = Reply(frame, offset, self.codec)
-        version = self.shard.pull(reply, held_version=self.held_version, worker_id=worker_id or None)
+        frame = ReplyFrame(self.shard.length, self.codec, header_room=HEADER_ROOM)
+        version = self.shard.pull(frame.reply, held_version=self.held_version, worker_id=worker_id or None)
         if version is None:
             return None
-        header = wire.Parameters(
-            shard_id=self.shard.shard_id,
-            version=version,
-            epoch=self.shard.epoch,
-            codec=int(self.codec),  # type: ignore[arg-type]
-        )
-        written = _kernels.write_header(frame, HEADER_ROOM, header.SerializeToString())
-        assert written, "the header's numbers fit"
-        return version, frame
+        header = wire.Parameters(shard_id=self.shard.shard_id, version=version, epoch=self.shard.epoch)
+        return version, frame.complete(header)
 
 
 class _Kept(NamedTuple):

@@ -22,6 +22,7 @@ from pyps.service.convert import parse, parse_frame
 from pyps.service.executor import KernelExecutor
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps_wire import vector_machine_pb2 as wire
+from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import VECTOR_MACHINE
 from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable
@@ -222,7 +223,7 @@ def _stage_part(request: wire.StageRequest, payload: memoryview) -> StagePart:
         stage_id=request.stage_id,
         shard_id=request.shard_id,
         num_shards=request.num_shards,
-        codec=request.codec,
+        codec=codec_numbered(request.codec),
         payload=payload,
     )
 

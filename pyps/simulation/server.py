@@ -10,7 +10,7 @@ from functools import partial
 from pyps.config import ServerConfig
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Codec, Gradient
+from pyps.core.gradient import Gradient
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Receipt
 from pyps.core.rule_settings import RuleSettings
@@ -18,6 +18,7 @@ from pyps.run.content import RunRecorder
 from pyps.run.handshake import Greeting, Opening
 from pyps.run.run import Run
 from pyps.simulation.event import Event, Kind, Scheduler
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.partition import PARALLEL_SHARD_SIZE_MIN, Model, Tensor
 
@@ -220,7 +221,7 @@ class VirtualServer:
         )
         assert initialization is not None
         for shard_id, values in enumerate(parameters):
-            initialization.add(shard_id, Codec.FLOAT32, memoryview(values.tobytes()))
+            initialization.add(shard_id, FLOAT32, memoryview(values.tobytes()))
         run.commit(initialization)
 
     def _readable(self, shard_id: int, then: Callable[[int, float], None]) -> None:

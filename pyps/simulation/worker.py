@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.receipt import Reason, Receipt
 from pyps.simulation.event import Scheduler
 from pyps.simulation.server import VirtualServer
+from pyps_wire.codecs import FLOAT32
 
 # Takes the step's number, from 0, and the worker's random numbers.
 Timing = Callable[[int, np.random.Generator], float]
@@ -185,7 +186,7 @@ class VirtualWorker:
             sequence=self._sequence,
             base_version=self._held[shard_id][0],
             epoch=self._server.epoch,
-            codec=Codec.FLOAT32,
+            codec=FLOAT32,
             payload=b"" if values is None else np.asarray(values, np.float32).tobytes(),
             kind=PayloadKind.NOTHING if values is None else PayloadKind.GRADIENT,
             example_count=computed.examples,

@@ -15,6 +15,7 @@ from pyps.core.gradient import Extent, Gradient
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.staleness import Weighing
 from pyps.core.update import Update
+from pyps_wire.codecs import codec_numbered
 
 # Told even where they have their default: they are what a log is read for.
 _ALWAYS_TOLD = ("staleness", "weight", "rate")
@@ -67,7 +68,7 @@ def gradient_from_plain(plain: Mapping[str, Any], payload: bytes) -> Gradient:
     """The gradient that `gradient_to_plain` wrote, with its payload."""
     fields = {name: value for name, value in plain.items() if name in Gradient._fields}
     extents = tuple(Extent(*extent) for extent in plain.get("extents", ()))
-    return Gradient(**{**fields, "extents": extents, "payload": payload})
+    return Gradient(**{**fields, "codec": codec_numbered(plain["codec"]), "extents": extents, "payload": payload})
 
 
 def _fields(thing: Gradient | Receipt) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from pyps_wire.parameter_server_pb2 import HelloRequest, PushRequest
 
 values = np.array([1.5, -2.0, 0.25], np.float32)
 header = PushRequest(sequence=7, shard_id=2, base_version=-1, codec=codecs.codec_of("bfloat16"))
-message = PushRequest.FromString(framing.join(header, codecs.encode(values, header.codec)))
+message = PushRequest.FromString(framing.join(header, codecs.codec_numbered(header.codec).encode(values)))
 assert message.sequence == 7 and message.base_version == -1
 rest, payload = framing.split(message.SerializeToString())
 assert PushRequest.FromString(rest) == header

@@ -14,7 +14,7 @@ from pyps_client import Launch, Observer, Session
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.torch.conversion import TorchConverter
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.codecs import codec_of, dtype_of, encode
+from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, GroupSettings, OptimizerSettings, Receipt
 from pyps_wire.partition import Model, Tensor
 from support import ServerThread, inspect
@@ -70,8 +70,8 @@ class Worker:
             self._gradient, self.parameters = lent.gradients[0], lent.parameters
         else:
             sizes = session.model.group_sizes
-            self._gradient = [np.zeros(size, dtype_of(codec)) for size in sizes]
-            self.parameters = [np.zeros(size, dtype_of(self._pull_codec)) for size in sizes]
+            self._gradient = [np.zeros(size, codec.dtype) for size in sizes]
+            self.parameters = [np.zeros(size, self._pull_codec.dtype) for size in sizes]
         session.pull(self.parameters)
 
     def push(self, seed: int) -> None:
@@ -82,7 +82,7 @@ class Worker:
             if vector.dtype == np.float32:
                 vector[:] = values
             else:
-                vector[:] = np.frombuffer(encode(values, codec_of(self.session.launch.codec)), vector.dtype)
+                vector[:] = np.frombuffer(codec_of(self.session.launch.codec).encode(values), vector.dtype)
         # Now and then a tensor has no gradient.
         present = [seed % 3 != index for index in range(len(self.session.model.tensors))]
         self.session.clock += 1
@@ -99,7 +99,7 @@ class Worker:
         if self.session.pull_needed:
             self.session.pull(self.parameters)
         # As they travel: what arrived in float32 is no more exact.
-        words = [encode(v, self._pull_codec) if v.dtype == np.float32 else v.tobytes() for v in self.parameters]
+        words = [self._pull_codec.encode(v) if v.dtype == np.float32 else v.tobytes() for v in self.parameters]
         return b"".join(words)
 
 

@@ -31,8 +31,8 @@ from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
 from pyps_client.session import Session
 from pyps_wire import common_pb2 as common
-from pyps_wire.codecs import decode, encode
-from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, OUTCOME_APPLIED, REASON_NOT_FINITE
+from pyps_wire.codecs import BFLOAT16, FLOAT16, Codec
+from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
 from pyps_wire.partition import Model, Tensor
 from support import DEADLINE_SECONDS, AnyServer, inspect, wait_until
 
@@ -124,10 +124,10 @@ def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server:
             reference.check({"w": mine})
 
 
-@pytest.mark.parametrize(("codec", "number"), [("float16", CODEC_FLOAT16), ("bfloat16", CODEC_BFLOAT16)])
-def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: str, codec: str, number: int) -> None:
+@pytest.mark.parametrize(("codec", "number"), [("float16", FLOAT16), ("bfloat16", BFLOAT16)])
+def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: str, codec: str, number: Codec) -> None:
     def rounded(values: np.ndarray) -> np.ndarray:
-        return decode(encode(values, number), number).reshape(values.shape)
+        return number.decode(number.encode(values), values.size).reshape(values.shape)
 
     tensors = small_model()
     reference = Reference(tensors)

@@ -220,5 +220,5 @@ def test_an_exchange_holds_one_push(start_server):
         with pytest.raises(BadRequest, match="names no shard"):
             worker.exchanged(local.LocalRequest(exchange=local.LocalExchange()))
         want = wire.PullRequest(codec=common.CODEC_FLOAT16)
-        with pytest.raises(BadRequest, match="attached with 1"):
+        with pytest.raises(BadRequest, match="attached with float32"):
             worker.link.ask(local.LocalRequest(pull=local.LocalPull(request=want)))

@@ -15,13 +15,13 @@ import numpy as np
 
 from pyps.core.aggregation import PROTOCOLS
 from pyps.core.arrays import Floats, aligned_copy
-from pyps.core.gradient import Codec
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.rules import RULES, WeightedGradient, validate
 from pyps.core.shard import Shard
 from pyps.core.shard_state import ShardState
 from pyps.core.staleness import POLICIES
 from pyps.simulation.worker import Computed, Step, WorkerPlan, lognormal
+from pyps_wire.codecs import FLOAT32
 from shards import digest, gradient, replay, roster
 from simulated import Cluster, cluster, name, noisy
 
@@ -110,7 +110,7 @@ def serial_training(rule_name: str) -> tuple[bytes, ...]:
         held = {shard_id: values.copy() for shard_id, values in enumerate(parameters)}
         gradients = noisy(Step("a", number, held, {}, random)).gradients
         for shard_id, values in enumerate(parameters):
-            weighted = [WeightedGradient(gradients[shard_id].tobytes(), Codec.FLOAT32, 1.0)]
+            weighted = [WeightedGradient(gradients[shard_id].tobytes(), FLOAT32, 1.0)]
             rate = settings["learning_rate"]
             rule.apply(values, slots[shard_id], weighted, rate=rate, version=number, hyperparameters=settings)
     return tuple(values.tobytes() for values in parameters)

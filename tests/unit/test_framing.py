@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pyps import _kernels
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import BadRequest, MalformedFrame
 from pyps_wire.framing import PAYLOAD_FIELD, join, split
@@ -300,7 +301,7 @@ def test_the_native_writer_appends_one_payload_field_as_ours_does():
     header = tag(3, VARINT) + varint(77)
     for length in (0, 1, 31, 32, 33, 100_000):
         values = np.arange(length, dtype=np.float32)
-        for codec in (_kernels.FLOAT32, _kernels.FLOAT16, _kernels.BFLOAT16):
+        for codec in (FLOAT32, FLOAT16, BFLOAT16):
             payload = _kernels.encode(values, codec)
             for number in (1, 15, 16, PAYLOAD_FIELD, 2**29 - 1):
                 message = _kernels.join_frame(header, number, values, codec)

@@ -77,15 +77,17 @@ def imports_of(importer: str, node: ast.AST, *, lazy: bool = False, for_types: b
             yield from imports_of(importer, child, lazy=within_function, for_types=within_types)
 
 
+# What the core takes from the wire.
+WIRE = ("pyps_wire.codecs", "pyps_wire.errors")
 # A run, and what it is told of at its beginning.
-OF_A_RUN = ("pyps.core", "pyps.run", "pyps.config", "pyps_wire.contract", "pyps_wire.partition")
+OF_A_RUN = ("pyps.core", "pyps.run", "pyps.config", "pyps_wire.codecs", "pyps_wire.contract", "pyps_wire.partition")
 
 RULES: dict[str, Callable[[Import], bool]] = {
     # True for an import that breaks the rule.
     "imports are absolute": lambda i: i.name.startswith("."),
-    "core imports the standard library, numpy, the kernels and the errors": lambda i: (
+    "core imports the standard library, numpy, the kernels, codecs and errors": lambda i: (
         i.is_by("pyps.core")
-        and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", "pyps_wire.errors", "pyps.core"))
+        and not (i.is_stdlib or i.is_of("numpy", "pyps._kernels", *WIRE, "pyps.core"))
         and not (i.for_types and i.is_of("typing_extensions"))
     ),
     "simulation imports numpy, the run and what a run is made from, and knows no clock but its own": lambda i: (

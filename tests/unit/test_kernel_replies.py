@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import kernel_values
-from kernel_values import CODECS, apply, assert_refused, at_offset, payload_of, wide_values
+from kernel_values import apply, assert_refused, at_offset, payload_of, wide_values
 from pyps import _kernels
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import CODECS
 from pyps_wire.framing import PAYLOAD_FIELD
 from support import wait_until
 
@@ -176,7 +177,7 @@ REFUSED = [
     ((bytearray(16), -1, 1), ValueError, "from byte -1 on"),
     ((bytearray(16), 2**62, 1), ValueError, "reply holds 16 bytes"),
     ((bytearray(8), 1, 3), ValueError, "4 values of bfloat16 take 8 from byte 1 on"),
-    ((bytearray(16), 0, 0), ValueError, "codec is 0; expected FLOAT32"),
+    ((bytearray(16), 0, 0), ValueError, "codec is 0; expected float32"),
 ]
 
 

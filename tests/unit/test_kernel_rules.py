@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import kernel_values
-from kernel_values import CODECS, LENGTHS, NUMBERS, apply, at_offset, bits, decode_reference, payload_of, wide_values
+from kernel_values import LENGTHS, NUMBERS, apply, at_offset, bits, decode_reference, payload_of, wide_values
 from pyps import _kernels
 from pyps.core.rules import RULES
+from pyps_wire.codecs import CODECS, FLOAT16, FLOAT32
 
 F = np.float32
 instruction_set = kernel_values.instruction_set
@@ -111,7 +112,7 @@ def test_factor_and_weight_decay_equal_the_formula():
 
 
 def test_several_gradients_are_summed_in_their_order():
-    codecs, factors = [*CODECS.values(), _kernels.FLOAT16], [0.3, 1.0, -0.7, 1 / 3]
+    codecs, factors = [*CODECS.values(), FLOAT16], [0.3, 1.0, -0.7, 1 / 3]
     for length in [0, 1, 7, 8, 9, 31, 1023, 1024, 1025, 4097, 100_003]:
         gradients = [
             [
@@ -139,7 +140,7 @@ def test_adagrad_divides_by_the_root_of_the_sum():
         p, a, g = (np.zeros(9, F) for _ in range(3))
         for gradient, wanted in ((3, -0.1), (4, -0.18)):
             g[index] = gradient
-            apply("adagrad", p, a, [(g, _kernels.FLOAT32, 1.0)], eps=0)
+            apply("adagrad", p, a, [(g, FLOAT32, 1.0)], eps=0)
             assert p[index] == pytest.approx(wanted, rel=1e-6), index
         assert a[index] == 25
 
@@ -149,7 +150,7 @@ def test_a_rule_that_divides_makes_no_step_where_the_denominator_is_zero_or_infi
         for value in (0.0, -0.0, 1e-30, 1e30):  # The squares of the last two are zero and infinite.
             p, *slots = np.ones(9, F), *(np.zeros(9, F) for _ in RULES[rule].slot_names)
 
-            apply(rule, p, *slots, [(np.full(9, value, F), _kernels.FLOAT32, 1.0)], **numbers)
+            apply(rule, p, *slots, [(np.full(9, value, F), FLOAT32, 1.0)], **numbers)
 
             assert np.array_equal(p, np.ones(9, F)), (rule, value)
             assert np.isinf(slots[-1]).all() == (value == 1e30), (rule, value)
@@ -158,7 +159,7 @@ def test_a_rule_that_divides_makes_no_step_where_the_denominator_is_zero_or_infi
 def test_without_weight_decay_an_infinite_parameter_does_not_reach_the_slots():
     p, v = np.full(9, np.inf, F), np.zeros(9, F)
 
-    apply("nesterov", p, v, [(np.ones(9, F), _kernels.FLOAT32, 1.0)])
+    apply("nesterov", p, v, [(np.ones(9, F), FLOAT32, 1.0)])
 
     assert np.array_equal(v, np.ones(9, F))
 

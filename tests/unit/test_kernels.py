@@ -6,7 +6,6 @@ import numpy as np
 
 import kernel_values
 from kernel_values import (
-    CODECS,
     LENGTHS,
     around_all_halves,
     at_offset,
@@ -18,9 +17,10 @@ from kernel_values import (
     wide_values,
 )
 from pyps import _kernels
+from pyps_wire.codecs import BFLOAT16, CODECS, FLOAT16, FLOAT32
 
 instruction_set = kernel_values.instruction_set
-HALVES = (_kernels.FLOAT16, _kernels.BFLOAT16)
+HALVES = (FLOAT16, BFLOAT16)
 ALL_HALVES = np.arange(65536, dtype=np.uint16).tobytes()
 
 
@@ -90,7 +90,7 @@ def test_finite_values_pass_the_guard():
 def test_the_guard_agrees_with_numpy_on_every_pattern():
     for codec in CODECS.values():
         halves = np.arange(65536, dtype=np.uint32)
-        patterns = (halves << 16).tobytes() if codec == _kernels.FLOAT32 else ALL_HALVES
+        patterns = (halves << 16).tobytes() if codec == FLOAT32 else ALL_HALVES
         size = len(patterns) // 65536
         finite = np.isfinite(decode_reference(patterns, codec))
         numbers = [patterns[i * size : (i + 1) * size] for i in range(65536)]

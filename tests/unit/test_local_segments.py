@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from pyps.config import ServerConfig
-from pyps.core.gradient import Codec, Gradient
+from pyps.core.gradient import Gradient
 from pyps.core.plan import Reply
 from pyps.run.run import Run
 from pyps.service.shm import sharers
 from pyps.service.shm.segment import AT_ONCE_BYTES, Segment
 from pyps.service.shm.sharers import Sharers
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import BadRequest, ServerUnavailable
 from shards import make_shard, roster
 from wire_worker import SEALS, make_segment
@@ -47,14 +48,14 @@ def memory() -> Iterator[Memory]:
 
 
 def gradient_in(view: memoryview) -> Gradient:
-    return Gradient("a", 1, 1, base_version=0, epoch=0, codec=Codec.FLOAT32, payload=view, volatile=True)
+    return Gradient("a", 1, 1, base_version=0, epoch=0, codec=FLOAT32, payload=view, volatile=True)
 
 
 @pytest.mark.parametrize("pulls", [True, False])
 def test_a_push_is_left_undone_once_its_memory_is_attached_no_longer(memory, pulls):
     numbers, place = memory.segment.view(0, 4 * LENGTH), memory.segment.view(4 * LENGTH, 4 * LENGTH)
     shard = make_shard(np.ones(LENGTH, np.float32))
-    reply = Reply(place, 0, Codec.FLOAT32) if pulls else None
+    reply = Reply(place, 0, FLOAT32) if pulls else None
     np.frombuffer(numbers, np.float32)[:] = 1.0
     memory.segment.hold()
     memory.segment.close()

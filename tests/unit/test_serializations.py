@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyps.core.gradient import Codec
 from pyps.core.recorder import Pulled
 from pyps.core.shard import Shard
 from pyps.service.executor import INLINE_BYTES_MAX
 from pyps.service.serializations import Serializations, Wanted
-from pyps_wire import codecs
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.codecs import CODECS, FLOAT16, FLOAT32
 from shards import Log, make_shard, pull, push, run_together
 
 # The shortest shard whose frames are kept.
@@ -23,18 +22,18 @@ def large_shard(shard_id: int = 0, length: int = LENGTH, **others: object) -> Sh
 
 
 def take(cache: Serializations, shard: Shard, *, worker_id: str = "a", **wants: object) -> bytes | None:
-    return cache.take(Wanted(shard, **{"codec": Codec.FLOAT32, **wants}), worker_id=worker_id)  # type: ignore[arg-type]
+    return cache.take(Wanted(shard, **{"codec": FLOAT32, **wants}), worker_id=worker_id)  # type: ignore[arg-type]
 
 
 def test_two_pullers_of_one_version_get_the_same_bytes() -> None:
-    for codec in Codec:
+    for codec in CODECS.values():
         cache, shard = Serializations(), large_shard(length=2 * LENGTH, epoch=3)
         push(shard, np.ones(2 * LENGTH), epoch=3)
         first = take(cache, shard, codec=codec)
         assert take(cache, shard, worker_id="b", codec=codec) is first is not None, codec
         message = wire.Parameters.FromString(first)
         assert (message.shard_id, message.version, message.epoch, message.codec) == (0, 1, 3, codec)
-        assert message.payload == bytes(codecs.encode(pull(shard)[1], codec)), codec
+        assert message.payload == bytes(codec.encode(pull(shard)[1])), codec
 
 
 def test_those_who_ask_at_once_make_one_frame() -> None:
@@ -47,7 +46,7 @@ def test_those_who_ask_at_once_make_one_frame() -> None:
 def test_another_version_or_codec_is_another_frame() -> None:
     cache, shard = Serializations(), large_shard(length=2 * LENGTH)
     first = take(cache, shard)
-    assert take(cache, shard, codec=Codec.FLOAT16) is not first
+    assert take(cache, shard, codec=FLOAT16) is not first
     push(shard, np.ones(2 * LENGTH))
     second = take(cache, shard)
     assert second is not first

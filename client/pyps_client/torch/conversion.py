@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_FLOAT32
+from pyps_client.conversion import Converter
+from pyps_wire.codecs import Codec
 
-# Each codec's type.
-DTYPES: Mapping[int, torch.dtype] = {
-    CODEC_FLOAT32: torch.float32,
-    CODEC_FLOAT16: torch.float16,
-    CODEC_BFLOAT16: torch.bfloat16,
-}
+
+def torch_dtype(codec: Codec) -> torch.dtype | None:
+    """The type of a codec's words, which torch calls as the contract does; None where there is none."""
+    return None if codec.dtype is None else getattr(torch, codec.name, None)
 
 
 def dtype_name(dtype: str | torch.dtype | None) -> str | None:
@@ -24,15 +22,21 @@ def dtype_name(dtype: str | torch.dtype | None) -> str | None:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
-class TorchConverter:
-    """A session's converter (`pyps_client.conversion.Converter`): the same bits as numpy's in a part of the time."""
+class TorchConverter(Converter):
+    """A session's converter: the same bits as numpy's in a part of the time, where torch has the type."""
 
-    def encode(self, values: npt.NDArray[np.float32], codec: int) -> memoryview:
-        return torch.from_numpy(values).to(DTYPES[codec]).view(torch.int16).numpy().data
+    def encode(self, values: npt.NDArray[np.float32], codec: Codec) -> memoryview:
+        dtype = torch_dtype(codec)
+        if dtype is None:
+            return super().encode(values, codec)
+        return torch.from_numpy(values).to(dtype).view(torch.int16).numpy().data
 
-    def decode(self, payload: memoryview, codec: int, place: npt.NDArray[np.float32]) -> None:
-        if len(place):
-            torch.from_numpy(place).copy_(_words(payload, DTYPES[codec]))
+    def decode(self, payload: memoryview, codec: Codec, place: npt.NDArray[np.float32]) -> None:
+        dtype = torch_dtype(codec)
+        if dtype is None:
+            super().decode(payload, codec, place)
+        elif len(place):
+            torch.from_numpy(place).copy_(_words(payload, dtype))
 
 
 def _words(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from pyps_client.torch.conversion import DTYPES
+from pyps_client.torch.conversion import torch_dtype
 from pyps_client.torch.flat import (
     may_lie_in_vectors,
     own_place,
@@ -20,6 +20,7 @@ from pyps_client.torch.flat import (
 from pyps_client.torch.layout import Block, Layout
 from pyps_client.torch.looks import all_finite, all_fit, surely_fit
 from pyps_wire.allocator import give_back_free_memory
+from pyps_wire.codecs import Codec
 
 # So much of freed gradients is worth to be given back to the system.
 LARGE_BYTES = 16 << 20
@@ -34,7 +35,7 @@ class GradientBuffer:
     moved at all.
     """
 
-    def __init__(self, layout: Layout, vectors: list[npt.NDArray[Any]], *, codec: int | None = None) -> None:
+    def __init__(self, layout: Layout, vectors: list[npt.NDArray[Any]], *, codec: Codec | None = None) -> None:
         """`vectors`: one a group, float32, float16, or uint16 (bfloat16's bits).
 
         `codec`: what the session converts them to, where they do not travel as they are.
@@ -45,7 +46,7 @@ class GradientBuffer:
         self._host = [tensor_over(vector) for vector in vectors]
         self._dtype = self._host[0].dtype
         # The type that must hold the numbers in the end.
-        self.wire_dtype = self._dtype if codec is None else DTYPES[codec]
+        self.wire_dtype = (codec and torch_dtype(codec)) or self._dtype
         self._flat = [self._block_buffer(block) for block in layout.blocks]
         # Converted on the device, so that only the wire's type crosses the bus.
         self._wire = [

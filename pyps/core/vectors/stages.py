@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pyps import _kernels
-from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import Codec, item_bytes
+from pyps.core.arrays import Floats
+from pyps.core.gradient import decoded
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import BadRequest, NoRoom, NotFinite, WrongSize
 
 
@@ -23,7 +23,7 @@ class StagePart:
     shard_id: int
     # How many shards the stage has on this server.
     num_shards: int
-    codec: int
+    codec: Codec
     payload: bytes | memoryview
 
 
@@ -104,24 +104,18 @@ class Stages:
             )
         if part.stage_id == 0:
             raise BadRequest("a stage came with stage_id 0; expected the lease of its first portion")
-        if part.codec not in tuple(Codec):
-            raise BadRequest(f"codec is {part.codec}; expected FLOAT32 (1), FLOAT16 (2) or BFLOAT16 (3)")
-        size, expected = memoryview(part.payload).nbytes, length * item_bytes(part.codec)
-        if size != expected:
-            raise WrongSize(
-                f"stage {part.stage_id}, shard {part.shard_id}: the payload is {size} bytes long; {length} parameters "
-                f"as {Codec(part.codec).name.lower()} are {expected} bytes"
-            )
+        try:
+            part.codec.require_count(part.payload, length)
+        except WrongSize as error:
+            raise WrongSize(f"stage {part.stage_id}, shard {part.shard_id}: {error}") from None
 
     def _decoded(self, part: StagePart) -> Floats:
-        index = _kernels.first_non_finite(part.payload, part.codec)
+        values, index = decoded(part.payload, part.codec, count=self._lengths[part.shard_id])
         if index >= 0:
             raise NotFinite(
                 f"stage {part.stage_id} holds NaN or infinity for parameter {index} of shard {part.shard_id}: deliver "
                 "a loss that is not finite, and stage nothing"
             )
-        values = aligned_zeros(self._lengths[part.shard_id])
-        _kernels.decode(part.payload, part.codec, values)
         return values
 
     # What follows is called under the lock.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from pyps.core.gradient import Finding, Gradient, first_of, item_bytes, require_few_extents
+from pyps.core.gradient import Finding, Gradient, first_of, require_few_extents
 from pyps.core.plan import PushPlan
 from pyps.core.shard import Pushed, Shard
 from pyps.run.handshake import RunState
@@ -122,7 +122,7 @@ class Exchange:
     def copied_bytes(self) -> int:
         """The bytes that are copied, as they do not lie together."""
         gradients = [part.plan.gradient for part in self.parts]
-        return sum(item_bytes(each.codec) * sum(extent.length for extent in each.extents) for each in gradients)
+        return sum(each.codec.bytes_of(sum(extent.length for extent in each.extents)) for each in gradients)
 
     def scan_all(self) -> None:
         """Looks through every part; one alone that lies together is looked through when it is pushed."""
@@ -168,7 +168,7 @@ class Exchange:
             if version is not None:
                 answered.version = version
                 answered.epoch = receipt.epoch
-                answered.codec = int(self._attachment.codec)  # type: ignore[assignment]
+                answered.codec = self._attachment.codec  # type: ignore[assignment]
         return reply
 
 
@@ -239,8 +239,8 @@ class Pull:
         num_bytes = 0
         for shard_id, version in sorted(self._versions.items()):
             written = reply.pulled.shards.add(shard_id=shard_id, version=version, epoch=epoch)
-            written.codec = int(codec)  # type: ignore[assignment]
-            num_bytes += item_bytes(codec) * self._attachment.shard(shard_id).length
+            written.codec = codec  # type: ignore[assignment]
+            num_bytes += codec.bytes_of(self._attachment.shard(shard_id).length)
         if num_bytes:
             self._run.statistics.pulled(self._attachment.worker_id, num_bytes, shard_ids=self._versions)
         return reply
@@ -366,9 +366,7 @@ class Requests:
 
 def _together(gradient: Gradient, shard: Shard) -> bytes:
     """The extents' numbers, one behind the other; the gradient's own check looks at the extents more closely."""
-    numbers, extents, size_of_one = gradient.payload, gradient.extents, item_bytes(gradient.codec)
+    numbers, extents, bytes_of = gradient.payload, gradient.extents, gradient.codec.bytes_of
     if sum(extent.length for extent in extents) > shard.length:
         raise WrongSize(f"the extents are longer than shard {shard.shard_id}, which has {shard.length} parameters")
-    return b"".join(
-        numbers[extent.offset * size_of_one : (extent.offset + extent.length) * size_of_one] for extent in extents
-    )
+    return b"".join(numbers[bytes_of(start) : bytes_of(start + length)] for start, length in extents)

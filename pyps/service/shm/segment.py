@@ -13,13 +13,14 @@ from threading import Lock
 from typing import NamedTuple
 
 from pyps import logs
-from pyps.core.gradient import Codec, item_bytes
+from pyps.core.gradient import NATIVE
 from pyps.core.membership import Membership
 from pyps.core.plan import Reply, SharedMemory
 from pyps.core.shard import Shard
 from pyps.service import convert
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
+from pyps_wire.codecs import Codec
 from pyps_wire.contract import GRADIENT_BUFFERS_MAX
 from pyps_wire.errors import BadRequest, NotInitialized
 from pyps_wire.partition import Partition
@@ -282,18 +283,20 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
         if len(vectors.offsets) != len(sizes):
             whose = "the model has" if content.own is content.plan else "the worker's parts of the model have"
             raise BadRequest(f"Attach names {len(vectors.offsets)} vectors; {whose} {len(sizes)} groups")
-        size_of_one = item_bytes(convert.codec_from(vectors.codec))
+        codec = convert.codec_from(vectors.codec)
+        codec.require_divisible()
+        if codec not in NATIVE:
+            raise BadRequest(f"this server's kernels do not read {codec.name} in shared memory: send it by gRPC")
         for offset, size in zip(vectors.offsets, sizes, strict=True):
             if size:
-                yield offset, size * size_of_one
+                yield offset, codec.bytes_of(size)
 
 
 def _vectors(vectors: local.LocalVectors, memory: Memory, content: Content) -> Vectors:
     codec = convert.codec_from(vectors.codec)
-    size_of_one = item_bytes(codec)
     shards = {
         shard.shard_id: memory.view(
-            vectors.offsets[shard.group] + shard.offset * size_of_one, shard.length * size_of_one
+            vectors.offsets[shard.group] + codec.bytes_of(shard.offset), codec.bytes_of(shard.length)
         )
         for shard in content.own.of_server(content.server_index)
     }

@@ -16,8 +16,8 @@ from pyps_client.intake import Held, Intake
 from pyps_client.launch import Launch
 from pyps_client.parking import Parking
 from pyps_client.pulling import IncomingPull
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import (
-    CODEC_FLOAT32,
     OUTCOME_PENDING,
     OUTCOME_REJECTED,
     REASON_REPEATED,
@@ -160,14 +160,14 @@ def test_nothing_is_wanted_of_an_epoch_that_is_over() -> None:
 def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() -> None:
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
-    intake = Intake([values], Holdings(PLAN).of_server[0], codec=CODEC_FLOAT32, name="server 0")
+    intake = Intake([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
     pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, parking=Parking(0.0))
 
     def read(*_: object, **__: object) -> Iterator[bytes]:
         # A heartbeat's.
         connection.epoch = 2
         for shard in PLAN.of_server(0):
-            header = Parameters(shard_id=shard.shard_id, epoch=1, version=3, codec=CODEC_FLOAT32)
+            header = Parameters(shard_id=shard.shard_id, epoch=1, version=3, codec=FLOAT32)
             yield join(header, values[: shard.length].view(np.uint8).data)
 
     assert pull(cast(Channel, SimpleNamespace(read=read)), threading.Event()) == set(ON_FIRST)

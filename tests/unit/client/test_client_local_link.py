@@ -14,7 +14,8 @@ from pyps_client.lent import Layout, Lending, segment_bytes
 from pyps_client.local_link import LocalLink, LocalLost
 from pyps_client.retry import Busy
 from pyps_client.segment import Segment
-from pyps_wire.common_pb2 import CODEC_FLOAT32, Sender
+from pyps_wire.codecs import FLOAT32
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError, UnknownWorker, WaitTimedOut
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
 from pyps_wire.parameter_server_pb2 import LocalTransport
@@ -157,7 +158,7 @@ def test_who_would_wait_for_a_held_request_is_sent_elsewhere_and_who_waits_for_a
 
 
 def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
-    layout = Layout(Model((Tensor("a", (10,)),)), CODEC_FLOAT32, CODEC_FLOAT32, 1)
+    layout = Layout(Model((Tensor("a", (10,)),)), FLOAT32, FLOAT32, 1)
     lending = Lending(layout, Segment(segment_bytes(layout)))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("")

@@ -18,11 +18,8 @@ from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.conversion import TorchConverter
 from pyps_client.vectors import check_vectors
-from pyps_wire.codecs import dtype_of, encode
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import (
-    CODEC_BFLOAT16,
-    CODEC_FLOAT16,
-    CODEC_FLOAT32,
     PAYLOAD_KIND_DELTA,
     PAYLOAD_KIND_GRADIENT,
     PAYLOAD_KIND_NOTHING,
@@ -42,7 +39,7 @@ GRADIENT = [PAYLOAD_KIND_GRADIENT]
 
 def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> OutgoingPush:
     """A push of the third gradient, computed on versions 5 and 6."""
-    codec = described.pop("codec", CODEC_FLOAT32)
+    codec = described.pop("codec", FLOAT32)
     versions = {0: 5, 1: 6}
     settings = {"kinds": GRADIENT * len(vectors), "learning_rates": {}} | described
     request = PushRequest(sequence=3, codec=codec)
@@ -72,7 +69,7 @@ def test_neighbours_are_one_extent_and_a_shard_with_nothing_present_is_told_apar
 
 def test_frames_hold_the_present_numbers_only() -> None:
     parts = pushed_parts(PLAN, 0, present=[True, False, True, False])
-    for codec, dtype in ((CODEC_FLOAT32, np.float32), (CODEC_FLOAT16, np.float16)):
+    for codec, dtype in ((FLOAT32, np.float32), (FLOAT16, np.float16)):
         push = push_of(parts, [np.arange(64, dtype=dtype)], codec=codec, kinds=[PAYLOAD_KIND_DELTA])
 
         headers, payloads = zip(*frames_of(push, parts), strict=True)
@@ -89,23 +86,23 @@ def test_frames_hold_the_present_numbers_only() -> None:
 def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
     random = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     parts = pushed_parts(PLAN, 0, present=[True, False, True, True])
-    for codec, converter in product([CODEC_FLOAT16, CODEC_BFLOAT16], [NUMPY, TorchConverter()]):
-        words = np.frombuffer(encode(random, codec), np.uint16)
+    for codec, converter in product([FLOAT16, BFLOAT16], [NUMPY, TorchConverter()]):
+        words = np.frombuffer(codec.encode(random), np.uint16)
         frames = frames_of(push_of(parts, [random], codec=codec, converter=converter), parts)
         payloads = [np.frombuffer(payload, np.uint16) for _, payload in frames]
         np.testing.assert_array_equal(payloads[0], [*words[:10], *words[20:32]])
         np.testing.assert_array_equal(payloads[1], words[32:])
         # The norm is that of what travels, whoever converts it.
         norm = norm_of(parts, [random], codec=codec, kinds=GRADIENT, converter=converter)
-        assert norm == norm_of(parts, [words.view(dtype_of(codec))], codec=codec, kinds=GRADIENT)
+        assert norm == norm_of(parts, [words.view(codec.dtype)], codec=codec, kinds=GRADIENT)
 
         vector = np.full(64, 9.0, np.float32)
         intake = Intake([vector], Held(PLAN.of_server(0)), codec=codec, name="server 0", converter=converter)
         sent = np.arange(32, dtype=np.float32)
-        intake.write(1, codec, encode(sent, codec))
+        intake.write(1, codec, codec.encode(sent))
         np.testing.assert_array_equal(vector, [*[9.0] * 32, *sent])
         with pytest.raises(WrongSize, match="sent 62 bytes of parameters of shard 0; expected 64"):
-            intake.write(0, codec, encode(sent[1:], codec))
+            intake.write(0, codec, codec.encode(sent[1:]))
 
 
 def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same() -> None:
@@ -125,8 +122,8 @@ def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors() 
     plan = partition(model, num_servers=2)
     parts = [part for server in range(2) for part in pushed_parts(plan, server, present=[True, False, True])]
     numbers = [np.array([1, 2, 4, 100, 100], np.float32), np.array([8, 8], np.float32)]
-    for codec in (CODEC_FLOAT32, CODEC_FLOAT16, CODEC_BFLOAT16):
-        vectors = [np.frombuffer(encode(values, codec), dtype_of(codec)) for values in numbers]
+    for codec in (FLOAT32, FLOAT16, BFLOAT16):
+        vectors = [np.frombuffer(codec.encode(values), codec.dtype) for values in numbers]
         both = norm_of(parts, vectors, codec=codec, kinds=GRADIENT * 2)
         first = norm_of(parts, vectors, codec=codec, kinds=[PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_DELTA])
         assert both == pytest.approx(math.sqrt(1 + 4 + 16 + 64 + 64))
@@ -134,7 +131,7 @@ def test_the_norm_is_that_of_the_whole_push_without_deltas_and_absent_tensors() 
     # Nor do squares of large numbers overflow.
     plan = partition(Model((Tensor("a", (2,)),)), num_servers=1)
     large = [np.array([3e30, 4e30], np.float32)]
-    norm = norm_of(pushed_parts(plan, 0, present=None), large, codec=CODEC_FLOAT32, kinds=GRADIENT)
+    norm = norm_of(pushed_parts(plan, 0, present=None), large, codec=FLOAT32, kinds=GRADIENT)
     assert norm == pytest.approx(5e30)
 
 

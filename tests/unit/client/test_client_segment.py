@@ -15,12 +15,12 @@ import pytest
 
 from pyps_client.lent import ALIGNMENT_BYTES, Layout, Lending, segment_bytes
 from pyps_client.segment import Segment
-from pyps_wire.codecs import dtype_of
-from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_FLOAT32, Sender
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.partition import Model, Tensor
 
 MODEL = Model((Tensor("a", (1000,)), Tensor("empty", (0,), 1), Tensor("b", (7,), 2)))
-LAYOUT = Layout(MODEL, CODEC_BFLOAT16, CODEC_FLOAT32, 2)
+LAYOUT = Layout(MODEL, BFLOAT16, FLOAT32, 2)
 
 
 @pytest.fixture(params=["segment", "own memory"])
@@ -31,8 +31,8 @@ def lending(request: pytest.FixtureRequest) -> Lending:
 def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending) -> None:
     lent = lending.lent
     assert [[vector.size for vector in vectors] for vectors in (lent.parameters, *lent.gradients)] == [[1000, 0, 7]] * 3
-    assert {vector.dtype for vector in lent.parameters} == {dtype_of(CODEC_FLOAT32)}
-    assert {vector.dtype for vectors in lent.gradients for vector in vectors} == {dtype_of(CODEC_BFLOAT16)}
+    assert {vector.dtype for vector in lent.parameters} == {FLOAT32.dtype}
+    assert {vector.dtype for vectors in lent.gradients for vector in vectors} == {BFLOAT16.dtype}
     everything = [vector for vectors in (lent.parameters, *lent.gradients) for vector in vectors if vector.size]
     for number, vector in enumerate(everything, start=1):
         assert vector.ctypes.data % ALIGNMENT_BYTES == 0
@@ -43,11 +43,11 @@ def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending
 
 
 def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way() -> None:
-    layout = Layout(MODEL, CODEC_BFLOAT16, CODEC_FLOAT16, 2, converts=True)
+    layout = Layout(MODEL, BFLOAT16, FLOAT16, 2, converts=True)
     own, shared = Lending(layout).lent, Lending(layout, Segment(segment_bytes(layout))).lent
     dtypes = [{vector.dtype.name for vector in (*lent.parameters, *lent.gradients[0])} for lent in (own, shared)]
     assert dtypes == [{"float32"}, {"float16", "uint16"}]
-    assert (own.converted_to, shared.converted_to) == (CODEC_BFLOAT16, None)
+    assert (own.converted_to, shared.converted_to) == (BFLOAT16, None)
 
 
 def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lending) -> None:
@@ -76,7 +76,7 @@ def test_the_request_to_attach_says_where_the_numbers_are() -> None:
     gradient = np.frombuffer(whole, np.uint16, 1000, attach.gradients[1].offsets[0])
     assert set(gradient.tolist()) == {0x3F80}
     assert np.frombuffer(whole, np.float32, 7, attach.parameters.offsets[2]).tolist() == [0.5] * 7
-    assert (attach.gradients[0].codec, attach.parameters.codec) == (CODEC_BFLOAT16, CODEC_FLOAT32)
+    assert (attach.gradients[0].codec, attach.parameters.codec) == (BFLOAT16, FLOAT32)
 
 
 def test_a_segment_can_neither_shrink_nor_grow_and_goes_with_its_last_vector() -> None:

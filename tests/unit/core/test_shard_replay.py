@@ -9,12 +9,13 @@ from functools import partial
 import numpy as np
 
 from pyps.core.behaviour import Behaviour
-from pyps.core.gradient import Codec, Gradient, PayloadKind
+from pyps.core.gradient import Gradient, PayloadKind
 from pyps.core.recorder import Completed, Configured
 from pyps.core.roster import Roster
 from pyps.core.rules import RULES
 from pyps.core.schedule import BatchGrowth
 from pyps.core.shard import Shard
+from pyps_wire.codecs import FLOAT16
 from shards import (
     Log,
     digest,
@@ -87,7 +88,7 @@ class Scenario:
             return lambda **fields: gradient(values / 100, kind=PayloadKind.DELTA, **fields)
         if kind < 0.3:
             half = values.astype(np.float16).tobytes()
-            return lambda **fields: gradient([], payload=half, codec=Codec.FLOAT16, **fields)
+            return lambda **fields: gradient([], payload=half, codec=FLOAT16, **fields)
         return lambda **fields: gradient(values, **fields)
 
     def change_roster(self) -> None:

@@ -14,12 +14,13 @@ import pytest
 from pyps import _kernels
 from pyps.core import shard as shard_module
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Codec, Extent, Finding, Gradient, item_bytes, scan
+from pyps.core.gradient import Extent, Finding, Gradient, scan
 from pyps.core.plan import Reply
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Event, Pulled, Pushed
 from pyps.core.shard import Shard
 from pyps.core.shard_state import PendingBudget
+from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.errors import BadRequest
 from shards import Log, floats, gradient, make_behaviour, make_shard, nothing, pull, push, roster
 
@@ -47,7 +48,7 @@ class Exchanged:
         assert self.came
         assert self.memory[:MARGIN] + self.memory[-MARGIN:] == b"\xaa" * 2 * MARGIN
         numbers = memoryview(self.memory)[MARGIN:-MARGIN]
-        values = np.zeros(len(numbers) // item_bytes(self.codec), np.float32)
+        values = np.zeros(len(numbers) // self.codec.bytes_of(1), np.float32)
         _kernels.decode(numbers, self.codec, values)
         return values
 
@@ -57,10 +58,10 @@ def exchange(
     pushed: Gradient,
     *workers: str,
     held_version: int = -1,
-    codec: Codec = Codec.FLOAT32,
+    codec: Codec = FLOAT32,
     **others: Any,
 ) -> Exchanged:
-    memory = bytearray(b"\xaa" * (shard.length * item_bytes(codec) + 2 * MARGIN))
+    memory = bytearray(b"\xaa" * (codec.bytes_of(shard.length) + 2 * MARGIN))
     reply = Reply(memory, MARGIN, codec)
     made = shard.push(pushed, roster=roster(*workers), reply=reply, held_version=held_version, **others)
     return Exchanged(made, memory, codec)
@@ -86,7 +87,7 @@ class Meddling(Log):
 
 
 def test_a_push_that_is_an_update_brings_back_what_it_made_and_makes_what_it_would_without_an_answer() -> None:
-    for rule, codec in itertools.product(("sgd", "adagrad", "adam"), Codec):
+    for rule, codec in itertools.product(("sgd", "adagrad", "adam"), CODECS.values()):
         alone, shard = (make_shard(np.linspace(-1, 1, 777), rule=rule) for _ in range(2))
         for sequence in range(2):
             pushed = gradient(np.linspace(0.1, 2, 777), sequence=sequence, base_version=sequence)

@@ -10,11 +10,12 @@ import pytest
 from pyps import _kernels
 from pyps.core.aggregation import Contribution, Part
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps.core.gradient import Codec, Extent, PayloadKind
+from pyps.core.gradient import Extent, PayloadKind
 from pyps.core.plan import Reply
 from pyps.core.rules import RULES, validate
 from pyps.core.staleness import Weighing
 from pyps.core.update import Target, apply_update
+from pyps_wire.codecs import CODECS, FLOAT16, FLOAT32
 from shards import floats, gradient
 
 
@@ -106,7 +107,7 @@ def test_gradients_are_cut_at_each_others_borders() -> None:
     random = np.random.default_rng(0)
     for _ in range(50):
         parts, expected = [], np.zeros(40)
-        for codec, dtype in ((Codec.FLOAT32, np.float32), (Codec.FLOAT16, np.float16), (Codec.FLOAT32, np.float32)):
+        for codec, dtype in ((FLOAT32, np.float32), (FLOAT16, np.float16), (FLOAT32, np.float32)):
             borders = np.sort(random.choice(41, 2 * random.integers(1, 5), replace=False)).reshape(-1, 2)
             extents = tuple(Extent(int(start), int(end - start)) for start, end in borders)
             values = random.integers(-8, 8, sum(length for _, length in extents)).astype(dtype)
@@ -141,7 +142,7 @@ def test_a_reply_holds_what_the_whole_update_made() -> None:
         "nothing": [part([], kind=PayloadKind.NOTHING)],
     }
     settled = validate("sgd", {"learning_rate": 1.0})
-    for (name, parts), codec in itertools.product(cases.items(), Codec):
+    for (name, parts), codec in itertools.product(cases.items(), CODECS.values()):
         target = Target(floats(7.0, 8.0, 9.0), {}, RULES["sgd"], settled, rate=1.0, version=0)
         buffer = bytearray(3 + 4 * 3)
         left_out = apply_update(target, parts, reply=Reply(buffer, 3, codec))

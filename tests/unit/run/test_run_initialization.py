@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps.core.gradient import Codec
 from pyps.core.shard import Shard
 from pyps.run.handshake import Greeting, Opening
 from pyps.run_header import RunHeader
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import Superseded
 from pyps_wire.partition import partition
 from shards import MODEL, make_run
@@ -33,8 +33,8 @@ def test_an_initialisation_begun_anew_takes_the_place_of_the_one_before() -> Non
     for shard in partition(MODEL, num_servers=1).of_server(0):
         payload = memoryview(bytes(4 * shard.length))
         with pytest.raises(Superseded, match="anew"):
-            first.add(shard.shard_id, Codec.FLOAT32, payload)
-        anew.add(shard.shard_id, Codec.FLOAT32, payload)
+            first.add(shard.shard_id, FLOAT32, payload)
+        anew.add(shard.shard_id, FLOAT32, payload)
     run.commit(anew)
     assert run.shards
 
@@ -58,7 +58,7 @@ def test_others_are_answered_while_an_update_log_takes_the_first_parameters() ->
     initialization = run.begin_initialize(opening)
     assert initialization is not None
     for shard in partition(MODEL, num_servers=1).of_server(0):
-        initialization.add(shard.shard_id, Codec.FLOAT32, memoryview(bytes(4 * shard.length)))
+        initialization.add(shard.shard_id, FLOAT32, memoryview(bytes(4 * shard.length)))
     with ThreadPoolExecutor(2) as pool:
         committing = pool.submit(run.commit, initialization)
         assert log.asked.wait(DEADLINE_SECONDS)

@@ -12,6 +12,7 @@ from pyps.core.gradient import Gradient
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome
 from pyps.run.handshake import Greeting, Opening
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
 from pyps_wire.partition import partition
 from replicas import CUT
@@ -50,7 +51,7 @@ class Replicas(RunDriver):
         initialization = self.run.begin_initialize(opening)
         assert initialization is not None
         for shard in PLAN.of_parts({part}).shards:
-            initialization.add(shard.shard_id, 1, memoryview(np.zeros(shard.length, np.float32).tobytes()))
+            initialization.add(shard.shard_id, FLOAT32, memoryview(np.zeros(shard.length, np.float32).tobytes()))
         self.run.commit(initialization)
 
     def push(self, name: str, part: int, version: int = 0, life: int = 1) -> list[Outcome]:
@@ -59,7 +60,7 @@ class Replicas(RunDriver):
         outcomes = []
         for shard in PLAN.of_parts({part}).shards:
             payload = np.ones(shard.length, np.float32).tobytes()
-            gradient = Gradient(f"{name}/{part}", life, self._sequence, version, 0, 1, payload, example_count=1)
+            gradient = Gradient(f"{name}/{part}", life, self._sequence, version, 0, FLOAT32, payload, example_count=1)
             outcomes.append(self.run.push(PushPlan(shard.shard_id, gradient), run_id="r").receipt.outcome)
         return outcomes
 

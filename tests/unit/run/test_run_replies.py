@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from pyps.core.arrays import Floats
-from pyps.core.gradient import Codec, Finding, Gradient, first_of
+from pyps.core.gradient import Finding, Gradient, first_of
 from pyps.core.plan import PushPlan, Reply
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.recorder import Pulled
 from pyps.storage.replay import ShardLog, log_paths, replay
 from pyps.storage.update_log import UpdateLog
+from pyps_wire.codecs import FLOAT32
 from pyps_wire.errors import BadRequest, RunMismatch
 from shards import SHARD_SIZE, serving
 
@@ -23,12 +24,12 @@ class Wish:
 
     def __init__(self) -> None:
         self.parameters = np.full(SHARD_SIZE, np.nan, np.float32)
-        self.reply = Reply(self.parameters.view(np.uint8).data, 0, Codec.FLOAT32)
+        self.reply = Reply(self.parameters.view(np.uint8).data, 0, FLOAT32)
 
 
 def gradient(memory: Floats, sequence: int = 1, *, volatile: bool = True, base_version: int = 0) -> Gradient:
     payload = memory.view(np.uint8).data
-    return Gradient("a", 1, sequence, base_version, 0, Codec.FLOAT32, payload, volatile=volatile)
+    return Gradient("a", 1, sequence, base_version, 0, FLOAT32, payload, volatile=volatile)
 
 
 def ones() -> Floats:

@@ -6,10 +6,9 @@ from itertools import product
 import numpy as np
 
 from pyps_client.torch.conversion import TorchConverter
-from pyps_wire.codecs import decode, encode
-from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_FLOAT32
+from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 
-HALVES = [CODEC_FLOAT16, CODEC_BFLOAT16]
+HALVES = [FLOAT16, BFLOAT16]
 CONVERTER = TorchConverter()
 
 
@@ -34,19 +33,19 @@ def test_it_rounds_as_numpy_does_and_nan_stays_nan() -> None:
     values, nothing = awkward_values(), np.zeros(0, np.float32)
     nans = np.array([0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF], np.uint32).view(np.float32)
     for codec in HALVES:
-        assert bytes(CONVERTER.encode(values, codec)) == bytes(encode(values, codec))
-        assert np.isnan(decode(CONVERTER.encode(nans, codec), codec)).all()
+        assert bytes(CONVERTER.encode(values, codec)) == bytes(codec.encode(values))
+        assert np.isnan(codec.decode(CONVERTER.encode(nans, codec), len(nans))).all()
         assert bytes(CONVERTER.encode(nothing, codec)) == b""
         CONVERTER.decode(memoryview(b""), codec, nothing)
 
 
 def test_what_came_is_read_at_any_alignment() -> None:
     values = np.random.default_rng(1).standard_normal(1003).astype(np.float32)
-    for codec, offset in product([CODEC_FLOAT32, *HALVES], range(5)):
-        message = bytes(offset) + bytes(encode(values, codec))
+    for codec, offset in product([FLOAT32, *HALVES], range(5)):
+        message = bytes(offset) + bytes(codec.encode(values))
         vector = np.full(1010, 5.0, np.float32)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             CONVERTER.decode(memoryview(message)[offset:], codec, vector[4:1007])
-        np.testing.assert_array_equal(vector[4:1007], decode(encode(values, codec), codec))
+        np.testing.assert_array_equal(vector[4:1007], codec.decode(codec.encode(values), len(values)))
         assert set(vector[:4]) | set(vector[1007:]) == {5.0}

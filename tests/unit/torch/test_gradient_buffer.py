@@ -7,7 +7,7 @@ import torch
 from client_support import lent_for
 from pyps_client.torch.gradient_buffer import LARGE_BYTES, GradientBuffer
 from pyps_client.torch.layout import Layout, plan
-from pyps_wire.common_pb2 import CODEC_BFLOAT16, CODEC_FLOAT16
+from pyps_wire.codecs import BFLOAT16, FLOAT16
 
 VERSIONS = {0: 7}
 
@@ -168,7 +168,7 @@ def test_one_look_answers_both_questions_and_the_next_minibatch_asks_anew(codec,
         assert buffer.are_finite() and buffer.seal()
 
 
-@pytest.mark.parametrize(("codec", "large"), [(CODEC_FLOAT16, 65520.0), (CODEC_BFLOAT16, 3.3961776e38)])
+@pytest.mark.parametrize(("codec", "large"), [(FLOAT16, 65520.0), (BFLOAT16, 3.3961776e38)])
 def test_what_is_converted_on_its_way_gathers_in_place_and_must_fit_all_the_same(codec, large) -> None:
     model = linear()
     layout = layout_of(model)

@@ -1,0 +1,104 @@
+"""A codec that neither kernels nor torch know: a name, a number and two conversions are all that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from client_support import make_client
+from pyps.core.arrays import Floats
+from pyps_client import BadRequest, ServerUnavailable
+from pyps_client.torch.conversion import TorchConverter
+from pyps_wire.codecs import CODECS, Codec
+from pyps_wire.partition import Partition
+from support import AnyServer
+
+Start = Callable[..., AnyServer]
+
+
+class ScaledBytes(Codec):
+    """A byte for each number and a float32 scale for each 64: such a payload cannot be cut anywhere."""
+
+    def encode(self, values: Floats) -> memoryview:
+        scales = np.abs(self._blocks(values)).max(axis=1) / np.float32(127)
+        numbers = np.rint(self._blocks(values) / np.maximum(scales, np.float32(1e-30))[:, None]).astype(np.int8)
+        return memoryview(scales.tobytes() + numbers.reshape(-1)[: values.size].tobytes())
+
+    def decode_into(self, payload: bytes | memoryview, place: Floats) -> None:
+        self.require_count(payload, place.size)
+        num_scales = -(-place.size // 64)
+        scales = np.frombuffer(payload, np.float32, num_scales)
+        place[:] = np.frombuffer(payload, np.int8, offset=4 * num_scales) * np.repeat(scales, 64)[: place.size]
+
+    def _blocks(self, values: Floats) -> Floats:
+        return np.pad(values, (0, -values.size % 64)).reshape(-1, 64)
+
+
+CODEC = ScaledBytes(4711, "scaled_bytes", lambda count: count + 4 * -(-count // 64))
+# The second of its five shards has a piece of both.
+TENSORS = {name: np.asarray(np.random.default_rng(1).standard_normal(size), np.float32) for name, size in
+           (("first", 1500), ("second", 2700))}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, CODEC, CODEC)
+
+
+def options(**more: object) -> dict[str, object]:
+    sgd = ("sgd", {"learning_rate": 0.5})
+    return {"tensors": TENSORS, "optimizer": sgd, "codec": CODEC.name, "pull_codec": CODEC.name, **more}
+
+
+def travelled(values: Floats, plan: Partition, present: slice = slice(None)) -> Floats:
+    """What comes out at the other end, shard by shard; of numbers that are absent zeros."""
+    arrived, is_present = np.zeros_like(values), np.zeros(values.size, np.bool_)
+    is_present[present] = True
+    for shard in plan.shards:
+        place = np.flatnonzero(is_present[shard.offset : shard.offset + shard.length]) + shard.offset
+        arrived[place] = CODEC.decode(CODEC.encode(values[place]), place.size)
+    return arrived
+
+
+def flat(tensors: dict[str, Floats]) -> Floats:
+    return np.concatenate([tensors["first"], tensors["second"]])
+
+
+def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server: Start) -> None:
+    gradient = {name: np.sin(tensor) for name, tensor in TENSORS.items()}
+    for protocol in ("async", "asgd:mutex=whole"):
+        held = flat(TENSORS)
+        server = start_server("--protocol", protocol, "--staleness", "none", "--clip-norm", "1000")
+        with make_client(server.data, **options()) as client:
+            plan = client.session.partition
+            assert client.session.transport == "grpc"
+            client.push(gradient)
+            held -= np.float32(0.5) * travelled(flat(gradient), plan)
+            np.testing.assert_array_equal(flat(client.pull()), travelled(held, plan), err_msg=protocol)
+            pulled = client.exchange({"first": gradient["first"]})
+            held -= np.float32(0.5) * travelled(flat(gradient), plan, slice(1500))
+            np.testing.assert_array_equal(flat(pulled), travelled(held, plan), err_msg=protocol)
+            np.testing.assert_array_equal(flat(client.snapshot()), held, err_msg=protocol)
+
+
+def test_torch_leaves_to_the_codec_what_it_has_no_type_for() -> None:
+    values, place = np.sin(np.arange(100, dtype=np.float32)), np.empty(100, np.float32)
+    payload = TorchConverter().encode(values, CODEC)
+    assert bytes(payload) == bytes(CODEC.encode(values))
+    TorchConverter().decode(payload, CODEC, place)
+    np.testing.assert_array_equal(place, CODEC.decode(payload, 100))
+
+
+def test_it_does_not_lie_in_shared_memory(start_server: Start) -> None:
+    with pytest.raises(ServerUnavailable, match="scaled_bytes does not write each number by itself"):
+        make_client(start_server().data, **options(transport="shm"))
+
+
+def test_state_from_push_to_push_is_refused_as_no_session_keeps_it(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScaledBytes, "stateful", True)
+    with pytest.raises(BadRequest, match="scaled_bytes carries state"):
+        make_client(start_server().data, **options())
