@@ -21,7 +21,7 @@ from pyps_client.peers import ALONE, Peers, agreed, led
 from pyps_client.retry import LinkLost, RetryPolicy
 from pyps_client.shareable import check_shareable
 from pyps_client.version import SOFTWARE
-from pyps_wire.codecs import CODECS, FLOAT32, Codec
+from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_names
 from pyps_wire.common_pb2 import (
     ROLE_OBSERVER,
     ROLE_WORKER,
@@ -33,6 +33,7 @@ from pyps_wire.common_pb2 import (
 )
 from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import (
+    BadRequest,
     LimitExceeded,
     PypsError,
     RunFinished,
@@ -124,7 +125,8 @@ class Handshake:
     ) -> HelloReply:
         """Says Hello once, as an observer where it only asks.
 
-        LimitExceeded where the server takes no message as long as the model's shards.
+        BadRequest where the server does not know how numbers travel, LimitExceeded where it takes no message as long as
+        the model's shards.
         """
         request = self._request(connection.index)
         if asks_only:
@@ -135,6 +137,7 @@ class Handshake:
         if request.role == ROLE_WORKER:
             self._greeted(connection, reply)
         if self._partition is not None:
+            _check_codecs(connection, reply, self._codecs)
             _check_limits(connection, reply, self._partition, self._codecs)
         connection.epoch = reply.epoch
         return reply
@@ -297,6 +300,20 @@ class Handshake:
             if self._partition is not self._whole:
                 request.parts.extend(sorted(set(self._partition.model.group_parts)))
         return request
+
+
+def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec, Codec]) -> None:
+    """Refuses a server that does not say that it knows how gradients and parameters are to travel."""
+    theirs = frozenset[int](reply.codecs)
+    settings = (("gradients", "PYPS_CODEC"), ("parameters", "PYPS_PULL_CODEC"))
+    for codec, (what, setting) in zip(codecs, settings, strict=True):
+        if codec not in theirs:
+            shared = ", ".join(mine.name for mine in CODECS.values() if mine in theirs) or "none of them"
+            raise BadRequest(
+                f"{connection.name} ({reply.software}) does not know codec {codec.name}, in which {what} are to travel "
+                f"({setting}, or the argument for it). This worker knows {', '.join(codec_names())}; the server "
+                f"{shared} of these: choose one that both know, or install one version of pyps on both."
+            )
 
 
 def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:

@@ -78,7 +78,7 @@ class Session(InForce):
         hold all of the model.
 
         `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written; `pull_codec`, how pulled ones
-        are. None takes the launch's.
+        are. None takes the launch's. BadRequest where a server does not know one of them.
         """
         process_hooks.install_where_asked()
         self.launch = launch

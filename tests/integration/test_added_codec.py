@@ -96,6 +96,18 @@ def test_it_does_not_lie_in_shared_memory(start_server: Start) -> None:
         make_client(start_server().data, **options(transport="shm"))
 
 
+@pytest.mark.parametrize("setting", ["codec", "pull_codec"])
+def test_a_server_that_does_not_know_it_is_refused_with_what_both_know(
+    start_server_process: Start, setting: str
+) -> None:
+    others = {"codec": "float32", "pull_codec": "float32", setting: CODEC.name}
+    with pytest.raises(BadRequest) as refused:
+        make_client(start_server_process().data, **options(**others))
+    what = {"codec": "gradients", "pull_codec": "parameters"}[setting]
+    refused.match(rf"does not know codec scaled_bytes, in which {what} are to travel \(PYPS_{setting.upper()}, ")
+    refused.match("This worker knows float32, float16, bfloat16, scaled_bytes; the server float32, float16, bfloat16 ")
+
+
 def test_state_from_push_to_push_is_refused_as_no_session_keeps_it(
     start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
