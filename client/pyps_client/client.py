@@ -225,7 +225,7 @@ class Client:
         """Looks at what would be sent: float16 may have made an infinity of a large number."""
         for name, gradient in gradients.items():
             tensor, offset = self._offsets[name]
-            flat = first_non_finite(self._gradient[offset : offset + tensor.size])
+            flat = first_non_finite(self._gradient[offset : offset + tensor.size], self._codec)
             if flat is not None:
                 index = tuple(int(i) for i in np.unravel_index(flat, tensor.shape))
                 self._finite.skipped(name, index, float(gradient[index]))

@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.log import logger
+from pyps_wire.codecs import Codec
 from pyps_wire.errors import NotFinite
 
 SKIPS_MAX = 10
 
 
-def first_non_finite(values: npt.NDArray[Any]) -> int | None:
-    """Flat index of the first NaN or infinity, None where all are finite. uint16 holds bfloat16 bits."""
+def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
+    """Flat index of the first NaN or infinity, None where all are finite. Words that are no floats are the codec's."""
     flat = values.reshape(-1)
-    if flat.dtype == np.uint16:
-        suspects = np.flatnonzero((flat & 0x7F80) == 0x7F80)
-        return int(suspects[0]) if suspects.size else None
+    if flat.dtype.kind != "f":
+        flat = codec.decode(flat.view(np.uint8).data, flat.size)
     # A finite sum proves finite terms, in one pass without memory. The sum of finite terms may overflow: then
     # look closer.
     with np.errstate(all="ignore"):
@@ -26,11 +26,6 @@ def first_non_finite(values: npt.NDArray[Any]) -> int | None:
             return None
     suspects = np.flatnonzero(~np.isfinite(flat))
     return int(suspects[0]) if suspects.size else None
-
-
-def nan_of(dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """One NaN of that type; uint16 holds bfloat16 bits."""
-    return np.array(0x7FC0 if dtype == np.uint16 else np.nan, dtype)
 
 
 class FiniteGuard:

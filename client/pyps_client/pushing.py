@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection, call_seconds
 from pyps_client.conversion import NUMPY, Converter
-from pyps_client.finite import first_non_finite, nan_of
+from pyps_client.finite import first_non_finite
 from pyps_client.intake import Intake
 from pyps_client.learning_rates import GroupRate
 from pyps_client.process_hooks import keep_large_blocks
@@ -168,9 +168,9 @@ class OutgoingPush:
         By gRPC it would look at each by itself and apply the others.
         """
         numbers = [_present_values(self._vectors, shard, extents) for shard, extents in parts if extents is not None]
-        if all(first_non_finite(values) is None for values in numbers):
+        if all(first_non_finite(values, self._codec) is None for values in numbers):
             return parts
-        self._vectors = [np.broadcast_to(nan_of(vector.dtype), vector.shape) for vector in self._vectors]
+        self._vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self._vectors]
         return [(shard, None if extents is None else ((0, 1),)) for shard, extents in parts]
 
     def _send_locally(self, link: Link, parts: Sequence[Part], timeout_seconds: float) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pyps_client.finite import FiniteGuard, first_non_finite
+from pyps_wire.codecs import BFLOAT16
 from pyps_wire.errors import NotFinite
 
 
@@ -16,15 +17,15 @@ def test_the_first_bad_value_is_found_wherever_it_stands() -> None:
             gradient[index:] = value
             bfloat16 = (gradient.view(np.uint32) >> 16).astype(np.uint16)
             for words in (gradient, gradient.astype(np.float16), bfloat16):
-                assert first_non_finite(words) == index, (value, words.dtype)
+                assert first_non_finite(words, BFLOAT16) == index, (value, words.dtype)
     # In a sum they would cancel.
-    assert first_non_finite(np.array([1, np.inf, -np.inf], np.float32)) == 1
+    assert first_non_finite(np.array([1, np.inf, -np.inf], np.float32), BFLOAT16) == 1
 
 
 def test_large_finite_values_whose_sum_overflows_pass() -> None:
-    assert first_non_finite(np.full(1000, 3e38, np.float32)) is None
-    assert first_non_finite(np.full(1000, 65504, np.float16)) is None
-    assert first_non_finite(np.empty(0, np.float32)) is None
+    assert first_non_finite(np.full(1000, 3e38, np.float32), BFLOAT16) is None
+    assert first_non_finite(np.full(1000, 65504, np.float16), BFLOAT16) is None
+    assert first_non_finite(np.empty(0, np.float32), BFLOAT16) is None
 
 
 def test_ten_in_a_row_end_the_worker_and_a_good_one_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
