@@ -60,7 +60,7 @@ class IncomingPull:
         while self._waiting:
             asked = sorted(self._waiting)
             request = self._request(asked)
-            num_bytes = sum(self._intake.codec.bytes_of(self._held.shards[i].length) for i in asked)
+            num_bytes = self._intake.codec.bytes_of(sum(self._held.shards[i].length for i in asked))
             waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
             timeout_seconds = waited_milliseconds / 1000 + call_seconds(num_bytes)
             before = len(self._changed)

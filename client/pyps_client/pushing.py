@@ -243,9 +243,9 @@ class OutgoingPush:
         return True
 
     def _num_bytes(self, parts: Sequence[Part]) -> int:
-        """Bytes that travel, both ways."""
-        codecs = [self._codec] if self._intake is None else [self._codec, self._intake.codec]
-        return sum(codec.bytes_of(shard.length) for shard, _ in parts for codec in codecs)
+        """About the bytes that travel, both ways."""
+        length = sum(shard.length for shard, _ in parts)
+        return self._codec.bytes_of(length) + (0 if self._intake is None else self._intake.codec.bytes_of(length))
 
 
 def _read_reply(message: bytes) -> tuple[ExchangeReply, memoryview]:

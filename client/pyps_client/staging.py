@@ -87,7 +87,7 @@ class OutgoingStage:
         if not self._shards:
             # More servers than shards.
             return
-        num_bytes = sum(self._codec.bytes_of(shard.length) for shard in self._shards)
+        num_bytes = self._codec.bytes_of(sum(shard.length for shard in self._shards))
         if num_bytes > LARGE_BYTES:
             keep_large_blocks()
         try:
