@@ -27,15 +27,15 @@ class TorchConverter(Converter):
 
     def encode(self, values: npt.NDArray[np.float32], codec: Codec) -> memoryview:
         dtype = torch_dtype(codec)
-        if dtype is None:
+        if dtype is None or not len(values):
             return super().encode(values, codec)
-        return torch.from_numpy(values).to(dtype).view(torch.int16).numpy().data
+        return torch.from_numpy(values).to(dtype).view(torch.uint8).numpy().data
 
     def decode(self, payload: memoryview, codec: Codec, place: npt.NDArray[np.float32]) -> None:
         dtype = torch_dtype(codec)
-        if dtype is None:
+        if dtype is None or not len(place):
             super().decode(payload, codec, place)
-        elif len(place):
+        else:
             torch.from_numpy(place).copy_(_words(payload, dtype))
 
 

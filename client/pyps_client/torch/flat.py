@@ -19,6 +19,8 @@ def tensor_over(vector: npt.NDArray[Any]) -> torch.Tensor:
     """A vector's memory as torch sees it, not copied; uint16 are the bits of bfloat16, which numpy lacks."""
     if vector.dtype == np.uint16:
         return torch.from_numpy(vector.view(np.int16)).view(torch.bfloat16)
+    # Words of another codec would be taken for whole numbers.
+    assert vector.dtype.kind == "f", f"torch has no numbers for words of {vector.dtype}"
     return torch.from_numpy(vector)
 
 
