@@ -219,7 +219,7 @@ bool pad_header(std::size_t header_size, std::size_t room, unsigned char* out) {
   std::memset(padding, 0, gap);
   padding[0] = static_cast<unsigned char>(padding_field_number << 3 | length_delimited);
   if (gap > 2) {
-    padding[1] = static_cast<unsigned char>((gap - 3) & 0x7F | 0x80);
+    padding[1] = static_cast<unsigned char>(((gap - 3) & 0x7F) | 0x80);
     padding[2] = static_cast<unsigned char>((gap - 3) >> 7);
   }
   return true;
