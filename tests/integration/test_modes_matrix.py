@@ -1,8 +1,9 @@
-"""Every protocol, policy and update rule with one and several workers and servers, over real connections.
+"""Every protocol, policy and update rule with one and several workers and servers.
 
 A greedy cover picks cells in which all pairs of values meet, the same ones each time. A cell is a short run on real
-servers: workers without torch pull and push, one sends its last push twice. Then the universal invariants must hold
-(algorithm notes 1.4). test_every_mode.py holds the core alone to them in all combinations.
+servers of the test's own process, called without a socket: workers without torch pull and push, one sends its last push
+twice. Then the universal invariants must hold (algorithm notes 1.4). test_every_mode.py holds the core alone to them in
+all combinations.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Training:
     def client(self, worker_id: str) -> Client:
         optimizer = (self.cell.rule, self.cell.hyperparameters)
         options = {"worker_id": worker_id, "run_id": self.run_id, "optimizer": optimizer, "wait_seconds": 30}
-        client: Client = make_client(self.addresses, **options)
+        client: Client = make_client(self.addresses, transport="in_process", **options)
         return client
 
     def work(self, index: int) -> None:
