@@ -15,6 +15,8 @@ from pyps.service.calls import Awaited, Context
 from pyps.service.convert import receipt_to
 from pyps.service.limits import ByteBudget
 from pyps.service.metrics import resident_bytes
+from pyps.run.handshake import RunState
+from pyps.service.calls import Context
 from pyps.service.report import (
     Addresses,
     histogram_of,
@@ -27,10 +29,10 @@ from pyps.service.report import (
     worker_info,
 )
 from pyps.service.security import require_loopback
-from pyps.service.serializations import Serializations
-from pyps.service.transport import Transport, name_of
+from pyps.service.transport import Host, Transport, name_of
 from pyps.service.work_messages import progress_to
 from pyps.storage.folder import CheckpointFolder
+from pyps.service.report import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable
@@ -65,24 +67,14 @@ _saving = functools.partial(_answering, kind="save")
 class Inspector(InspectorServicer):
     """Answers from threads of its own; reads the run, one shard's lock at a time."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        addresses: Addresses,
-        budget: ByteBudget,
-        checkpoints: CheckpointFolder | None,
-        transports: Sequence[Transport],
-        serializations: Serializations,
-        awaited: Awaited,
-    ):
-        self._run = run
+    def __init__(self, host: Host, *, addresses: Addresses, transports: Sequence[Transport]):
+        self._run = host.run
         self._addresses = addresses
-        self._budget = budget
-        self._checkpoints = checkpoints
+        self._budget = host.budget
+        self._checkpoints = host.checkpoints
         self._transports = transports
-        self._serializations = serializations
-        self._awaited = awaited
+        self._serializations = host.serializations
+        self._awaited = host.awaited
         self._threads = {
             kind: ThreadPoolExecutor(count, thread_name_prefix=f"control-{kind}") for kind, count in THREADS.items()
         }

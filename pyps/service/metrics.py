@@ -34,13 +34,11 @@ from pyps.core.receipt import Reason
 from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.calls import Awaited
+from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
-from pyps.service.limits import ByteBudget
 from pyps.service.report import learning_rates_of
-from pyps.service.serializations import Serializations
-from pyps.service.transport import Transport, name_of
+from pyps.service.transport import Host, Transport, name_of
 from pyps.statistics import Statistics, Tally
-from pyps.storage.folder import CheckpointFolder
 from pyps.work import Progress
 
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
@@ -61,22 +59,13 @@ log = logs.get("pyps.service")
 class RunCollector(Collector):
     """Reads a run's counts at scrape time; nothing is counted twice."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        budget: ByteBudget,
-        transports: Sequence[Transport],
-        checkpoints: CheckpointFolder | None,
-        serializations: Serializations,
-        awaited: Awaited,
-    ):
-        self._run = run
-        self._budget = budget
+    def __init__(self, host: Host, *, transports: Sequence[Transport]):
+        self._run = host.run
+        self._budget = host.budget
         self._transports = transports
-        self._checkpoints = checkpoints
-        self._serializations = serializations
-        self._awaited = awaited
+        self._checkpoints = host.checkpoints
+        self._serializations = host.serializations
+        self._awaited = host.awaited
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family, also those without a value yet: a dashboard never misses one."""

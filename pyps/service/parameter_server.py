@@ -15,16 +15,13 @@ import grpc
 
 from pyps.run.handshake import Greeting, Welcome, check_name
 from pyps.run.initialization import Initialization
-from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import Call
-from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import LEASES_MAX
-from pyps.service.limits import ByteBudget, check_message_bytes
+from pyps.service.limits import check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
-from pyps.service.serializations import Serializations
-from pyps.service.transport import Transport
+from pyps.service.transport import Host, Transport
 from pyps.service.waiting import Parking, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import codec_numbered
@@ -43,22 +40,13 @@ T = TypeVar("T")
 class ParameterServer:
     """The calls of pyps.v1.ParameterServer."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        budget: ByteBudget,
-        work: KernelExecutor,
-        serializations: Serializations,
-        control_address: str,
-        transports: Sequence[Transport] = (),
-    ):
-        self._run = run
-        self._budget = budget
-        self._work = work
+    def __init__(self, host: Host, *, control_address: str, transports: Sequence[Transport] = ()):
+        self._run = host.run
+        self._budget = host.budget
+        self._work = host.work
+        self._serializations = host.serializations
         self._control_address = control_address
         self._transports = transports
-        self._serializations = serializations
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service's handlers: bytes in, bytes out."""

@@ -111,13 +111,22 @@ class Server:
         self._run.on_ready = self._log_ready
         self._standstill = Standstill(TICK_SECONDS, clock=clock)
         self._budget = ByteBudget(config.max_in_flight_bytes)
-        self._awaited = Awaited(max(config.max_workers, LATE_MIN))
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._work = KernelExecutor(self._threads, logged=self._update_log is not None)
         self._serializations = Serializations()
         self._health = Health()
-        host = Host(config, token, self._run, self._work, self._budget, self._awaited, self._health)
-        self._transports = [transport(host) for transport in TRANSPORTS]
+        self._host = Host(
+            config=config,
+            token=token,
+            run=self._run,
+            work=self._work,
+            budget=self._budget,
+            awaited=Awaited(max(config.max_workers, LATE_MIN)),
+            health=self._health,
+            serializations=self._serializations,
+            checkpoints=self._checkpoints,
+        )
+        self._transports = [transport(self._host) for transport in TRANSPORTS]
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._signalled_at = -math.inf
@@ -129,14 +138,7 @@ class Server:
         once the server answers.
         """
         control = hosting.make_control_server(self._token, budget=self._budget)
-        collector = RunCollector(
-            self._run,
-            budget=self._budget,
-            transports=self._transports,
-            checkpoints=self._checkpoints,
-            serializations=self._serializations,
-            awaited=self._awaited,
-        )
+        collector = RunCollector(self._host, transports=self._transports)
         metrics = MetricsServer(collector, host=self._config.host, port=self._config.metrics_port, token=self._token)
         addresses = self._bind(control, metrics)
         self._resume()
@@ -175,28 +177,13 @@ class Server:
         )
 
     def _services(self, addresses: Addresses) -> Sequence[Service]:
-        parameter_server = ParameterServer(
-            self._run,
-            budget=self._budget,
-            work=self._work,
-            serializations=self._serializations,
-            control_address=addresses.control,
-            transports=self._transports,
-        )
+        parameter_server = ParameterServer(self._host, control_address=addresses.control, transports=self._transports)
         work_queue = WorkQueueService(self._run, work=self._work)
         vector_machine = VectorMachineService(self._run, work=self._work, budget=self._budget)
         return parameter_server, work_queue, vector_machine
 
     def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
-        inspector = Inspector(
-            self._run,
-            addresses=addresses,
-            budget=self._budget,
-            checkpoints=self._checkpoints,
-            transports=self._transports,
-            serializations=self._serializations,
-            awaited=self._awaited,
-        )
+        inspector = Inspector(self._host, addresses=addresses, transports=self._transports)
         add_InspectorServicer_to_server(inspector, control)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, control)
         channelz.add_channelz_servicer(control)

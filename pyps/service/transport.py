@@ -16,12 +16,14 @@ from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
+from pyps.service.serializations import Serializations
+from pyps.storage.folder import CheckpointFolder
 from pyps_wire import parameter_server_pb2 as wire
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the transports of one server serve, and what they share."""
+    """What one server's transports, services and reports have in common."""
 
     config: ServerConfig
     token: str | None
@@ -30,6 +32,8 @@ class Host:
     budget: ByteBudget
     awaited: Awaited
     health: Health
+    serializations: Serializations
+    checkpoints: CheckpointFolder | None
 
 
 class Service(Protocol):

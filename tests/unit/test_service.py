@@ -12,12 +12,15 @@ from pyps.config import resolve
 from pyps.run.handshake import Greeting, Welcome
 from pyps.run.run import Run
 from pyps.service import convert, hosting
+from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
+from pyps.service.health import Health
 from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
 from pyps.service.serializations import Serializations
+from pyps.service.transport import Host
 from pyps.work import DataSpec, Leased
 from pyps_client import channel
 from pyps_wire import common_pb2 as common
@@ -56,13 +59,8 @@ def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
     for num_tensors, on_the_loop in ((10, True), (2000, False)):
         run, context = Watched(), Any
         executor = KernelExecutor(1)
-        service = ParameterServer(
-            run,
-            budget=ByteBudget(2**20),
-            work=executor,
-            serializations=Serializations(),
-            control_address="",
-        )
+        host = Host(*(run.config, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None))
+        service = ParameterServer(host, control_address="")
         answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
         executor.shutdown()
         assert wire.HelloReply.FromString(answer).initialize
