@@ -333,6 +333,23 @@ def test_a_server_of_the_workers_process_is_found_again_by_its_address_and_no_so
         assert not links()
 
 
+def test_ctrl_c_ends_a_pull_that_a_server_of_the_process_holds_and_the_next_step_goes_on(start_server: Start) -> None:
+    server = start_server("--protocol", "async")
+
+    def interrupt() -> None:
+        wait_until(lambda: inspect(server.control, "GetStatus").waiting_for, what="the pull to be held")
+        signal.raise_signal(signal.SIGINT)
+
+    with lending(server.data, transport="in_process") as (session, gradient, parameters), ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.pull([parameters], min_versions={0: 99}, wait_seconds=600)
+        interrupting.result(DEADLINE_SECONDS)
+        wait_until(lambda: not inspect(server.control, "GetStatus").waiting_for, what="the end of the pull")
+        assert {receipt.outcome for receipt in session.exchange([gradient], [parameters])} == {OUTCOME_APPLIED}
+        assert session.transport == "in_process"
+
+
 def test_an_address_that_no_server_of_the_process_has_is_told_with_those_there_are(start_server: Start) -> None:
     words = rf"no server of this process answers at 127.0.0.1:1 .*there: .*{start_server().data}"
     with pytest.raises(ServerUnavailable, match=words):

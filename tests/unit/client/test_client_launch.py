@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import pyps_client
+from pyps import server
+from pyps_client import launch
 from pyps_client.launch import Launch, parse_servers
 from pyps_wire.errors import BadRequest
 from support import ROOT
@@ -133,7 +135,7 @@ WRONG = [
     ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
     ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
     ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
-    ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
+    ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc, in_process"),
 ]
 
 
@@ -142,6 +144,10 @@ def test_a_wrong_variable_is_refused_by_name() -> None:
         environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
         with pytest.raises(BadRequest, match=complaint):
             Launch.from_environment(environment=environment)
+
+
+def test_a_worker_may_choose_each_transport_that_servers_have() -> None:
+    assert {transport.name for transport in server.TRANSPORTS} == launch.TRANSPORTS.keys() - {"auto"}
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:
