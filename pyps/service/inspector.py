@@ -10,13 +10,9 @@ from typing import Any
 
 from pyps.run.handshake import RunState
 from pyps.run.rounds import Settled
-from pyps.run.run import Run
-from pyps.service.calls import Awaited, Context
-from pyps.service.convert import receipt_to
-from pyps.service.limits import ByteBudget
-from pyps.service.metrics import resident_bytes
-from pyps.run.handshake import RunState
 from pyps.service.calls import Context
+from pyps.service.convert import receipt_to
+from pyps.service.metrics import resident_bytes
 from pyps.service.report import (
     Addresses,
     histogram_of,
@@ -31,8 +27,6 @@ from pyps.service.report import (
 from pyps.service.security import require_loopback
 from pyps.service.transport import Host, Transport, name_of
 from pyps.service.work_messages import progress_to
-from pyps.storage.folder import CheckpointFolder
-from pyps.service.report import places, summarise
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, NotAllowed, NotInitialized, RunFinished, ServerUnavailable

@@ -32,8 +32,6 @@ from pyps.config import ConfigError
 from pyps.core.membership import WorkerState
 from pyps.core.receipt import Reason
 from pyps.run.handshake import RunState
-from pyps.run.run import SOFTWARE, Run
-from pyps.service.calls import Awaited
 from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.report import learning_rates_of

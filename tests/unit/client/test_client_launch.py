@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pyps_client
-from pyps import server
+from pyps.service import server
 from pyps_client import launch
 from pyps_client.launch import Launch, parse_servers
 from pyps_wire.errors import BadRequest
