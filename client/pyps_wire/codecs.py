@@ -42,7 +42,7 @@ class Codec(int):
         return self.name
 
     def encode(self, values: NDArray[np.float32]) -> memoryview:
-        """The bytes of contiguous `values`, rounded to nearest, ties to even; NaN stays NaN."""
+        """The bytes of contiguous `values`. NaN stays NaN: servers look for it."""
         raise NotImplementedError
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
@@ -82,7 +82,7 @@ class WordCodec(Codec):
         return codec
 
     def encode(self, values: NDArray[np.float32]) -> memoryview:
-        """As every codec's. Under float32 they are the array's own memory, not a copy."""
+        """As every codec's, rounded to nearest, ties to even. Under float32 they are the array's own, not a copy."""
         if values.dtype != np.float32 or not values.flags.c_contiguous:
             raise BadRequest(f"encode takes a contiguous float32 array, not {values.dtype} {values.strides}")
         return self._words(values).reshape(-1).view(np.uint8).data
