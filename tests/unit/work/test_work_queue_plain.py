@@ -278,7 +278,8 @@ def test_a_lease_costs_as_much_however_many_workers_have_left():
             queue.release(f"departed-{number}", now=0.0, lost=False)
         lease(queue, "other")
         lines.append(lines_executed(lambda queue=queue: lease(queue)))
-    assert lines[0] == lines[1]
+    # A look at each of them would take hundreds; a few are the interpreter's own, which collects what is left over.
+    assert lines[1] < lines[0] + 100
 
 
 def test_what_a_lost_worker_held_goes_to_another_and_its_own_delivery_is_refused():
