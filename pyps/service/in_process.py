@@ -22,7 +22,7 @@ from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import METHODS
-from pyps_wire.errors import ProtocolMismatch, PypsError
+from pyps_wire.errors import ProtocolMismatch, PypsError, ServerUnavailable
 from pyps_wire.in_process import SERVERS, End
 
 T = TypeVar("T")
@@ -88,7 +88,16 @@ class InProcess(Transport):
             finally:
                 self._tasks.discard(task)
 
-        return asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        coroutine = watched()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            # The loop has ended, and the server with it.
+            coroutine.close()
+            work.close()
+            ended: Future[T] = Future()
+            ended.set_exception(ServerUnavailable("the server has ended"))
+            return ended
 
     async def _serve(self, method: str, requests: Iterator[bytes], take: Take) -> None:
         handler: Any = next(filter(None, [service.service(_Details(method)) for service in self._services]), None)

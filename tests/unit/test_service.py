@@ -8,6 +8,8 @@ import time
 from functools import partial
 from typing import Any
 
+import pytest
+
 from pyps.config import resolve
 from pyps.run.handshake import Greeting, Welcome
 from pyps.run.run import Run
@@ -15,6 +17,7 @@ from pyps.service import convert, hosting
 from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
+from pyps.service.in_process import InProcess
 from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
@@ -25,7 +28,8 @@ from pyps.work import DataSpec, Leased
 from pyps_client import channel
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.contract import PROTOCOL_VERSION
+from pyps_wire.contract import METHODS, PROTOCOL_VERSION
+from pyps_wire.errors import ServerUnavailable
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseRequest
 from shards import serving
@@ -53,6 +57,20 @@ def greeting_with(num_tensors: int) -> bytes:
         num_servers=1,
         model=model.to_proto(),
     ).SerializeToString()
+
+
+def host_of(run: Run, executor: KernelExecutor) -> Host:
+    """What a server around that run has."""
+    return Host(run.config, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None)
+
+
+def test_a_call_to_a_server_of_the_process_whose_loop_has_ended_finds_it_gone() -> None:
+    transport = InProcess(host_of(Watched(), KernelExecutor(1)))
+    asyncio.run(transport.start((), "127.0.0.1:1"))
+    called = transport.call(METHODS["Hello"], iter(()), print)
+    with pytest.raises(ServerUnavailable, match="the server has ended"):
+        called.result(0)
+    asyncio.run(transport.stop(0))
 
 
 def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
