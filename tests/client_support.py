@@ -125,7 +125,7 @@ class Clock:
             # Two between the same looks would be one to the server.
             for server in servers:
                 server.wait_for_look()
-            wait_until(heard, what=f"signs of life of {living}")
+            wait_until(heard, what=f"heartbeats of {living}")
 
     def during(self, call: Callable[[], T], *servers: ServerThread, living: Sequence[str] = ()) -> T:
         """The call's result; the servers' time passes while it waits."""

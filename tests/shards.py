@@ -343,7 +343,7 @@ class RunDriver:
         return self.run.may_proceed("r", name, 1, clock=clock, **{"wake": lambda: None, **call})
 
     def pass_seconds(self, seconds: int, *alive: str) -> None:
-        """Lets time pass, in which the server looks round and these workers give signs of life."""
+        """Lets time pass, in which the server looks round and these workers give heartbeats."""
         for _ in range(seconds):
             self.clock.now += 1.0
             for name in alive:

@@ -249,7 +249,7 @@ class WireWorker:
         return list(self.stub.Pull(request, timeout=DEADLINE_SECONDS, metadata=self.metadata))
 
     def heartbeat(self, **fields: int) -> wire.HeartbeatReply:
-        """Gives a sign of life."""
+        """Gives a heartbeat."""
         request = wire.HeartbeatRequest(sender=self.sender, **fields)
         return self.stub.Heartbeat(request, timeout=DEADLINE_SECONDS, metadata=self.metadata)
 
@@ -305,7 +305,7 @@ def crew(server: AnyServer, num_workers: int, **fields: object) -> Iterator[list
 
 @contextlib.contextmanager
 def beating(workers: Iterable[WireWorker], seconds: float = 0.2) -> Iterator[None]:
-    """Gives signs of life for the workers, as their clients would."""
+    """Gives heartbeats for the workers, as their clients would."""
     workers, ends = list(workers), threading.Event()
 
     def beat() -> None:

@@ -49,7 +49,7 @@ class Member:
     taken_at: float | None = None
     # How often it was left out since then, as others waited too long for it.
     stalls: int = 0
-    # Whether protocols reckon with it: from its first push until it goes, or holds the others up for too long.
+    # Whether it is active in the protocol's rounds: from its first push until it goes, or holds others up for too long.
     counts: bool = False
     # The worker's own count of steps.
     clock: int = 0

@@ -59,7 +59,7 @@ class Membership:
 
     @property
     def roster(self) -> Roster:
-        """The workers that protocols reckon with; the same object as long as nothing changes."""
+        """The workers that are active in the protocol's rounds; the same object as long as nothing changes."""
         roster = self._roster
         if roster is not None:
             return roster
@@ -125,7 +125,7 @@ class Membership:
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
     ) -> bool:
-        """Notes a sign of life; True where the worker's lease had run out, and it is alive again.
+        """Notes a heartbeat; True where the worker's lease had run out, and it is alive again.
 
         Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name,
         ReplicaLost when another process of its replica is lost.
@@ -371,7 +371,7 @@ class Membership:
         ]
 
     def _heard(self, member: Member, *, now: float, clock: int | None, pushed_at: float | None, counts: bool) -> None:
-        """Notes a sign of life, which most of the time changes nothing of the roster."""
+        """Notes a heartbeat, which most of the time changes nothing of the roster."""
         before = _standing(member)
         member.state, member.was_heard = _ALIVE, True
         member.heard_at = max(now, member.heard_at)

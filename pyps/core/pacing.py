@@ -20,7 +20,7 @@ from pyps_wire.errors import BadRequest
 
 
 @dataclass(slots=True)
-class Walker:
+class WorkerClock:
     """A worker as a pacer sees it."""
 
     worker_id: str
@@ -42,11 +42,11 @@ class Walker:
 
 
 @dataclass(slots=True)
-class Floor:
+class PacerState:
     """Who is there, and what a pacer's owner has told it."""
 
     # In order of joining.
-    present: dict[str, Walker] = field(default_factory=dict)
+    present: dict[str, WorkerClock] = field(default_factory=dict)
     # For the quorum: who has asked, or need not any more.
     seen: set[str] = field(default_factory=set)
     # Workers that held the others up for too long, and the count at which they did.
@@ -56,25 +56,25 @@ class Floor:
 
     def join(self, worker_id: str, count: int) -> None:
         """Lets a worker in at the clock of the slowest, whatever its own count says."""
-        self.present[worker_id] = Walker(worker_id, count, count - self.slowest(), self.draw())
+        self.present[worker_id] = WorkerClock(worker_id, count, count - self.slowest(), self.draw())
 
     def draw(self) -> int:
         """Returns the next ticket."""
         self.tickets += 1
         return self.tickets
 
-    def waiting(self) -> list[Walker]:
+    def waiting(self) -> list[WorkerClock]:
         """Returns those that have asked and may not proceed yet, in order of joining."""
-        return [walker for walker in self.present.values() if walker.asking and not walker.granted]
+        return [worker for worker in self.present.values() if worker.asking and not worker.granted]
 
     def slowest(self) -> int:
         """Returns the lowest clock, 0 when nobody is there."""
-        return min((walker.clock for walker in self.present.values()), default=0)
+        return min((worker.clock for worker in self.present.values()), default=0)
 
     def restart_clocks(self) -> None:
         """Begins to count everybody's clock anew."""
-        for walker in self.present.values():
-            walker.offset = walker.count
+        for worker in self.present.values():
+            worker.offset = worker.count
 
 
 class Pacer(ABC):
@@ -83,7 +83,7 @@ class Pacer(ABC):
     def __init__(self, *, quorum: int = 0) -> None:
         # Nobody is granted a step until so many workers have asked once.
         self.quorum = quorum
-        self._floor = Floor()
+        self._state = PacerState()
 
     def arrive(self, worker_id: str, clock: int) -> list[str]:
         """Takes a worker's question for the step after `clock` finished ones, which ends the step it had before.
@@ -91,27 +91,27 @@ class Pacer(ABC):
         Returns the workers that may proceed now and could not before; the asker is among them when it may, also
         when it asks once more because the answer was lost. Raises BadRequest where its clock went backwards.
         """
-        floor = self._floor
-        walker = floor.present.get(worker_id)
-        if walker is not None and clock < walker.count:
+        state = self._state
+        worker = state.present.get(worker_id)
+        if worker is not None and clock < worker.count:
             raise BadRequest(
-                f"worker {worker_id!r} asks to go on after {clock} steps, and has said that it finished {walker.count}:"
+                f"worker {worker_id!r} asks to go on after {clock} steps, and has said that it finished {worker.count}:"
                 " send a count that never falls, or say Hello as a new incarnation"
             )
-        if walker is None:
-            if clock <= floor.aside.get(worker_id, -1):
+        if worker is None:
+            if clock <= state.aside.get(worker_id, -1):
                 # It goes on with the step that it had, for which nobody waits any more.
                 return [worker_id]
-            floor.aside.pop(worker_id, None)
-            floor.join(worker_id, clock)
-        elif walker.granted and walker.count == clock:
+            state.aside.pop(worker_id, None)
+            state.join(worker_id, clock)
+        elif worker.granted and worker.count == clock:
             return [worker_id]
         else:
-            if walker.granted:
-                walker.granted, walker.ticket = False, floor.draw()
-            walker.count, walker.asking = clock, True
+            if worker.granted:
+                worker.granted, worker.ticket = False, state.draw()
+            worker.count, worker.asking = clock, True
         if self.missing:
-            floor.seen.add(worker_id)
+            state.seen.add(worker_id)
         return self._grant()
 
     def withdraw(self, worker_id: str) -> list[str]:
@@ -119,17 +119,17 @@ class Pacer(ABC):
 
         Its clock stays. It is granted nothing until it asks again, and its turn comes after those of the others.
         """
-        walker = self._floor.present.get(worker_id)
-        if walker is not None:
-            walker.granted, walker.asking, walker.ticket = False, False, self._floor.draw()
+        worker = self._state.present.get(worker_id)
+        if worker is not None:
+            worker.granted, worker.asking, worker.ticket = False, False, self._state.draw()
         return self._grant()
 
     def set_aside(self, worker_id: str) -> list[str]:
         """Waits no longer for a worker, until it asks for a later step; returns those that may proceed now."""
-        walker = self._floor.present.get(worker_id)
+        worker = self._state.present.get(worker_id)
         released = self.depart(worker_id)
-        if walker is not None:
-            self._floor.aside[worker_id] = walker.count
+        if worker is not None:
+            self._state.aside[worker_id] = worker.count
         return released
 
     def depart(self, worker_id: str) -> list[str]:
@@ -137,20 +137,20 @@ class Pacer(ABC):
 
         One that departs while it waits is granted nothing until it asks again, and then joins last.
         """
-        self._floor.present.pop(worker_id, None)
-        self._floor.aside.pop(worker_id, None)
+        self._state.present.pop(worker_id, None)
+        self._state.aside.pop(worker_id, None)
         return self._grant()
 
     def excuse(self, worker_ids: Iterable[str]) -> list[str]:
         """Takes workers to have asked, as far as the quorum goes; returns those that may proceed now."""
         if not self.missing:
             return []
-        self._floor.seen.update(worker_ids)
+        self._state.seen.update(worker_ids)
         return self._grant()
 
     def advanced(self, version: int) -> list[str]:
         """Takes note of a shard's version, of which the highest counts; returns those that may proceed now."""
-        self._floor.version = max(self._floor.version, version)
+        self._state.version = max(self._state.version, version)
         return self._grant()
 
     def take_over(self, other: Pacer) -> list[str]:
@@ -158,9 +158,9 @@ class Pacer(ABC):
 
         Returns those that wait no longer. Clocks are counted from here on.
         """
-        self._floor = other._floor
-        self._floor.seen.update(self._floor.present)
-        self._floor.restart_clocks()
+        self._state = other._state
+        self._state.seen.update(self._state.present)
+        self._state.restart_clocks()
         return self._grant()
 
     def asks(self, version: int) -> bool:
@@ -169,41 +169,41 @@ class Pacer(ABC):
 
     def waiting_for(self, worker_id: str) -> tuple[str, ...]:
         """Returns whom a worker waits for, in order of name; () where it does not wait, or waits for the quorum."""
-        walker = self._floor.present.get(worker_id)
-        if walker is None or walker.granted or self.missing:
+        worker = self._state.present.get(worker_id)
+        if worker is None or worker.granted or self.missing:
             return ()
-        return tuple(sorted(self._ahead_of(walker)))
+        return tuple(sorted(self._ahead_of(worker)))
 
     def step_of(self, worker_id: str) -> int | None:
         """Returns a number that stays as long as a worker that is present is at its step; None for others."""
-        walker = self._floor.present.get(worker_id)
-        return walker.ticket if walker is not None else None
+        worker = self._state.present.get(worker_id)
+        return worker.ticket if worker is not None else None
 
     @property
     def missing(self) -> int:
         """How many workers have yet to ask before anybody is granted a step."""
-        return max(0, self.quorum - len(self._floor.seen)) if self.quorum else 0
+        return max(0, self.quorum - len(self._state.seen)) if self.quorum else 0
 
     def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
         """Returns those of the workers that have never asked."""
-        return [worker_id for worker_id in worker_ids if worker_id not in self._floor.seen]
+        return [worker_id for worker_id in worker_ids if worker_id not in self._state.seen]
 
     @property
     def waiting(self) -> tuple[str, ...]:
         """The workers that have asked and may not proceed, in order of joining."""
-        return tuple(walker.worker_id for walker in self._floor.waiting())
+        return tuple(worker.worker_id for worker in self._state.waiting())
 
     # What a pacer's rule is made of.
 
     @abstractmethod
-    def _may_proceed(self, walker: Walker) -> bool:
+    def _may_proceed(self, worker: WorkerClock) -> bool:
         """Tells whether a waiting worker may proceed now, the quorum aside."""
 
     @abstractmethod
-    def _ahead_of(self, walker: Walker) -> Iterable[str]:
+    def _ahead_of(self, worker: WorkerClock) -> Iterable[str]:
         """Returns whom a waiting worker waits for."""
 
-    def _order(self, waiting: list[Walker]) -> list[Walker]:
+    def _order(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
         """Returns the waiting workers in the order in which they are let through."""
         return waiting
 
@@ -211,10 +211,10 @@ class Pacer(ABC):
         granted: list[str] = []
         if self.missing:
             return granted
-        for walker in self._order(self._floor.waiting()):
-            if self._may_proceed(walker):
-                walker.granted = True
-                granted.append(walker.worker_id)
+        for worker in self._order(self._state.waiting()):
+            if self._may_proceed(worker):
+                worker.granted = True
+                granted.append(worker.worker_id)
         return granted
 
 
@@ -224,14 +224,14 @@ class TurnTaking(Pacer):
     Turns go round in order of joining. A worker keeps its turn until it asks for the next or departs.
     """
 
-    def _may_proceed(self, walker: Walker) -> bool:
-        return not any(other.granted for other in self._floor.present.values())
+    def _may_proceed(self, worker: WorkerClock) -> bool:
+        return not any(other.granted for other in self._state.present.values())
 
-    def _ahead_of(self, walker: Walker) -> list[str]:
-        return [other.worker_id for other in self._floor.present.values() if other.granted]
+    def _ahead_of(self, worker: WorkerClock) -> list[str]:
+        return [other.worker_id for other in self._state.present.values() if other.granted]
 
-    def _order(self, waiting: list[Walker]) -> list[Walker]:
-        return sorted(waiting, key=lambda walker: walker.ticket)
+    def _order(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        return sorted(waiting, key=lambda worker: worker.ticket)
 
 
 class ClockBound(Pacer):
@@ -245,12 +245,12 @@ class ClockBound(Pacer):
         super().__init__(quorum=quorum)
         self._clock_bound = clock_bound
 
-    def _may_proceed(self, walker: Walker) -> bool:
-        return walker.clock - self._floor.slowest() <= self._clock_bound
+    def _may_proceed(self, worker: WorkerClock) -> bool:
+        return worker.clock - self._state.slowest() <= self._clock_bound
 
-    def _ahead_of(self, walker: Walker) -> list[str]:
-        enough = walker.clock - self._clock_bound
-        return [other.worker_id for other in self._floor.present.values() if other.clock < enough]
+    def _ahead_of(self, worker: WorkerClock) -> list[str]:
+        enough = worker.clock - self._clock_bound
+        return [other.worker_id for other in self._state.present.values() if other.clock < enough]
 
 
 class Release(Pacer):
@@ -258,7 +258,7 @@ class Release(Pacer):
 
     The paper says nothing of how the others are let in: the intervals are ours.
 
-    At version t as many as 1 + floor((t - start) / every) may compute, and always the first: somebody moves the
+    At version t as many as 1 + state((t - start) / every) may compute, and always the first: somebody moves the
     version on, whoever departs.
     """
 
@@ -268,23 +268,23 @@ class Release(Pacer):
 
     def asks(self, version: int) -> bool:
         # Until one more than those present would be free at once.
-        return version < self._start + self._every * len(self._floor.present)
+        return version < self._start + self._every * len(self._state.present)
 
     @property
     def all_free(self) -> bool:
         """Whether the last worker of those present may compute."""
-        last_rank = len(self._floor.present) - 1
-        return last_rank >= 0 and self._floor.version >= self._start + self._every * last_rank
+        last_rank = len(self._state.present) - 1
+        return last_rank >= 0 and self._state.version >= self._start + self._every * last_rank
 
-    def _may_proceed(self, walker: Walker) -> bool:
-        rank = self._rank(walker)
-        return rank == 0 or self._floor.version >= self._start + self._every * rank
+    def _may_proceed(self, worker: WorkerClock) -> bool:
+        rank = self._rank(worker)
+        return rank == 0 or self._state.version >= self._start + self._every * rank
 
-    def _ahead_of(self, walker: Walker) -> list[str]:
-        return list(self._floor.present)[: self._rank(walker)]
+    def _ahead_of(self, worker: WorkerClock) -> list[str]:
+        return list(self._state.present)[: self._rank(worker)]
 
-    def _rank(self, walker: Walker) -> int:
-        return list(self._floor.present).index(walker.worker_id)
+    def _rank(self, worker: WorkerClock) -> int:
+        return list(self._state.present).index(worker.worker_id)
 
 
 class Free(Pacer):
@@ -293,10 +293,10 @@ class Free(Pacer):
     def asks(self, version: int) -> bool:
         return self.missing > 0
 
-    def _may_proceed(self, walker: Walker) -> bool:
+    def _may_proceed(self, worker: WorkerClock) -> bool:
         return True
 
-    def _ahead_of(self, walker: Walker) -> tuple[str, ...]:
+    def _ahead_of(self, worker: WorkerClock) -> tuple[str, ...]:
         return ()
 
 
@@ -330,22 +330,22 @@ class StagedPacer(Pacer):
 
     def _grant(self) -> list[str]:
         for stage in (self._stage, *self._later):
-            stage._floor = self._floor
+            stage._state = self._state
         while self._later and self._over():
             self._stage = self._later.popleft()
-            self._floor.restart_clocks()
+            self._state.restart_clocks()
         return super()._grant()
 
     def _over(self) -> bool:
         if self._stage is self._release:
             return self._release.all_free
-        return self._floor.version >= self._updates
+        return self._state.version >= self._updates
 
-    def _may_proceed(self, walker: Walker) -> bool:
-        return self._stage._may_proceed(walker)
+    def _may_proceed(self, worker: WorkerClock) -> bool:
+        return self._stage._may_proceed(worker)
 
-    def _ahead_of(self, walker: Walker) -> Iterable[str]:
-        return self._stage._ahead_of(walker)
+    def _ahead_of(self, worker: WorkerClock) -> Iterable[str]:
+        return self._stage._ahead_of(worker)
 
-    def _order(self, waiting: list[Walker]) -> list[Walker]:
+    def _order(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
         return self._stage._order(waiting)

@@ -1,4 +1,4 @@
-"""A run's workers: they come, give signs of life and go, and each change says what is to be done about it."""
+"""A run's workers: they come, give heartbeats and go, and each change says what is to be done about it."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class WorkerRegistry:
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
     ) -> Effects:
-        """Notes a sign of life; UnknownWorker or Superseded where it is none of a member."""
+        """Notes a heartbeat; UnknownWorker or Superseded where it is none of a member."""
         back = self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
         return tell("back", "worker is back", worker=worker_id) if back else NONE
 
     def require_alive(self, worker_id: str, incarnation: int) -> None:
-        """Raises WaitTimedOut for a worker that was heard of once and is gone; it has to give a sign of life anew."""
+        """Raises WaitTimedOut for a worker that was heard of once and is gone; it has to give a heartbeat anew."""
         member = self.membership.get(worker_id)
         if member is None or member.incarnation != incarnation or not member.alive:
             raise WaitTimedOut(f"worker {worker_id!r} was silent for longer than its lease while it waited: ask again")

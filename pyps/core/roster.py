@@ -14,7 +14,7 @@ REST = -2
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The workers that a protocol reckons with (the papers' lambda is their number).
+    """The workers that are active in the protocol's round (the papers' lambda is their number).
 
     A worker counts from its first push until it leaves, its lease runs out, or it holds the others up for too
     long. Where workers hold parts of the model only, the roster of each part lists the processes that hold it, and

@@ -265,7 +265,7 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         )
 
 
-def check_founding(
+def check_initialization(
     caller: Greeting | Opening, *, config: ServerConfig, told: RuleSettings | None, protocol: Aggregation
 ) -> tuple[Partition, RuleSettings]:
     """The plan and settings of the run that the caller would found; refuses what the server could not hold."""

@@ -67,7 +67,7 @@ class Run:
         self.on_ready: Callable[[], None] = lambda: None
         self._lock = RLock()
         # Held while one content is made the run's; taken before _lock.
-        self._founding = Lock()
+        self._initializing = Lock()
         # Guarded by _lock; read without it, since each is replaced as a whole.
         self.epoch = 0
         self._draining = False
@@ -119,7 +119,7 @@ class Run:
         handshake.check_caller(greeting, software=SOFTWARE, now_nanoseconds=time.time_ns())
         if self._content is None and not greeting.observer:
             # Not under the lock: to cut a large model takes long. Who finds a run there after all is compared with it.
-            handshake.check_founding(greeting, config=self.config, told=self.told, protocol=self.aggregation)
+            handshake.check_initialization(greeting, config=self.config, told=self.told, protocol=self.aggregation)
         now = self.clock()
         with self._lock:
             self._refuse_when_draining()
@@ -165,7 +165,7 @@ class Run:
         return Pulse(known, state == RunState.FINISHED, state, self.epoch, self.version_max)
 
     def heard(self, run_id: str, worker_id: str, incarnation: int) -> None:
-        """Takes a worker's call for another service as a sign of life; refuses one of another run, or unknown."""
+        """Takes a worker's call for another service as a heartbeat; refuses one of another run, or unknown."""
         self._require_run(self._require_content(), run_id)
         self._heard(worker_id, incarnation, now=self.clock())
 
@@ -187,7 +187,7 @@ class Run:
             if self._already_initialized(opening):
                 return None
         told, protocol = self.told, self.aggregation
-        plan, settings = handshake.check_founding(opening, config=self.config, told=told, protocol=protocol)
+        plan, settings = handshake.check_initialization(opening, config=self.config, told=told, protocol=protocol)
         plan.of_server(opening.server_index)
         with self._lock:
             if self._already_initialized(opening):
@@ -213,7 +213,7 @@ class Run:
         if received is None:
             return
         content = self._factory().first(initialization, received, now=self.clock())
-        with self._founding:
+        with self._initializing:
             with self._lock:
                 if self._already_initialized(initialization.opening):
                     return
@@ -291,7 +291,7 @@ class Run:
     ) -> bool:
         """Whether a worker may begin its next step; where not, `wake` is called when it is worth asking again.
 
-        The worker's call is a sign of life. To ask `again` for a call that has waited is none: it raises
+        The worker's call renews its lease. To ask `again` for a call that has waited is none: it raises
         WaitTimedOut where the worker's lease ran out meanwhile.
         """
         self._serving(run_id)
@@ -460,11 +460,11 @@ class Run:
 
     @property
     def roster(self) -> Roster:
-        """Those of them that the protocol reckons with."""
+        """Those of them that are active in the protocol's rounds."""
         return self.membership.roster
 
     def roster_of(self, shard_id: int) -> Roster:
-        """Those that the protocol reckons with at a shard: the workers, or processes of replicas, with its part."""
+        """Those that are active at a shard: the workers, or processes of replicas, with its part."""
         content = self._content
         # A call that waits may ask after a shard of a run that was reset.
         return self.roster.of_part(0 if content is None else content.parts.get(shard_id, 0))
@@ -561,7 +561,7 @@ class Run:
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
     ) -> None:
-        """Notes a sign of life; UnknownWorker or Superseded where it is none of a member."""
+        """Notes a heartbeat; UnknownWorker or Superseded where it is none of a member."""
         heard = self._registry.heard(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
         self.rounds.carry_out(heard)
 

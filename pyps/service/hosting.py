@@ -26,7 +26,7 @@ _CALLS_PER_CONNECTION_MAX = 32
 _MORE_CONNECTIONS = 64
 _CONTROL_CONNECTIONS_MAX = 256
 # Who says nothing after connecting, and who makes no call for so long, holds a place that others need. A worker gives a
-# sign of life more often; whoever is cut off connects anew with its next call.
+# heartbeat more often; whoever is cut off connects anew with its next call.
 _HANDSHAKE_MS = 5_000
 _IDLE_MS = 10_000
 _IDLE_HEARTBEATS = 12

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
-from pyps.service.waiting import Parking, names_in_words
+from pyps.service.waiting import LongPoll, names_in_words
 from pyps.work import Ended, LeaseAnswer, NothingNow, WorkQueue
 from pyps_wire import work_pb2 as wire
 from pyps_wire.common_pb2 import Sender
@@ -47,7 +47,7 @@ class LeaseCall:
         def describe() -> str:
             return f"{sender.worker_id} waits for a portion, for {in_words(queue.waits_for(sender.worker_id))}"
 
-        parking = Parking(
+        poll = LongPoll(
             run,
             self._work,
             worker_id=sender.worker_id,
@@ -65,15 +65,15 @@ class LeaseCall:
                 pass_=pass_,
                 passes=request.passes,
                 now=run.clock(),
-                wake=parking.wake,
+                wake=poll.wake,
                 announced=True,
                 held=held,
             )
 
-        queue.announce(sender.worker_id, parking.wake)
+        queue.announce(sender.worker_id, poll.wake)
         try:
             while True:
-                parking.look()
+                poll.look()
                 if run.state is RunState.FINISHED:
                     return Ended(queue.pass_, "the run has finished")
                 refuse_when_replaced(run, queue)
@@ -81,10 +81,10 @@ class LeaseCall:
                 self._require_alive(queue)
                 if not (isinstance(answer, NothingNow) and wait_seconds):
                     return answer
-                await parking.wait()
+                await poll.wait()
                 held = None
         finally:
-            queue.forget(parking.wake)
+            queue.forget(poll.wake)
 
     def _require_alive(self, queue: WorkQueue) -> None:
         """Gives back what a worker was given while it left or its lease ran out; WaitTimedOut for such a one."""
@@ -96,7 +96,7 @@ class LeaseCall:
 
 
 def queue_of(run: Run, sender: Sender) -> WorkQueue:
-    """The queue, for a worker of the run: its call is a sign of life."""
+    """The queue, for a worker of the run: its call renews its lease."""
     run.heard(sender.run_id, sender.worker_id, sender.incarnation)
     return of_first_server(run)
 

@@ -22,7 +22,7 @@ from pyps.service.limits import check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
 from pyps.service.transport import Host, Transport
-from pyps.service.waiting import Parking, names_in_words
+from pyps.service.waiting import LongPoll, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.contract import PARAMETER_SERVER
@@ -141,7 +141,7 @@ class ParameterServer:
             others = names_in_words(run.rounds.waited_for_by(sender.worker_id))
             return f"{sender.worker_id} waits to begin step {clock + 1}, for {others}"
 
-        parking = Parking(
+        poll = LongPoll(
             run,
             self._work,
             worker_id=sender.worker_id,
@@ -152,18 +152,18 @@ class ParameterServer:
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
         cancelled = False
         try:
-            parking.look()
+            poll.look()
             again = False
-            while not ask(wake=parking.wake, again=again):
-                await parking.wait()
-                parking.look()
+            while not ask(wake=poll.wake, again=again):
+                await poll.wait()
+                poll.look()
                 again = True
         except asyncio.CancelledError:
             cancelled = True
             raise
         finally:
             # An answer that came too late is fetched by asking again; nobody asks again for one that was given up.
-            run.rounds.pacing.forget(name, parking.wake, withdraw=cancelled)
+            run.rounds.pacing.forget(name, poll.wake, withdraw=cancelled)
         return wire.ProceedReply(ask_to_proceed=run.rounds.pacing.asks).SerializeToString()
 
     async def heartbeat(self, message: bytes, context: Call) -> bytes:

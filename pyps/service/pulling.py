@@ -15,7 +15,7 @@ from pyps.service.leasing import Ask, LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.responses import OrderedResponses
 from pyps.service.serializations import Serializations, Wanted
-from pyps.service.waiting import Arrivals
+from pyps.service.waiting import VersionWait
 from pyps.service.work_messages import lease_reply
 from pyps.work import LeaseAnswer, Leased
 from pyps_wire import common_pb2 as common
@@ -64,7 +64,7 @@ class PullStream:
             observer=self._observes,
             shard_ids=[want.shard_id for want in request.wants],
         )
-        arrivals = Arrivals(
+        waits = VersionWait(
             self._run,
             self._work,
             shards,
@@ -73,17 +73,17 @@ class PullStream:
             wait_seconds=request.wait_milliseconds / 1000,
         )
         if request.HasField("portion"):
-            await self._serve_with_portion(whole, shards, arrivals)
+            await self._serve_with_portion(whole, shards, waits)
             return
-        async with arrivals:
+        async with waits:
             if whole is None:
-                await self._send_each(arrivals)
+                await self._send_each(waits)
                 return
-            while await arrivals.next() is not None:
+            while await waits.next() is not None:
                 continue
         await self._send_whole(whole, shards)
 
-    async def _serve_with_portion(self, whole: WholeModel | None, shards: list[Shard], arrivals: Arrivals) -> None:
+    async def _serve_with_portion(self, whole: WholeModel | None, shards: list[Shard], waits: VersionWait) -> None:
         """Leases a portion, then sends what is newer: of that very moment where one mutex is held for the model.
 
         Whoever gets no portion gets no parameters either.
@@ -94,8 +94,8 @@ class PullStream:
             answer = await call.answer()
             await self._send([_lease_frame(answer)])
             if isinstance(answer, Leased):
-                async with arrivals:
-                    await self._send_each(arrivals)
+                async with waits:
+                    await self._send_each(waits)
             return
         wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
         num_bytes = sum(each.payload_bytes for each in wanted.values())
@@ -115,9 +115,9 @@ class PullStream:
         for message in messages:
             await self._context.write(message)
 
-    async def _send_each(self, arrivals: Arrivals) -> None:
+    async def _send_each(self, waits: VersionWait) -> None:
         async with OrderedResponses(self._context, self._work, self._account, ahead_max=FRAMES_MAX) as replies:
-            while (shard := await arrivals.next()) is not None:
+            while (shard := await waits.next()) is not None:
                 await replies.room()
                 wanted = self._wanted(shard)
                 await replies.add(

@@ -34,7 +34,7 @@ LIVES_PER_EPOCH = 1000
 # What a program within its bounds can come to.
 PROGRAM_BYTES_MAX = 8 * 2**20
 
-# No coordinator lives to see it.
+# The upper bound of lives.
 LIVES_END = 2**62
 
 log = logs.get("pyps.service")

@@ -16,7 +16,7 @@ from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
 NAMES_MAX = 8
 
 
-class Parking:
+class LongPoll:
     """A call's place to wait. For one call, on the event loop; only `wake` may be called from any thread."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Parking:
                 self._run.statistics.blocked(self._wait.worker_id, self._loop.time() - began)
 
 
-class Arrivals:
+class VersionWait:
     """Shards in the order in which they get the version that a pull waits for. A context manager, for one call."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Arrivals:
         self._cancels: list[Callable[[], bool]] = []
         self._over = False
         self._work = work
-        self._parking = Parking(
+        self._parking = LongPoll(
             run,
             work,
             worker_id=worker_id,
@@ -96,7 +96,7 @@ class Arrivals:
             waits_for=self._waits_for,
         )
 
-    async def __aenter__(self) -> Arrivals:
+    async def __aenter__(self) -> VersionWait:
         late = [
             (shard, min_version)
             for shard in self._waiting.values()

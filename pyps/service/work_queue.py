@@ -24,7 +24,7 @@ from pyps.service.leasing import (
     queue_of,
     refuse_when_replaced,
 )
-from pyps.service.waiting import Parking
+from pyps.service.waiting import LongPoll
 from pyps.service.work_messages import lease_reply, progress_to, spec_from, spec_to
 from pyps.work import PassOutcome, WorkQueue
 from pyps_wire import work_pb2 as wire
@@ -155,7 +155,7 @@ class WorkQueueService:
             what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
             return f"the coordinator waits for {what}, for {in_words(queue.waits_for(''))}"
 
-        parking = Parking(
+        poll = LongPoll(
             run,
             self._work,
             worker_id="",
@@ -165,19 +165,19 @@ class WorkQueueService:
         )
         try:
             while True:
-                parking.look()
+                poll.look()
                 self._refuse_when_over()
                 refuse_when_replaced(self._run, queue)
                 outcome = queue.coordinator.await_pass(
-                    pass_, coordinator_epoch=request.coordinator_epoch, wake=parking.wake
+                    pass_, coordinator_epoch=request.coordinator_epoch, wake=poll.wake
                 )
                 if outcome.complete or not wait_seconds or (pass_ == 0 and queue.spec is not None):
                     return outcome
-                await parking.wait()
+                await poll.wait()
         except WaitTimedOut:
             return PassOutcome(complete=False)
         finally:
-            queue.forget(parking.wake)
+            queue.forget(poll.wake)
 
     # Who may ask.
 

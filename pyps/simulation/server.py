@@ -96,7 +96,7 @@ class VirtualServer:
         # When each shard will have done with the pushes it has, and when it goes on after a pause.
         self._free_at = dict.fromkeys(self.shards, 0.0)
         self._resumes_at = dict.fromkeys(self.shards, 0.0)
-        # The workers that give signs of life, and their incarnations.
+        # The workers that give heartbeats, and their incarnations.
         self._living: dict[str, int] = {}
         self._ticking = False
         self._last_event = 0

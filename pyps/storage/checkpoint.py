@@ -34,7 +34,7 @@ from pyps.core.ledger import LedgerState
 from pyps.core.rules import find
 from pyps.core.shard import Shard, ShardState
 from pyps.core.vectors.machine import MachineState, VectorMachine
-from pyps.core.vectors.program import Precision, Standing
+from pyps.core.vectors.program import Precision, VectorTable
 from pyps.run_header import RestoredRun, RunHeader, Snapshot
 from pyps.storage.disk import Disk
 from pyps.storage.plain import checksum_of, contribution_from_plain, contribution_to_plain, split_payloads
@@ -147,7 +147,7 @@ def machine_state_from(entry: Mapping[str, Any]) -> MachineState:
     """Returns what the manifest tells of a machine, without the vectors."""
     history = entry["history"]
     vectors = {name: Precision[precision] for name, precision in entry["vectors"].items()}
-    standing = Standing(vectors, history["oldest"], history["newest"])
+    standing = VectorTable(vectors, history["oldest"], history["newest"])
     return MachineState(entry["coordinator_epoch"], entry["iteration"], entry["state"], standing)
 
 

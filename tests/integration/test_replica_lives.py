@@ -1,4 +1,4 @@
-"""How replicas live and end: signs of life from the first Hello on, a leave wherever it was answered."""
+"""How replicas live and end: heartbeats from the first Hello on, a leave wherever it was answered."""
 
 from __future__ import annotations
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
-from pyps.core.vectors.program import POINT, Operation, Outlook, Precision, Program, Standing, foresee, num_answers
+from pyps.core.vectors.program import (
+    POINT,
+    Operation,
+    Precision,
+    Program,
+    Validated,
+    VectorTable,
+    num_answers,
+    validate,
+)
 from pyps.core.vectors.shard_vectors import Answer, Script, ShardVectors, Vector, make_vector
 from pyps.core.vectors.stages import StagePart, Stages
 from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished, Superseded
@@ -145,7 +154,7 @@ class MachineState:
     iteration: int = 0
     text: str = ""
     # The standing that a machine restored from it begins with.
-    standing: Standing = field(default_factory=Standing)
+    standing: VectorTable = field(default_factory=VectorTable)
     # By shard and name.
     vectors: Mapping[int, Mapping[str, Vector]] = field(default_factory=dict)
 
@@ -176,7 +185,7 @@ class VectorMachine:
         self.text = ""
         self._op_seq = 0
         self._results = Results()
-        self._standing = Standing()
+        self._standing = VectorTable()
         self._vectors = {shard_id: ShardVectors(shard) for shard_id, shard in self._shards.items()}
 
     # What can be read off it.
@@ -278,7 +287,7 @@ class VectorMachine:
         kept = self._standing.kept
         if POINT in self._standing.vectors:
             kept = {**kept, POINT: self._standing.vectors[POINT]}
-        standing = Standing(kept, self._standing.oldest, self._standing.newest)
+        standing = VectorTable(kept, self._standing.oldest, self._standing.newest)
         return MachineState(self.coordinator_epoch, self.iteration, self.text, standing)
 
     def parameters_to_keep(self, shard_id: int) -> Floats | None:
@@ -324,15 +333,15 @@ class VectorMachine:
         def take_stages(stage_ids: Iterable[int]) -> None:
             folds.append(self._stages.complete(stage_ids))
 
-        outlook = foresee(program, self._standing, take_stages=take_stages, require_room=self._require_room)
-        self._require_possible(program, outlook)
+        validated = validate(program, self._standing, take_stages=take_stages, require_room=self._require_room)
+        self._require_possible(program, validated)
         script = Script(program.instructions, self._standing.oldest, self._standing.newest, folds)
         # Nothing may fail once the first shard has begun.
         memory = {shard_id: vectors.prepare(script) for shard_id, vectors in self._vectors.items()}
-        with self._durable if outlook.durable else nullcontext():
+        with self._durable if validated.durable else nullcontext():
             jobs = [_job(vectors, script, memory[shard_id]) for shard_id, vectors in self._vectors.items()]
             answers = run_all(jobs)
-            self._standing = outlook.standing
+            self._standing = validated.standing
             if program.commits_iteration:
                 self.iteration, self.text = program.commits_iteration, program.state
         for instruction in program.instructions:
@@ -340,14 +349,14 @@ class VectorMachine:
                 self._stages.begin(instruction.count)
         return _together(program, answers)
 
-    def _require_possible(self, program: Program, outlook: Outlook) -> None:
+    def _require_possible(self, program: Program, validated: Validated) -> None:
         if program.commits_iteration > self.iteration + 1:
             raise BadRequest(
                 f"the program commits iteration {program.commits_iteration}, and this server is at iteration "
                 f"{self.iteration}: it has lost what was committed since, so restore all servers from checkpoints of "
                 "one iteration"
             )
-        if outlook.moves and any(shard.finished for shard in self._shards.values()):
+        if validated.moves and any(shard.finished for shard in self._shards.values()):
             raise RunFinished("the run is finished: its parameters move no more")
 
     def _require_room(self, bytes_per_parameter: int) -> None:

@@ -166,7 +166,7 @@ def num_answers(instruction: Instruction) -> int:
 
 
 @dataclass(frozen=True)
-class Standing:
+class VectorTable:
     """Which vectors there are on every shard of a server, and how each is kept."""
 
     vectors: Mapping[str, Precision] = field(default_factory=dict)
@@ -194,22 +194,22 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Validated:
     """What a program comes to, should it be executed."""
 
-    standing: Standing
+    standing: VectorTable
     # Whether it changes what a checkpoint keeps of the coordinator's.
     durable: bool
     moves: bool
 
 
-def foresee(
+def validate(
     program: Program,
-    standing: Standing,
+    standing: VectorTable,
     *,
     take_stages: Callable[[Iterable[int]], None],
     require_room: Callable[[int], None],
-) -> Outlook:
+) -> Validated:
     """Returns what the program comes to. Raises BadRequest, naming the instruction, where it cannot be executed.
 
     `take_stages` is told the stages of each FOLD and raises where one is not complete here; `require_room` raises where
@@ -222,7 +222,7 @@ def foresee(
         draft.where = f"instruction {number} ({instruction.operation.name})"
         draft.add(instruction)
     moves = any(instruction.operation == Operation.MOVE for instruction in program.instructions)
-    return Outlook(draft.standing, draft.durable, moves)
+    return Validated(draft.standing, draft.durable, moves)
 
 
 class _Draft:
@@ -230,7 +230,7 @@ class _Draft:
 
     def __init__(
         self,
-        standing: Standing,
+        standing: VectorTable,
         take_stages: Callable[[Iterable[int]], None],
         require_room: Callable[[int], None],
         *,
@@ -247,8 +247,8 @@ class _Draft:
         self._made_bytes = 0
 
     @property
-    def standing(self) -> Standing:
-        return Standing(self.vectors, self.oldest, self.newest)
+    def standing(self) -> VectorTable:
+        return VectorTable(self.vectors, self.oldest, self.newest)
 
     def add(self, instruction: Instruction) -> None:
         for value in (instruction.scalar, *instruction.scalars):
@@ -275,7 +275,7 @@ class _Draft:
         self._require(name not in self.vectors, f"makes the vector {name!r}, which is there already: FREE it first")
         self.vectors[name] = instruction.precision
         self._touch(name)
-        self._made_bytes += Standing({name: instruction.precision}).bytes_per_parameter
+        self._made_bytes += VectorTable({name: instruction.precision}).bytes_per_parameter
         self._require_room(max(self.standing.bytes_per_parameter, self._made_bytes))
 
     def free(self, instruction: Instruction) -> None:

@@ -20,7 +20,7 @@ from pyps.service import convert
 from pyps.service.executor import Job, KernelExecutor
 from pyps.service.limits import ByteBudget
 from pyps.service.shm.segment import Attachment, Content, Memory, Vectors, check_layout
-from pyps.service.waiting import Arrivals
+from pyps.service.waiting import VersionWait
 from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
@@ -176,7 +176,7 @@ class Pull:
     """One request of a worker: `read` for every shard, from any threads, or `read_whole` once; then `reply`."""
 
     def __init__(self, run: Run, attachment: Attachment, request: wire.PullRequest):
-        """Refuses what names other shards or workers than those attached; it is a sign of life of the worker."""
+        """Refuses what names other shards or workers than those attached; it renews its lease of the worker."""
         self._run = run
         self._attachment = attachment
         content = attachment.content
@@ -288,7 +288,7 @@ class Requests:
         if run.state == RunState.DRAINING:
             raise ServerUnavailable("this server is shutting down: try again once it is back")
         shards, plan, epoch = run.shards, run.partition, run.epoch
-        # It is a sign of life, and refuses strangers.
+        # It renews its lease, and refuses strangers.
         run.shards_to_pull(sender.run_id, sender.worker_id, sender.incarnation, observer=False, shard_ids=())
         if plan is None or run.shards is not shards:
             raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
@@ -327,7 +327,7 @@ class Requests:
         return pull.reply()
 
     async def _pull_on_threads(self, attachment: Attachment, pull: Pull) -> local.LocalReply:
-        arrivals = Arrivals(
+        waits = VersionWait(
             self._run,
             self._work,
             pull.shards,
@@ -335,8 +335,8 @@ class Requests:
             worker_id=attachment.worker_id,
             wait_seconds=pull.wait_seconds,
         )
-        async with arrivals:
-            while await arrivals.next() is not None:
+        async with waits:
+            while await waits.next() is not None:
                 continue
         whole = self._run.whole is not None
         await self._on_threads(
