@@ -269,7 +269,7 @@ def _table(results: Sequence[Rounds]) -> Table:
     for one in (rounds.figures() for rounds in results):
         table.add_row(
             f"{one['parameters']:,}",
-            TRANSPORTS[one["transport"]],
+            TRANSPORTS.get(one["transport"], one["transport"]),
             one["codec"],
             f"{one['rounds_per_second']:,.1f}",
             f"{one['bytes_per_second_each_way'] / 1e9:.3f}",
