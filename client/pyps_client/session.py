@@ -91,6 +91,10 @@ class Session(InForce):
         self._converter: Converter = NUMPY
         self._codec = codec_of(codec or launch.codec)
         self._pull_codec = codec_of(pull_codec or launch.pull_codec)
+        if self._pull_codec.stateful:
+            raise BadRequest(
+                f"codec {self._pull_codec.name} carries state from push to push: pull in another (pull_codec)"
+            )
         self._initial = initial
         self._handshake = Handshake(
             launch,

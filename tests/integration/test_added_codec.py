@@ -112,5 +112,7 @@ def test_state_from_push_to_push_is_refused_as_no_session_keeps_it(
     start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ScaledBytes, "stateful", True)
-    with pytest.raises(BadRequest, match="scaled_bytes carries state"):
-        make_client(start_server().data, **options())
+    server = start_server()
+    for codecs in ({"pull_codec": "float32"}, {"codec": "float32"}):
+        with pytest.raises(BadRequest, match="scaled_bytes carries state"):
+            make_client(server.data, **options(**codecs))
