@@ -3,6 +3,7 @@
 Read `shard.py` first; it uses the others in this order:
 
     gradient.py      what a worker pushes, and whether it can be used
+    plan.py          a push as every transport describes it: where its parameters go
     roster.py        which workers count now
     ledger.py        which pushes were answered already (exactly-once)
     behaviour.py     what was picked of the following: protocol, policy, schedule, clipping
@@ -14,13 +15,13 @@ Read `shard.py` first; it uses the others in this order:
     verdict.py       what was decided, as a receipt (receipt.py)
     update.py        one update of the parameters
     rules.py         the rule of an update: SGD, momentum, Adagrad, Adam and their kin
-    waiters.py       who is called when a version is reached
     recorder.py      what happens to a shard, and who is told of it
-    shard_state.py   all that a shard is, for checkpoints
+    shard_state.py   all that a shard is, for checkpoints; what waits in it, and who is called when a version is reached
     arrays.py        float32 arrays as the kernels like them
     spec.py          behaviours picked by a line of text
 
 Beside the shards, for the whole server: `membership.py` (which workers live; `member.py` is one of them and
-keeps the processes of a replica together), `election.py` (who initialises),
-`pacing.py` (who may begin a step), `whole_model.py` (one mutex around all shards).
+keeps the processes of a replica together), `registry.py` (what their coming and going asks for), `election.py` (who
+initialises), `pacing.py` (who may begin a step), `whole_model.py` (one mutex around all shards), `vectors/` (vectors
+beside the parameters, and programs on them).
 """

@@ -258,7 +258,7 @@ class Release(Pacer):
 
     The paper says nothing of how the others are let in: the intervals are ours.
 
-    At version t as many as 1 + state((t - start) / every) may compute, and always the first: somebody moves the
+    At version t as many as 1 + floor((t - start) / every) may compute, and always the first: somebody moves the
     version on, whoever departs.
     """
 

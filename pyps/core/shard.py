@@ -223,11 +223,12 @@ class Shard:
         with self._lock:
             if memory is not None:
                 memory.require_attached()
+            if worker_id is not None and self._recorder is not None:
+                # Whoever holds the newest has it from here on too.
+                self._recorder.record(events.Pulled(self.shard_id, worker_id, self._version))
             if self._version <= held_version:
                 return None
             _kernels.encode_into(self._parameters, reply)
-            if worker_id is not None and self._recorder is not None:
-                self._recorder.record(events.Pulled(self.shard_id, worker_id, self._version))
             return self._version
 
     def note_pull(self, version: int, *, worker_id: str | None) -> bool:

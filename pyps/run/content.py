@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from pyps.core.behaviour import Behaviour
@@ -17,12 +18,6 @@ from pyps.core.whole_model import WholeModel
 from pyps.run_header import RunHeader
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Partition
-
-if TYPE_CHECKING:
-    pass
-from collections.abc import Callable, Iterable
-from threading import Lock
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyps.config import StopCondition

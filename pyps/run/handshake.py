@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 import shlex
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from pyps.config import ServerConfig
     from pyps.run.content import Content
     from pyps.run_header import RunHeader
-import re
-import secrets
 
 
 class RunState(IntEnum):

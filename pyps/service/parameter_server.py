@@ -76,15 +76,20 @@ class ParameterServer:
         """Takes the first parameters, shard by shard, and makes them the run's."""
         begun: list[Initialization] = []
         try:
-            return await self._initialize(context, begun)
+            finished = await self._receive_parameters(context, begun)
         except BaseException:
             for initialization in begun:
                 if not initialization.opening.replica:
                     # Nobody goes on with it; other processes of a replica might.
                     initialization.abandon()
             raise
+        if not finished:
+            # On a thread whatever the size: it copies this server's whole part of the model.
+            await self._work.begin(partial(self._run.commit, begun[0]))
+        return self._initialize_reply()
 
-    async def _initialize(self, call: Call, begun: list[Initialization]) -> bytes:
+    async def _receive_parameters(self, call: Call, begun: list[Initialization]) -> bool:
+        """Takes all that the caller sends; True where the run has been initialised before."""
         while (message := await call.receive(under_way=bool(begun))) is not None:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             large = len(message) >= MODEL_BYTES_INLINE
@@ -95,7 +100,7 @@ class ParameterServer:
                     begin = partial(self._begin_initialize, request)
                     initialization = await self._off_loop_where(large, begin)
                     if initialization is None:
-                        return self._initialize_reply()
+                        return True
                     begun.append(initialization)
                     continue
                 self._run.renew_term(begun[0].opening)
@@ -105,9 +110,7 @@ class ParameterServer:
             del message, request, payload
         if not begun:
             raise BadRequest("Initialize came without a message: the model comes first, then each shard")
-        # On a thread whatever the size: it copies this server's whole part of the model.
-        await self._work.begin(partial(self._run.commit, begun[0]))
-        return self._initialize_reply()
+        return False
 
     def push(self, _: object, call: Call) -> Awaitable[None]:
         """Answers each pushed shard with its receipt, in order."""

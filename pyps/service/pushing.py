@@ -76,8 +76,9 @@ class Message:
         convert.receipt_of(receipt, run, header.receipt)
         if version is None:
             return header.SerializeToString()
-        assert self.frame is not None, "parameters come to where they were wanted"
-        header.version, header.epoch = version, receipt.epoch
+        assert self.frame is not None and self.shard is not None, "parameters come to where they were wanted"
+        # A receipt that is given again may be of an earlier epoch.
+        header.version, header.epoch = version, self.shard.epoch
         return self.frame.complete(header)
 
 
@@ -103,7 +104,7 @@ class PushStream:
     async def serve(self) -> None:
         """Answers messages until the sender has no more."""
         run, call, responses = self._run, self._call, self._responses
-        bytes_max = run.config.max_message_bytes
+        bytes_max, first = run.config.max_message_bytes, True
         # A longer message counts among the bytes in flight.
         inline_bytes_max = min(SHORT_BYTES, self._executor.inline_bytes_max)
         try:
@@ -117,9 +118,9 @@ class PushStream:
                     message = Message(received, run.shards, exchanges=self._exchanges)
                     gradient, shard = message.plan.gradient, message.shard
                     num_bytes = message.held_bytes + (0 if shard is None else shard.pending_bytes)
-                    if not self._account.caller:
+                    if first:
                         # The whole stream counts for it, whoever else may send in it.
-                        self._account.caller = gradient.worker_id
+                        self._account.caller, first = gradient.worker_id, False
                     whole = run.rounds.behaviour.aggregation.whole_model
                     if self._staged or (whole and message.push_id != self._singly):
                         await self._stage(message)

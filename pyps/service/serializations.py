@@ -111,11 +111,10 @@ class Serializations:
             return None if made is None else made[1]
         # Two who ask at once make one frame.
         with self._making_of(wanted):
-            if wanted.shard.version <= wanted.held_version:
-                return None
             with self._lock:
                 kept = self._frames.get((wanted.shard, wanted.codec))
-            if kept is not None and wanted.shard.note_pull(kept.version, worker_id=worker_id or None):
+            newer = kept is not None and kept.version > wanted.held_version
+            if kept is not None and newer and wanted.shard.note_pull(kept.version, worker_id=worker_id or None):
                 return kept.frame
             made = wanted.frame(worker_id=worker_id)
             if made is None:

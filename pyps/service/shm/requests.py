@@ -167,7 +167,8 @@ class Exchange:
             convert.receipt_of(receipt, self._run, answered.receipt)
             if version is not None:
                 answered.version = version
-                answered.epoch = receipt.epoch
+                # A receipt that is given again may be of an earlier epoch.
+                answered.epoch = self._attachment.content.epoch
                 answered.codec = self._attachment.codec  # type: ignore[assignment]
         return reply
 
