@@ -14,6 +14,8 @@ from pyps.core.shard import Shard
 
 # Kernels on fewer bytes run on the event loop: handing them to a thread would cost more than they do.
 INLINE_BYTES_MAX = 65_536 * 4
+# What lies in many places takes longer than its bytes do together: about so many more for each place.
+EXTENT_BYTES = 4096
 
 T = TypeVar("T")
 Job: TypeAlias = Callable[[], object]

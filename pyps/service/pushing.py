@@ -13,7 +13,7 @@ from pyps.core.shard import Pushed, Shard
 from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, Call
-from pyps.service.executor import KernelExecutor
+from pyps.service.executor import EXTENT_BYTES, KernelExecutor
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.responses import ALL_SHARDS, OrderedResponses
 from pyps.service.serializations import ReplyFrame
@@ -118,6 +118,7 @@ class PushStream:
                     message = Message(received, run.shards, exchanges=self._exchanges)
                     gradient, shard = message.plan.gradient, message.shard
                     num_bytes = message.held_bytes + (0 if shard is None else shard.pending_bytes)
+                    num_bytes += EXTENT_BYTES * len(gradient.extents)
                     if first:
                         # The whole stream counts for it, whoever else may send in it.
                         self._account.caller, first = gradient.worker_id, False
@@ -183,7 +184,9 @@ class PushStream:
 
 def _work_bytes(message: Message) -> int:
     """The bytes that its update is about: who makes it may have to make one of all the gradients that wait there."""
-    return len(message.plan.gradient.payload) + (0 if message.shard is None else message.shard.pending_bytes)
+    gradient, shard = message.plan.gradient, message.shard
+    of_extents = EXTENT_BYTES * len(gradient.extents)
+    return len(gradient.payload) + of_extents + (0 if shard is None else shard.pending_bytes)
 
 
 def _push_whole(run: Run, parts: Sequence[Message]) -> list[bytes]:

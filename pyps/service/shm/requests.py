@@ -17,7 +17,7 @@ from pyps.core.shard import Pushed, Shard
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.service import convert
-from pyps.service.executor import Job, KernelExecutor
+from pyps.service.executor import EXTENT_BYTES, Job, KernelExecutor
 from pyps.service.limits import ByteBudget
 from pyps.service.shm.segment import Attachment, Content, Memory, Vectors, check_layout
 from pyps.service.waiting import VersionWait
@@ -28,9 +28,6 @@ from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, Wron
 
 # At once, or when it is done.
 Answer: TypeAlias = local.LocalReply | Coroutine[Any, Any, local.LocalReply]
-
-# What lies in many places takes longer than its bytes do together: about so many more for each place.
-EXTENT_BYTES = 4096
 
 
 @dataclass(slots=True)
