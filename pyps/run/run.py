@@ -158,7 +158,9 @@ class Run:
         known = run_id == self.run_id or not run_id
         try:
             if known:
-                self._heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
+                self.rounds.carry_out(
+                    self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
+                )
         except UnknownWorker:
             known = False
         state = self.state
@@ -167,7 +169,7 @@ class Run:
     def heard(self, run_id: str, worker_id: str, incarnation: int) -> None:
         """Takes a worker's call for another service as a heartbeat; refuses one of another run, or unknown."""
         self._require_run(self._require_content(), run_id)
-        self._heard(worker_id, incarnation, now=self.clock())
+        self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock()))
 
     def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
         """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
@@ -200,7 +202,7 @@ class Run:
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
             # It may be at it for longer than its lease.
-            self._heard(opening.worker_id, opening.incarnation, now=self.clock())
+            self.rounds.carry_out(self._registry.heard(opening.worker_id, opening.incarnation, now=self.clock()))
         with self._lock:
             # Another call may have brought the last shards meanwhile.
             if not self.gate.already_done(self._content, opening):
@@ -298,7 +300,7 @@ class Run:
         if again:
             self._registry.require_alive(worker_id, incarnation)
         else:
-            self._heard(worker_id, incarnation, now=self.clock(), clock=clock)
+            self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock))
         if self._ending.over:
             return True
         return self.rounds.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
@@ -328,7 +330,7 @@ class Run:
             handshake.check_run(run_id, self.holding(), observer=True)
             return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
         self._require_run(content, run_id)
-        self._heard(worker_id, incarnation, now=self.clock())
+        self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock()))
         shards = [content.shard(shard_id) for shard_id in shard_ids]
         self.require_declared(worker_id, (shard.shard_id for shard in shards))
         return shards or list(self.shards_of(worker_id).values())
@@ -551,19 +553,6 @@ class Run:
         return content.header(epoch=self.epoch, behaviour=self.behaviour, told=self.config.behaviour)
 
     # Helpers.
-
-    def _heard(
-        self,
-        worker_id: str,
-        incarnation: int,
-        *,
-        now: float,
-        clock: int | None = None,
-        scalars: Mapping[str, float] | None = None,
-    ) -> None:
-        """Notes a heartbeat; UnknownWorker or Superseded where it is none of a member."""
-        heard = self._registry.heard(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
-        self.rounds.carry_out(heard)
 
     def _require_content(self) -> Content:
         content = self._content

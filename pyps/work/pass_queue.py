@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -99,7 +100,7 @@ P = TypeVar("P", bound=WorkPass)
 T = TypeVar("T")
 
 
-class PassQueue(Generic[P]):
+class PassQueue(ABC, Generic[P]):
     """Passes over a data set, and what becomes of a portion when a worker comes, gives or goes.
 
     Guarded by its queue's lock; what is to be called after that is left with the waiting calls.
@@ -169,12 +170,12 @@ class PassQueue(Generic[P]):
             facts = {"worker": worker.worker_id, "portions": len(leases)}
             self._calls.note("portions of a lost worker go to others", warning=True, **facts)
 
+    @abstractmethod
     def answer(self, worker: WorkerProgress, number: int | None, *, passes: int, now: float) -> LeaseAnswer:
         """What a free worker that asks for that pass (None: the present one, or the next) is to do.
 
         `passes`: how many it goes through, 0 where that is not known.
         """
-        raise NotImplementedError
 
     def objection(self, leases: Sequence[Lease]) -> str:
         """Why leases that hold cannot be delivered, empty where they can."""
