@@ -3,6 +3,7 @@ the steps of the rule by itself, bit for bit, and those of torch to 1e-6."""
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +98,18 @@ def own_momentum(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.LambdaLR(optimizer, of_step)
 
 
+def train_alike(num_batches: int, *trainings: tuple[torch.nn.Module, Any, lr_scheduler.LRScheduler]) -> None:
+    """Trains all by the gradients of the first, whose rounding would else part them."""
+    first = trainings[0][0]
+    for batch in batches(num_batches):
+        backward(first, batch)
+        for module, optimizer, scheduler in trainings:
+            for parameter, its in zip(first.parameters(), module.parameters(), strict=True):
+                its.grad = parameter.grad if module is first else parameter.grad.clone()
+            optimizer.step()
+            scheduler.step()
+
+
 def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server) -> None:
     def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         return lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=31)
@@ -123,15 +136,7 @@ def test_a_scheduler_moves_the_servers_momentum_as_it_moves_torchs(start_server)
         server = start_server("--protocol", protocol)
         with RemoteOptimizer(model, remote, server.data, transport=transport) as optimizer:
             scheduler = early or schedule(optimizer)
-            for batch in batches(30):
-                backward(model, batch)
-                # The same gradients, as above.
-                for parameter, its in zip(model.parameters(), twin.parameters(), strict=True):
-                    its.grad = parameter.grad.clone()
-                optimizer.step()
-                scheduler.step()
-                local.step()
-                local_scheduler.step()
+            train_alike(30, (model, optimizer, scheduler), (twin, local, local_scheduler))
         assert_close(model, twin, f"{name} {schedule.__name__} {protocol} {transport}")
 
 
@@ -161,18 +166,12 @@ def test_a_worker_that_does_not_own_the_schedule_goes_by_its_own_before_the_owne
             transport=transport,
         ) as optimizer:
             scheduler = schedule(optimizer)
-            for batch in batches(10):
-                backward(model, batch)
-                for parameter, its in zip(model.parameters(), twin.parameters(), strict=True):
-                    its.grad = parameter.grad.clone()
-                optimizer.step()
-                scheduler.step()
-                local.step()
-                local_scheduler.step()
+            train_alike(10, (model, optimizer, scheduler), (twin, local, local_scheduler))
             assert_close(model, twin, f"{name} {transport}")
             owned = mlp()
             with RemoteOptimizer(owned, optimizer_of(owned), server.data, run_id="r", worker_id="w0") as owner:
                 owners_schedule = schedule(owner)
+                [batch] = batches(1)
                 backward(owned, batch)
                 owner.step()
                 backward(model, batch)
