@@ -11,8 +11,8 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.lent import Lending
 from pyps_client.outage import Outage
-from pyps_client.retry import Busy, LinkLost, RetryPolicy, Wait
-from pyps_client.transport import Link, LocalLost
+from pyps_client.retry import Busy, LinkLost, LocalLost, RetryPolicy, Wait
+from pyps_client.transport import Link
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotInitialized, RunFinished, UnknownWorker
 from pyps_wire.parameter_server_pb2 import LocalTransport

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,7 +11,7 @@ from typing import Protocol
 from pyps_client import uncaught
 from pyps_client.channel import problem_of
 from pyps_client.connection import Connection
-from pyps_client.fork import ForkGuard, keep_alive
+from pyps_client.fork import ForkGuard, at_fork, keep_alive
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire.common_pb2 import Sender
@@ -128,4 +127,4 @@ def _close(session: Closable) -> None:
         logger.warning("an optimizer that was not closed left the run: %s", error)
 
 
-os.register_at_fork(after_in_child=_leaving.clear)
+at_fork(after_in_child=_leaving.clear)

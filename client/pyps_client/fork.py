@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from pyps_wire.errors import ForkedClient
 
@@ -14,12 +15,19 @@ _generation = 0
 _kept_alive: set[object] = set()
 
 
+def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
+    """Has these called around each fork of this process; where the system cannot fork there is nothing to do."""
+    if hasattr(os, "register_at_fork"):
+        hooks = {"before": before, "after_in_child": after_in_child}
+        os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
+
+
 def _count_fork() -> None:
     global _generation
     _generation += 1
 
 
-os.register_at_fork(after_in_child=_count_fork)
+at_fork(after_in_child=_count_fork)
 
 
 class ForkGuard:

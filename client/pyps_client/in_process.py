@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from pyps_client.channel import Channel, Reply
 from pyps_client.lent import Lending
 from pyps_client.open_stream import Take
-from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost
-from pyps_client.transport import Link, LocalLost, Transport
+from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
+from pyps_client.transport import Link, Transport
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.contract import METHODS
 from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status

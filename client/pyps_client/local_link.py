@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import weakref
 
 from google.protobuf.message import DecodeError
 
+from pyps_client.fork import at_fork
 from pyps_client.lent import Lending
-from pyps_client.retry import SIGNAL_SECONDS, Busy
+from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
 from pyps_client.segment import Memory, Segment
-from pyps_client.transport import Link, LocalLost, Transport
+from pyps_client.transport import Link, Transport
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
@@ -185,4 +185,4 @@ def _after_fork() -> None:
         link.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)

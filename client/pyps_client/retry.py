@@ -28,6 +28,10 @@ class LinkLost(Exception):
         self.answered = answered
 
 
+class LocalLost(LinkLost):
+    """The loss of a local link: the gRPC connection beside it may be sound."""
+
+
 class Busy(LinkLost):
     """The server's request to try again later. The connection is sound and the caller still known."""
 

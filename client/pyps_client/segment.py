@@ -12,6 +12,8 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
+from pyps_client.fork import at_fork
+
 # Numbers begin behind a page that holds only the nonce.
 HEAD_BYTES = mmap.PAGESIZE
 
@@ -86,4 +88,4 @@ def _after_fork() -> None:
         segment.keep_own_copy()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+at_fork(after_in_child=_after_fork)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -11,6 +10,7 @@ from types import FrameType
 from typing import Protocol
 
 from pyps_client import uncaught
+from pyps_client.fork import at_fork
 
 STATUS = 128 + signal.SIGTERM
 
@@ -100,4 +100,4 @@ def _forget_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+at_fork(after_in_child=_forget_in_child)

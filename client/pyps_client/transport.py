@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pyps_client.channel import Channel, GrpcChannel
 from pyps_client.lent import Lending
-from pyps_client.retry import LinkLost
+from pyps_client.retry import LocalLost
 from pyps_client.segment import Memory
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
@@ -16,10 +16,6 @@ from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 
 # How often a thread that waits for its turn looks whether that may take long.
 LOOK_SECONDS = 0.005
-
-
-class LocalLost(LinkLost):
-    """The loss of a local link: the gRPC connection beside it may be sound."""
 
 
 class Link(ABC):

@@ -38,4 +38,5 @@ class Server(Protocol):
 SERVERS: dict[str, Server] = {}
 
 # A forked child has their memory, but none of their threads.
-os.register_at_fork(after_in_child=SERVERS.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=SERVERS.clear)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Sequence, Set
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pyps_client.fork import at_fork
 from pyps_client.torch.flat import may_lie_in_vectors, own_place
 from pyps_client.torch.layout import Layout
 
@@ -126,4 +126,4 @@ def _in_child() -> None:
         aliases.in_child()
 
 
-os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+at_fork(before=_before_fork, after_in_child=_in_child)

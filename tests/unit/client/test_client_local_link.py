@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyps_client.lent import Layout, Lending, segment_bytes
-from pyps_client.local_link import LocalLink, LocalLost
-from pyps_client.retry import Busy
+from pyps_client.local_link import LocalLink
+from pyps_client.retry import Busy, LocalLost
 from pyps_client.segment import Segment
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import Sender
