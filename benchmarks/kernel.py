@@ -39,9 +39,10 @@ from measure import write_results
 
 from pyps import _kernels
 from pyps.core.arrays import aligned_copy, aligned_zeros
+from pyps.core.gradient import NATIVE
 from pyps.core.plan import Reply
 from pyps.core.rules import RULES, UpdateRule, WeightedGradient, validate
-from pyps_wire.codecs import CODECS, FLOAT32, Codec
+from pyps_wire.codecs import FLOAT32, Codec
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 NUM_PARAMETERS = 25_600_000
@@ -216,11 +217,11 @@ def rule_contenders(memory: Memory) -> dict[str, Contender]:
 
 def codec_ways() -> dict[str, Way]:
     ways = {"the bandwidth loop": Way()}
-    for codec in CODECS.values():
-        for reply in (None, *Codec):
-            answer = f", reply {reply.name.lower()}" if reply else ""
-            ways[f"{codec.name.lower()}{answer}"] = Way(reply, guard=True, codec=codec)
-        ways[f"{codec.name.lower()}, received"] = Way(guard=True, codec=codec, received=True)
+    for codec in NATIVE:
+        for reply in (None, *NATIVE):
+            answer = f", reply {reply.name}" if reply else ""
+            ways[f"{codec.name}{answer}"] = Way(reply, guard=True, codec=codec)
+        ways[f"{codec.name}, received"] = Way(guard=True, codec=codec, received=True)
     return ways
 
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from pyps import _kernels
 from pyps.core.arrays import Floats, aligned_zeros
-from pyps_wire.codecs import FLOAT32, Codec
+from pyps_wire.codecs import CODECS, FLOAT32, Codec
 from pyps_wire.errors import BadRequest, WrongSize
 
 # The codecs that kernels read and write in place. Numbers in others are made float32 before anything else.
-NATIVE = frozenset(_kernels.CODECS.values())
+NATIVE = tuple(CODECS[number] for number in _kernels.CODECS.values())
 
 
 class PayloadKind(IntEnum):
