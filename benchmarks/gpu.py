@@ -129,7 +129,8 @@ def timed(work: Callable[[], object], rounds: int, *, warmup: int) -> list[float
     """Milliseconds between two events on the device's stream, before the work and after it, a round at a time."""
     latencies = []
     for number in range(warmup + rounds):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        event: Any = torch.cuda.Event
+        before, after = (event(enable_timing=True) for _ in range(2))
         # The work begins with its gradients there, and no earlier work to wait for.
         torch.cuda.synchronize()
         before.record()

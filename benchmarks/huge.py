@@ -85,7 +85,7 @@ def skip(options: argparse.Namespace, reason: str) -> int:
 def expected_peak_mb(tenth: dict[str, Any], side: str, params: int) -> float:
     """A side's peak with the whole model, all that grew with the tenth growing on."""
     base = float(tenth[f"{side}_base_mb"])
-    return base + (tenth[f"{side}_peak_mb"] - base) * params / tenth["params"]
+    return base + (float(tenth[f"{side}_peak_mb"]) - base) * params / int(tenth["params"])
 
 
 def arguments() -> argparse.Namespace:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -58,16 +59,16 @@ class Threaded:
 class Asyncio:
     """The same calls on one event loop."""
 
-    async def push(self, _: object, context: grpc.aio.ServicerContext) -> bytes:
+    async def push(self, _: object, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         while await context.read() is not grpc.aio.EOF:
             pass
         return b"done"
 
-    async def pull(self, request: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def pull(self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         for _ in range(int(request)):
             await context.write(LARGE)
 
-    async def echo(self, _: object, context: grpc.aio.ServicerContext) -> None:
+    async def echo(self, _: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
             await context.write(message)
 
@@ -107,7 +108,7 @@ async def serve_asyncio() -> None:
 def push_rate(address: str) -> float:
     """GB/s of 4 MiB messages to the server, one client."""
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        call = channel.stream_unary("/bench/push")
+        call: Any = channel.stream_unary("/bench/push")
         began = time.perf_counter()
         call((LARGE for _ in range(NUM_LARGE)), timeout=60)
         return NUM_LARGE * len(LARGE) / (time.perf_counter() - began) / GB
@@ -116,7 +117,7 @@ def push_rate(address: str) -> float:
 def pull_rate(address: str) -> float:
     """GB/s of 4 MiB messages from the server, one client."""
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        call = channel.unary_stream("/bench/pull")
+        call: Any = channel.unary_stream("/bench/pull")
         began = time.perf_counter()
         received = sum(len(message) for message in call(str(NUM_LARGE).encode(), timeout=60))
         return received / (time.perf_counter() - began) / GB
@@ -132,8 +133,9 @@ def echo_latency(address: str) -> float:
             yield SMALL
 
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
+        call: Any = channel.stream_stream("/bench/echo")
         began = time.perf_counter()
-        for _ in channel.stream_stream("/bench/echo")(messages(), timeout=60):
+        for _ in call(messages(), timeout=60):
             turn.release()
         return (time.perf_counter() - began) / NUM_SMALL * 1e6
 
@@ -143,7 +145,8 @@ def echo_rate(address: str) -> float:
 
     async def client(num_echoes: int) -> None:
         async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
-            stream = channel.stream_stream("/bench/echo")(timeout=60)
+            call: Any = channel.stream_stream("/bench/echo")
+            stream = call(timeout=60)
             for _ in range(num_echoes):
                 await stream.write(SMALL)
                 await stream.read()
@@ -168,7 +171,7 @@ MEASURES: dict[str, Callable[[str], float]] = {
 
 def main() -> None:
     """Measures both kinds in turns and prints the table."""
-    servers = {kind: _start(kind) for kind in KINDS}
+    servers: dict[str, Any] = {kind: _start(kind) for kind in KINDS}
     addresses = {kind: f"127.0.0.1:{server.stdout.readline().strip()}" for kind, server in servers.items()}
     figures: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):

@@ -70,7 +70,7 @@ class Profile:
 
     def install(self) -> None:
         """Watches this thread and all that begin later, and every lock that we make from now on."""
-        threading.Lock = self._maker(threading.Lock)  # type: ignore[assignment, misc]
+        threading.Lock = self._maker(threading.Lock)  # type: ignore[assignment]
         threading.RLock = self._maker(threading.RLock)  # type: ignore[assignment]
         sys.setprofile(self._note)
         threading.setprofile(self._note)
@@ -203,7 +203,8 @@ def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
     """Returns the groups of modules that reach one another."""
     reached: dict[str, set[str]] = {}
     for start in edges:
-        seen, waiting = set(), [start]
+        seen: set[str] = set()
+        waiting = [start]
         while waiting:
             new = edges.get(waiting.pop(), set()) - seen
             seen |= new

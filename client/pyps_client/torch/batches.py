@@ -13,7 +13,7 @@ from pyps_wire.errors import BadRequest
 def loss_function(
     model: torch.nn.Module,
     loss: Callable[..., Any] | None,
-    loss_of: Callable[[torch.nn.Module, Any], Any] | None,
+    loss_of: Callable[[Any, Any], Any] | None,
 ) -> Callable[[Any], Any]:
     """What computes a batch's loss, from either of the two that a user may give."""
     if (loss is None) == (loss_of is None):

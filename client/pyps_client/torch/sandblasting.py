@@ -53,7 +53,7 @@ def sandblaster(
     dataset: MapDataset,
     *,
     batch_size: int = 256,
-    loss_of: Callable[[torch.nn.Module, Any], Any] | None = None,
+    loss_of: Callable[[Any, Any], Any] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     on_pass: Callable[[int], object] | None = None,
     threads: int | None = 1,
