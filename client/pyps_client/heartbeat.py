@@ -126,6 +126,7 @@ class Heartbeat:
             self._report_silence(beat, verdict, began=began)
             return
         except LinkLost as lost:
+            beat.way.renew(channel)
             self._report_silence(beat, lost, began=began)
             return
         beat.connection.outage.heard(beat.connection.name)
