@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 from pyps.core import spec
@@ -52,6 +52,16 @@ class StalenessPolicy(ABC):
     name: ClassVar[str]
     # Whether `update_scale` says anything.
     scales_updates: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Raises BadRequest unless all settings are finite numbers and none is negative."""
+        for setting in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, setting.name)
+            if not 0 <= value < math.inf:
+                raise BadRequest(
+                    f"staleness policy {self.name!r}: {setting.name} is {value:g}; "
+                    "expected a finite number that is not negative"
+                )
 
     @abstractmethod
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
@@ -141,9 +151,6 @@ class Exponential(StalenessPolicy):
     name: ClassVar[str] = "exponential"
     beta: float = 0.1
 
-    def __post_init__(self) -> None:
-        _check_not_negative(self.name, "beta", self.beta)
-
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         return Weighing(rate_scale=math.exp(-self.beta * staleness))
 
@@ -154,9 +161,6 @@ class Polynomial(StalenessPolicy):
 
     name: ClassVar[str] = "polynomial"
     a: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_not_negative(self.name, "a", self.a)
 
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         return Weighing(rate_scale=(1.0 + staleness) ** -self.a)
@@ -170,10 +174,6 @@ class Hinge(StalenessPolicy):
     a: float = 10.0
     b: float = 4.0
 
-    def __post_init__(self) -> None:
-        _check_not_negative(self.name, "a", self.a)
-        _check_not_negative(self.name, "b", self.b)
-
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         return Weighing(rate_scale=1.0 / (self.a * max(0.0, staleness - self.b) + 1.0))
 
@@ -184,9 +184,6 @@ class Drop(StalenessPolicy):
 
     name: ClassVar[str] = "drop"
     spread: int = 10
-
-    def __post_init__(self) -> None:
-        _check_not_negative(self.name, "spread", self.spread)
 
     def weigh(self, staleness: int, context: WeighingContext) -> Weighing:
         return Weighing(accept=staleness <= self.spread)
@@ -224,10 +221,3 @@ def parse(text: str) -> StalenessPolicy:
     """
     name, colon, settings = text.strip().partition(":")
     return spec.make(f"{ALIASES.get(name, name)}{colon}{settings}", POLICIES, what="staleness policy")
-
-
-def _check_not_negative(policy: str, setting: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise BadRequest(
-            f"staleness policy {policy!r}: {setting} is {value:g}; expected a finite number that is not negative"
-        )

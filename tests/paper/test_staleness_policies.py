@@ -18,7 +18,7 @@ from pyps.core.arrays import Floats
 from pyps.core.receipt import Outcome, Reason
 from pyps.core.rules import RULES
 from pyps.core.shard import Shard
-from pyps.core.staleness import StalenessPolicy, Weighing, WeighingContext
+from pyps.core.staleness import POLICIES, StalenessPolicy, Weighing, WeighingContext
 from shards import make_shard, pull, push, roster_of
 
 VERSION = 5000
@@ -72,6 +72,7 @@ def shard_of(policy: str | StalenessPolicy, *, rule: str = "sgd", protocol: str 
 
 def test_s5_an_update_of_equally_stale_gradients_moves_by_the_policys_share() -> None:
     """S5, whatever the rule and the policy; with four workers each update of softsync:n=4 is made of one gradient."""
+    assert AT_10.keys() == POLICIES.keys()
     for rule in (*PLAIN, *ADAPTIVE):
         moved = {policy: train(shard_of(policy, rule=rule, protocol="softsync:n=4"), [10]) for policy in AT_10}
         for policy, share in AT_10.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -92,8 +93,14 @@ def test_a_policys_text_leaves_out_what_is_at_its_default_and_the_papers_short_n
     assert {alias: parse(alias).name for alias in ALIASES} == ALIASES
 
 
+def test_no_policy_takes_a_negative_setting() -> None:
+    for name, kind in POLICIES.items():
+        for setting in fields(kind):  # type: ignore[arg-type]
+            assert f"{setting.name} is -1; expected a finite number" in refusal(parse, f"{name}:{setting.name}=-1")
+
+
 def test_a_wrong_setting_is_refused_in_one_sentence() -> None:
-    there_are = "constant, divide, divide_plus_one, drop, exponential, hinge, none, per_update, polynomial"
+    there_are = ", ".join(sorted(POLICIES))
     for text, words in {
         "inverse": f"staleness policy 'inverse' is unknown; expected one of {there_are}",
         "exponential:beta=-1": "'exponential': beta is -1; expected a finite number that is not negative",
