@@ -135,7 +135,7 @@ WRONG = [
     ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
     ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
     ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
-    ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc, in_process"),
+    ("PYPS_TRANSPORT", "shmem", f"PYPS_TRANSPORT is 'shmem'; expected one of {', '.join(launch.TRANSPORTS)}"),
 ]
 
 

@@ -50,7 +50,8 @@ def test_each_optimizer_says_its_rule_and_all_its_settings(optimizer, rule, sett
 
 def test_every_rule_and_setting_that_is_said_is_one_of_the_servers() -> None:
     for translation in TRANSLATIONS:
-        assert set(translation.hyperparameters) == set(RULES[translation.rule].settings)
+        rule = RULES[translation.rule]
+        assert (set(translation.hyperparameters), translation.momentum) == (set(rule.settings), rule.momentum_name)
 
 
 def test_each_group_says_its_own_settings() -> None:
