@@ -46,7 +46,10 @@ class Codec(int):
         raise NotImplementedError
 
     def decode_into(self, payload: Buffer, place: NDArray[np.float32]) -> None:
-        """Writes the numbers of `payload` into `place`, a contiguous array of as many. Every codec's fit float32."""
+        """Writes the numbers of `payload` into `place`, a contiguous array of as many. Every codec's fit float32.
+
+        Raises BadRequest for bytes that it cannot read: any other error counts as a bug of the server.
+        """
         raise NotImplementedError
 
     def decode(self, payload: Buffer, count: int) -> NDArray[np.float32]:

@@ -47,7 +47,7 @@ WORDS = {
     "backup:b=2": Backup(2),
 }
 REFUSALS = {
-    "gossip": "protocol 'gossip' is unknown; expected one of asgd, async, backup, hardsync, sandblaster, serial",
+    "gossip": f"protocol 'gossip' is unknown; expected one of {', '.join(sorted(PROTOCOLS))}",
     "softsync": "softsync's n is 0; expected at least 1, as in softsync:n=4",
     "softsync:n=x": "protocol 'softsync': n is 'x'; expected a whole number",
     "softsync:m=3": "protocol 'softsync' has no setting 'm=3'; it has n=",
@@ -65,6 +65,7 @@ REFUSALS = {
 def test_a_protocols_text_makes_an_equal_protocol_and_others_words_are_understood() -> None:
     assert {name: kind.name for name, kind in PROTOCOLS.items()} == {name: name for name in PROTOCOLS}
     assert [parse(text).text for text in TEXTS] == list(TEXTS)
+    assert {parse(text).name for text in TEXTS} == {*PROTOCOLS} - {"sandblaster"}
     assert {text: parse(text) for text in WORDS} == WORDS
 
 
