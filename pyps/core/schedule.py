@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from pyps.core import spec
+from pyps.core.gradient import FLOAT32_MAX
 from pyps_wire.errors import BadRequest
 
 
@@ -24,6 +25,15 @@ class Schedule:
     """
 
     terms: tuple[Term, ...] = ()
+
+    def __post_init__(self) -> None:
+        highest = math.prod(max(1.0, term.curve.highest) for term in self.terms)
+        if highest > FLOAT32_MAX:
+            # Times 0 it would be no number at all.
+            raise BadRequest(
+                f"schedule {self.text!r} multiplies the rate by up to {highest:g}; expected at most {FLOAT32_MAX:.3g},"
+                " the largest float32: give its points smaller factors"
+            )
 
     def factor(self, version: int, examples: int) -> float:
         """Returns the factor for the update that comes after `version` updates made of `examples` examples."""
@@ -65,6 +75,11 @@ class Curve(ABC):
     @abstractmethod
     def at(self, time: float) -> float:
         """Returns the factor at time t, which is not negative."""
+
+    @property
+    def highest(self) -> float:
+        """The highest factor at any time, or a higher number."""
+        return 1.0
 
     @property
     def text(self) -> str:
@@ -179,6 +194,10 @@ class Piecewise(Curve):
     def at(self, time: float) -> float:
         reached = [factor for start, factor in self.points if start <= time]
         return reached[-1] if reached else 1.0
+
+    @property
+    def highest(self) -> float:
+        return max(factor for _, factor in self.points)
 
     @property
     def text(self) -> str:

@@ -85,7 +85,7 @@ curves = st.one_of(
     st.builds("exponential:decay={!r},every={!r}".format, st.floats(0, 1, exclude_min=True), lengths),
     st.builds("cosine:length={!r},minimum={!r},unit=epochs".format, lengths, fractions),
     st.builds("warmup:length={!r},start={!r}".format, lengths, fractions),
-    st.builds("piecewise:{!r}={!r}".format, lengths, lengths),
+    st.builds("piecewise:{!r}={!r}".format, lengths, st.floats(0, 1e9)),
 )
 
 
@@ -116,6 +116,7 @@ def test_a_wrong_setting_is_refused_in_one_sentence() -> None:
         "piecewise:2=1;2=1": "the times ascending",
         "piecewise:1=-1": "not negative",
         "piecewise:1=nan": "finite",
+        "piecewise:0=1e200;9=1+piecewise:0=1e200+piecewise:0=0": "multiplies the rate by up to inf; expected at most",
         "step:every=3,unit=days": "schedule 'step': unit is days; expected updates or epochs",
         "step:every=3,unit=epochs": "is not known; set --epoch-examples",
         "step:every=3,unit=epochs,epoch_examples=-5": "epoch_examples is -5; expected a number above 0",
