@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from pyps_wire.errors import BadRequest
 
@@ -172,7 +173,14 @@ class Pacer(ABC):
         worker = self._state.present.get(worker_id)
         if worker is None or worker.granted or self.missing:
             return ()
-        return tuple(sorted(self._ahead_of(worker)))
+        return tuple(sorted(self._ahead_of([worker])))
+
+    def waited_for(self, worker_ids: Iterable[str]) -> set[str]:
+        """Returns whom any of these workers waits for, as `waiting_for` does for one."""
+        present = self._state.present
+        workers = [present[worker_id] for worker_id in worker_ids if worker_id in present]
+        waiting = [worker for worker in workers if not worker.granted]
+        return set(self._ahead_of(waiting)) if waiting and not self.missing else set()
 
     def step_of(self, worker_id: str) -> int | None:
         """Returns a number that stays as long as a worker that is present is at its step; None for others."""
@@ -196,26 +204,18 @@ class Pacer(ABC):
     # What a pacer's rule is made of.
 
     @abstractmethod
-    def _may_proceed(self, worker: WorkerClock) -> bool:
-        """Tells whether a waiting worker may proceed now, the quorum aside."""
+    def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        """Returns those of the waiting workers that may proceed now, the quorum aside, in that order."""
 
     @abstractmethod
-    def _ahead_of(self, worker: WorkerClock) -> Iterable[str]:
-        """Returns whom a waiting worker waits for."""
-
-    def _order(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        """Returns the waiting workers in the order in which they are let through."""
-        return waiting
+    def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
+        """Returns whom any of these waiting workers waits for; there is at least one."""
 
     def _grant(self) -> list[str]:
-        granted: list[str] = []
-        if self.missing:
-            return granted
-        for worker in self._order(self._state.waiting()):
-            if self._may_proceed(worker):
-                worker.granted = True
-                granted.append(worker.worker_id)
-        return granted
+        ready = [] if self.missing else self._ready(self._state.waiting())
+        for worker in ready:
+            worker.granted = True
+        return [worker.worker_id for worker in ready]
 
 
 class TurnTaking(Pacer):
@@ -224,14 +224,12 @@ class TurnTaking(Pacer):
     Turns go round in order of joining. A worker keeps its turn until it asks for the next or departs.
     """
 
-    def _may_proceed(self, worker: WorkerClock) -> bool:
-        return not any(other.granted for other in self._state.present.values())
+    def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        taken = any(worker.granted for worker in self._state.present.values())
+        return [] if taken or not waiting else [min(waiting, key=lambda worker: worker.ticket)]
 
-    def _ahead_of(self, worker: WorkerClock) -> list[str]:
+    def _ahead_of(self, waiting: list[WorkerClock]) -> list[str]:
         return [other.worker_id for other in self._state.present.values() if other.granted]
-
-    def _order(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        return sorted(waiting, key=lambda worker: worker.ticket)
 
 
 class ClockBound(Pacer):
@@ -245,11 +243,12 @@ class ClockBound(Pacer):
         super().__init__(quorum=quorum)
         self._clock_bound = clock_bound
 
-    def _may_proceed(self, worker: WorkerClock) -> bool:
-        return worker.clock - self._state.slowest() <= self._clock_bound
+    def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        slowest = self._state.slowest()
+        return [worker for worker in waiting if worker.clock - slowest <= self._clock_bound]
 
-    def _ahead_of(self, worker: WorkerClock) -> list[str]:
-        enough = worker.clock - self._clock_bound
+    def _ahead_of(self, waiting: list[WorkerClock]) -> list[str]:
+        enough = max(worker.clock for worker in waiting) - self._clock_bound
         return [other.worker_id for other in self._state.present.values() if other.clock < enough]
 
 
@@ -273,18 +272,20 @@ class Release(Pacer):
     @property
     def all_free(self) -> bool:
         """Whether the last worker of those present may compute."""
-        last_rank = len(self._state.present) - 1
-        return last_rank >= 0 and self._state.version >= self._start + self._every * last_rank
+        present = self._state.present
+        return bool(present) and len(present) <= self._places
 
-    def _may_proceed(self, worker: WorkerClock) -> bool:
-        rank = self._rank(worker)
-        return rank == 0 or self._state.version >= self._start + self._every * rank
+    @property
+    def _places(self) -> int:
+        return max(1, 1 + (self._state.version - self._start) // self._every)
 
-    def _ahead_of(self, worker: WorkerClock) -> list[str]:
-        return list(self._state.present)[: self._rank(worker)]
+    def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        free = set(islice(self._state.present, self._places))
+        return [worker for worker in waiting if worker.worker_id in free]
 
-    def _rank(self, worker: WorkerClock) -> int:
-        return list(self._state.present).index(worker.worker_id)
+    def _ahead_of(self, waiting: list[WorkerClock]) -> list[str]:
+        present, waiting_ids = list(self._state.present), {worker.worker_id for worker in waiting}
+        return present[: max(rank for rank, worker_id in enumerate(present) if worker_id in waiting_ids)]
 
 
 class Free(Pacer):
@@ -293,10 +294,10 @@ class Free(Pacer):
     def asks(self, version: int) -> bool:
         return self.missing > 0
 
-    def _may_proceed(self, worker: WorkerClock) -> bool:
-        return True
+    def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        return waiting
 
-    def _ahead_of(self, worker: WorkerClock) -> tuple[str, ...]:
+    def _ahead_of(self, waiting: list[WorkerClock]) -> tuple[str, ...]:
         return ()
 
 
@@ -341,11 +342,8 @@ class StagedPacer(Pacer):
             return self._release.all_free
         return self._state.version >= self._updates
 
-    def _may_proceed(self, worker: WorkerClock) -> bool:
-        return self._stage._may_proceed(worker)
+    def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
+        return self._stage._ready(waiting)
 
-    def _ahead_of(self, worker: WorkerClock) -> Iterable[str]:
-        return self._stage._ahead_of(worker)
-
-    def _order(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
-        return self._stage._order(waiting)
+    def _ahead_of(self, waiting: list[WorkerClock]) -> Iterable[str]:
+        return self._stage._ahead_of(waiting)

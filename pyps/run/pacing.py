@@ -108,7 +108,7 @@ class Pacing:
                 return []
             since = {}
             # Those that wait themselves hold nobody up.
-            for worker_id in self._waited_for(pacer) - self._wakes.keys():
+            for worker_id in pacer.waited_for(self._wakes) - self._wakes.keys():
                 step = pacer.step_of(worker_id)
                 known, began = self._since.get(worker_id, (step, now))
                 since[worker_id] = (step, began if known == step else now)
@@ -171,10 +171,7 @@ class Pacing:
     def waited_for(self) -> set[str]:
         """All whom a waiting call waits for."""
         with self._lock:
-            return self._waited_for(self._pacer) if self._pacer is not None else set()
-
-    def _waited_for(self, pacer: Pacer) -> set[str]:
-        return {other for worker_id in self._wakes for other in pacer.waiting_for(worker_id)}
+            return self._pacer.waited_for(self._wakes) if self._pacer is not None else set()
 
     def _wakes_of(self, worker_ids: Iterable[str]) -> list[Wake]:
         return [wake for worker_id in worker_ids for wake in self._wakes.pop(worker_id, [])]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from random import Random
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -351,6 +353,46 @@ def test_turns_begin_when_those_that_compute_together_have_asked_again() -> None
     assert turns.take_over(bound) == []
     assert turns.arrive("a", 1) == []
     assert turns.arrive("b", 1) == ["a"]
+
+
+# An arrival costs as much as there are workers, not its square.
+
+
+def instructions_of(action: Callable[[], object]) -> int:
+    """Returns how many of Python's instructions an action takes, whatever the machine's speed."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def steps_together(make: Callable[[], Pacer], num_workers: int) -> int:
+    """Returns the cost of two steps of so many workers, each asking as soon as it may, and of whom they wait for."""
+    pacer, names = make(), [f"{i:03}" for i in range(num_workers)]
+
+    def play() -> None:
+        going = [let_go for name in names for let_go in pacer.arrive(name, 0)]
+        for name in going:
+            going += pacer.arrive(name, 1) if len(going) <= 2 * num_workers else []
+            pacer.waited_for([name])
+        pacer.waited_for(names)
+
+    return instructions_of(play)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_arrival_costs_no_more_than_in_proportion_to_the_workers(make: Callable[[], Pacer]) -> None:
+    assert steps_together(make, 64) <= 16 * steps_together(make, 16)
 
 
 # Nobody waits for ever.
