@@ -22,6 +22,7 @@ Read `shard.py` first; it uses the others in this order:
 
 Beside the shards, for the whole server: `membership.py` (which workers live; `member.py` is one of them and
 keeps the processes of a replica together), `registry.py` (what their coming and going asks for), `election.py` (who
-initialises), `pacing.py` (who may begin a step), `whole_model.py` (one mutex around all shards), `vectors/` (vectors
-beside the parameters, and programs on them).
+initialises), `gate.py` (which calls for a step wait) and `pacing.py` (who may begin one), `effects.py` (what any of
+them asks for), `whole_model.py` (one mutex around all shards), `vectors/` (vectors beside the parameters, and
+programs on them).
 """

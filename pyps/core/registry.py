@@ -4,43 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
+from pyps.core.effects import NONE, Effects, tell
 from pyps.core.member import Member, WorkerInfo, WorkerState, failure_in_words, was_interrupted
 from pyps.core.membership import Membership
 from pyps.core.roster import Roster
 from pyps_wire.errors import WaitTimedOut
-
-
-class Told(NamedTuple):
-    """Something that happened, for people: what, and its facts by name."""
-
-    kind: str
-    what: str
-    facts: Mapping[str, object]
-    warning: bool = False
-
-
-class Effects(NamedTuple):
-    """What a change among the workers asks of whoever keeps the run."""
-
-    told: tuple[Told, ...] = ()
-    # Workers whose portions of the data go back, and whether each was lost rather than left by itself.
-    gone: tuple[tuple[str, bool], ...] = ()
-    # Whom nobody waits for any more, by the names that the run has for them; rounds may be complete without them.
-    departed: tuple[str, ...] = ()
-
-    def and_then(self, other: Effects) -> Effects:
-        """Returns both, one after the other."""
-        return Effects(self.told + other.told, self.gone + other.gone, self.departed + other.departed)
-
-
-NONE = Effects()
-
-
-def tell(kind: str, what: str, *, warning: bool = False, **facts: object) -> Effects:
-    """Returns what only people are to hear of."""
-    return Effects((Told(kind, what, facts, warning),))
 
 
 class WorkerRegistry:
@@ -151,6 +120,27 @@ class WorkerRegistry:
             effects = effects.and_then(tell("stalled", what, worker=worker_id, stall_seconds=seconds, warning=True))
             effects = effects.and_then(Effects(departed=(self.membership.name_of(worker_id),)))
         return effects
+
+    def look_at_gate(self, awaited: Sequence[str], *, now: float) -> Effects:
+        """Opens the gate where somebody has waited for stall_seconds for those, which have not come; () for nobody.
+
+        They count from their first push, as any other does.
+        """
+        if not self.stalls.look_at_gate(holds=bool(awaited), now=now):
+            return NONE
+        what = "expected workers are waited for no longer, as they came too late; each counts from its first push"
+        facts = {"waited_for": ", ".join(awaited), "stall_seconds": self.stalls.stall_seconds}
+        return tell("stalled", what, warning=True, **facts).and_then(self.expect_no_more())
+
+    def expect_no_more(self) -> Effects:
+        """Waits for nobody who has not come."""
+        self.membership.expect_no_more()
+        return Effects(opens_gate=True)
+
+    @property
+    def quorum(self) -> int:
+        """How many workers are to have come before any begins a step; 0 once they have."""
+        return self.membership.expected_workers if self.membership.roster.missing else 0
 
     def stood_still(self, seconds: float, *, now: float) -> Effects:
         """Prolongs all leases by a time in which the server could hear nobody."""

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
+from pyps.core.effects import Effects
+from pyps.core.gate import StepGate, Wake
 from pyps.core.gradient import NATIVE, Finding, Gradient, PayloadKind, made_native, require_fitting, require_rate, scan
-from pyps.core.pacing import Free, Pacer
+from pyps.core.pacing import Free
 from pyps.core.plan import PushPlan
 from pyps.core.receipt import Outcome, Reason, Receipt
 from pyps.core.recorder import Recorder
-from pyps.core.registry import Effects, WorkerRegistry
+from pyps.core.registry import WorkerRegistry
 from pyps.core.roster import Roster
 from pyps.core.schedule import Constant
 from pyps.core.shard import Pushed, Shard
@@ -25,12 +27,13 @@ from pyps.core.shard_state import PendingBudget
 from pyps.core.update import Update
 from pyps.run.content import Content
 from pyps.run.observers import Events
-from pyps.run.pacing import Pacing
 from pyps.statistics import Statistics
 from pyps_wire.errors import ScheduleOwned
 
 if TYPE_CHECKING:
     from pyps.config import ServerConfig
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ class RoundController:
         self.logged = recorder is not None
         self.pending = PendingBudget(config.max_pending_bytes)
         self.owner = ScheduleOwner()
-        self.pacing = Pacing()
+        self.steps = StepGate()
+        # Held for one event at the gate of steps, or a look at it; no other lock is taken meanwhile.
+        self._steps_lock = Lock()
         self._caveats = Caveats()
         # Called for a worker that is gone, with whether it was lost rather than left by itself.
         self.on_gone: Callable[[str, bool], None] = lambda worker_id, lost: None
@@ -93,9 +98,7 @@ class RoundController:
                     former.setdefault(content.parts[shard_id], set()).update(shard.contributors)
                 # A replica pushes to each part of the model by one of its processes.
                 self._membership.await_workers(max(map(len, former.values()), default=0))
-            self.pacing.replace(self._new_pacer(content))
-            self.pacing.excuse(self._membership.arrived())
-            self.pacing.advanced(content.version_max)
+            self._renew_pacer(content)
 
     @property
     def aggregation(self) -> Aggregation:
@@ -194,9 +197,9 @@ class RoundController:
         if roster is None:
             roster, effects = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None)
             self.carry_out(effects)
-        if self.pacing.paces and self.pacing.gate_holds:
+        if self.steps.pacer is not None and self.steps.pacer.missing:
             # At work already, with or without asking.
-            self.pacing.excuse([self._membership.name_of(worker_id)])
+            self.at_gate(self.steps.excuse, [self._membership.name_of(worker_id)])
         return roster
 
     def _answered(
@@ -226,19 +229,37 @@ class RoundController:
             # Somebody went while this push was on its way: whoever completed rounds then did not see it.
             self._complete(content, shard, self._membership.roster)
 
-    # What a change of membership brings.
+    # What the core asks for.
 
     def carry_out(self, effects: Effects) -> None:
-        """Does what a change among the workers asks for; rounds without them are completed by `complete_rounds`."""
+        """Does what an event asks for; rounds without those that went are completed by `complete_rounds`."""
         for kind, what, facts, warning in effects.told:
             self._events.add(kind, what, warning=warning, **facts)
         for worker_id, lost in effects.gone:
             self.on_gone(worker_id, lost)
         for name in effects.departed:
             # Nobody waits for its next step any more.
-            self.pacing.depart(name)
+            self.at_gate(self.steps.depart, name)
             if self.owner.release(name):
                 self._events.add("owner", "the schedule of the learning rate has no owner now", worker=name)
+        if effects.opens_gate:
+            self.at_gate(self.steps.expect, 0)
+        for wake in effects.wakes:
+            wake()
+
+    def at_gate(self, event: Callable[P, Effects], *arguments: P.args, **named: P.kwargs) -> None:
+        """Lets one of its events happen at the gate of steps, and does what it asks for."""
+        with self._steps_lock:
+            effects = event(*arguments, **named)
+        self.carry_out(effects)
+
+    def may_proceed(self, worker_id: str, *, clock: int, wake: Wake) -> bool:
+        """Whether the worker may begin the step after `clock` steps; if not, `wake` says when to ask again."""
+        name = self._membership.name_of(worker_id)
+        with self._steps_lock:
+            granted, effects = self.steps.ask(name, clock, wake)
+        self.carry_out(effects)
+        return granted
 
     def complete_rounds(self) -> None:
         """Makes the updates that are due since other workers count."""
@@ -273,38 +294,21 @@ class RoundController:
             for shard_id, shard in content.shards.items() if idle or awaited else ():
                 if shard.num_pending:
                     rounds.update(shard.waiting_for(content.roster_of(shard_id, roster)))
-            gate_holds = not rounds.isdisjoint(awaited) or self.pacing.gate_holds
-            gate_stalled = stalls.look_at_gate(holds=gate_holds, now=now)
             waited_for = rounds.difference(awaited)
-        if gate_stalled:
-            self._go_without_the_missing(", ".join(awaited or roster.awaited))
-        self.carry_out(self._registry.stall(waited_for & idle, now=now))
-        for worker_id in self.pacing.set_aside(now=now, stall_seconds=self._config.stall_seconds):
-            self._events.add(
-                "stalled",
-                "worker is not waited for until it asks for its next step: others waited too long for it",
-                worker=worker_id,
-                stall_seconds=self._config.stall_seconds,
-                warning=True,
-            )
-
-    def _go_without_the_missing(self, awaited: str) -> None:
-        """Opens the gate: expected workers that have not come count from their first push, as any other does."""
         alive = self._membership.names(alive=True)
-        self._events.add(
-            "stalled",
-            "expected workers are waited for no longer, as they came too late; each counts from its first push",
-            waited_for=", ".join(self.pacing.awaited(alive)) or awaited,
-            stall_seconds=self._config.stall_seconds,
-            warning=True,
-        )
-        self._membership.expect_no_more()
-        self.pacing.open_gate()
+        with self._steps_lock:
+            not_come = self.steps.holds_for(alive)
+        if not not_come and not rounds.isdisjoint(awaited):
+            not_come = tuple(awaited)
+        self.carry_out(self._registry.look_at_gate(not_come, now=now))
+        self.carry_out(self._registry.stall(waited_for & idle, now=now))
+        self.at_gate(self.steps.stall, now=now, stall_seconds=self._config.stall_seconds)
 
     def waited_for_by(self, worker_id: str) -> tuple[str, ...]:
         """Whom a worker waits for that may not begin its next step yet."""
-        alive = self._membership.names(alive=True)
-        return self.pacing.awaited(alive) or self.pacing.waiting_for(self._membership.name_of(worker_id))
+        alive, name = self._membership.names(alive=True), self._membership.name_of(worker_id)
+        with self._steps_lock:
+            return self.steps.awaited(alive) or self.steps.waiting_for(name)
 
     def tick(self, now: float) -> None:
         """Does what time brings to the workers: leases, stalls, and the rounds that they then are left out of."""
@@ -316,8 +320,7 @@ class RoundController:
         missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
         if restored and missing and now - content.ready_at > self._config.lease_seconds:
             # Workers of a restored run that live have said so by now.
-            self._membership.expect_no_more()
-            self.pacing.open_gate()
+            self.carry_out(self._registry.expect_no_more())
         self._look_for_stalls(now)
         self.complete_rounds()
         self._warn()
@@ -391,8 +394,7 @@ class RoundController:
         """Waits for so many workers at the beginning, those that pushed or are gone included; 0 when unknown."""
         with self._lock:
             self._membership.expect(num_workers)
-            self.pacing.expect(num_workers if self._membership.roster.missing else 0)
-            self.pacing.excuse(self._membership.arrived())
+            self.at_gate(self.steps.expect, self._registry.quorum, self._membership.arrived())
         self._events.add("configured", "settings changed", expected_workers=num_workers)
         self.complete_rounds()
 
@@ -434,9 +436,7 @@ class RoundController:
             updates += len(made)
             self._updated(shard, made)
         if new_protocol:
-            self.pacing.replace(self._new_pacer(content))
-            self.pacing.excuse(self._membership.arrived())
-            self.pacing.advanced(content.version_max)
+            self._renew_pacer(content)
         return Settled(gradients if new_protocol else 0, updates)
 
     def _complete(self, content: Content, shard: Shard, roster: Roster) -> int:
@@ -450,19 +450,19 @@ class RoundController:
             self._moved(shard, shard.version)
 
     def _moved(self, shard: Shard, version: int) -> None:
-        if self.pacing.paces:
-            self.pacing.advanced(version)
+        if self.steps.pacer is not None:
+            self.at_gate(self.steps.advanced, version)
         if self.on_update is not None:
             self.on_update(shard)
 
-    def _new_pacer(self, content: Content) -> Pacer | None:
+    def _renew_pacer(self, content: Content) -> None:
         # Nothing crosses between servers: the first alone grants steps.
         pacer = self.behaviour.aggregation.pacer() if content.server_index == 0 else None
         if pacer is None and self._config.start_together and content.server_index == 0:
             pacer = Free()
-        if pacer is not None and self._membership.roster.missing:
-            pacer.quorum = self._membership.expected_workers
-        return pacer
+        if pacer is not None:
+            pacer.quorum = self._registry.quorum
+        self.at_gate(self.steps.replace, pacer, at_work=self._membership.arrived(), version=content.version_max)
 
 
 def _against(finding: Finding | None) -> Finding | None:

@@ -303,7 +303,7 @@ class Run:
             self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock))
         if self._ending.over:
             return True
-        return self.rounds.pacing.may_proceed(self.membership.name_of(worker_id), clock=clock, wake=wake)
+        return self.rounds.may_proceed(worker_id, clock=clock, wake=wake)
 
     def configure(
         self, *, protocol: str = "", staleness: str = "", learning_rate: float | None = None, schedule: str = ""
@@ -527,7 +527,7 @@ class Run:
 
     def epochs_ahead(self) -> int:
         """How many epochs of shared data free workers may begin ahead; none where steps wait for others' steps."""
-        return 0 if self.aggregation.barrier or self.rounds.pacing.asks else self.config.epochs_ahead
+        return 0 if self.aggregation.barrier or self.rounds.steps.asks else self.config.epochs_ahead
 
     def holding(self) -> Holding:
         """What the server holds, as a newcomer is told."""

@@ -224,7 +224,7 @@ def receipt_of(receipt: Receipt, run: Run, message: common.Receipt | None = None
     message = common.Receipt() if message is None else message
     write_receipt(message, receipt)
     rounds = run.rounds
-    if rounds.pacing.paces and rounds.pacing.asks:
+    if rounds.steps.pacer is not None and rounds.steps.asks:
         message.ask_to_proceed = True
     if rounds.behaviour.batch_growth and (batch_size := run.batch_size):
         message.batch_size = batch_size
@@ -309,7 +309,7 @@ def hello_reply(
         shards=shard_versions(run),
         protocol=run.aggregation.text,
         staleness=spell_out(run.staleness.name, run.staleness),
-        ask_to_proceed=run.rounds.pacing.asks,
+        ask_to_proceed=run.rounds.steps.asks,
         batch_size=run.batch_size,
         accumulate=run.aggregation.accumulate,
         clip_norm=run.behaviour.clip_norm,
@@ -341,7 +341,7 @@ def heartbeat_reply(run: Run, pulse: Pulse) -> wire.HeartbeatReply:
         staleness=spell_out(run.staleness.name, run.staleness),
         accumulate=run.aggregation.accumulate,
         current_version_only=run.aggregation.barrier,
-        ask_to_proceed=run.rounds.pacing.asks,
+        ask_to_proceed=run.rounds.steps.asks,
         batch_size=run.batch_size,
     )
 

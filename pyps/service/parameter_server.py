@@ -166,8 +166,8 @@ class ParameterServer:
             raise
         finally:
             # An answer that came too late is fetched by asking again; nobody asks again for one that was given up.
-            run.rounds.pacing.forget(name, poll.wake, withdraw=cancelled)
-        return wire.ProceedReply(ask_to_proceed=run.rounds.pacing.asks).SerializeToString()
+            run.rounds.at_gate(run.rounds.steps.forget, name, poll.wake, withdraw=cancelled)
+        return wire.ProceedReply(ask_to_proceed=run.rounds.steps.asks).SerializeToString()
 
     async def heartbeat(self, message: bytes, context: Call) -> bytes:
         """Renews a lease and tells what the server wants."""

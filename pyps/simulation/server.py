@@ -114,7 +114,7 @@ class VirtualServer:
     @property
     def asks(self) -> bool:
         """Whether workers have to ask before a step."""
-        return self.run.rounds.pacing.asks
+        return self.run.rounds.steps.asks
 
     # What workers ask for.
 

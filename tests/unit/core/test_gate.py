@@ -1,0 +1,124 @@
+"""The gate of steps: which calls an event wakes, and what a question that is repeated means."""
+
+from __future__ import annotations
+
+from pyps.core.effects import NONE, Effects
+from pyps.core.gate import StepGate
+from pyps.core.pacing import StagedPacer, TurnTaking
+
+
+class Calls:
+    """The waiting calls of workers, and how often each was woken."""
+
+    def __init__(self, gate: StepGate) -> None:
+        self.gate = gate
+        self.woken: list[str] = []
+        self._wakes = {name: lambda name=name: self.woken.append(name) for name in "abcd"}
+
+    def carry_out(self, effects: Effects) -> list[str]:
+        """Wakes whom it says; returns the workers that people are told of."""
+        for wake in effects.wakes:
+            wake()
+        return [told.facts["worker"] for told in effects.told]
+
+    def ask(self, name: str, clock: int = 0) -> bool:
+        granted, effects = self.gate.ask(name, clock, self._wakes[name])
+        self.carry_out(effects)
+        return granted
+
+    def end(self, name: str) -> None:
+        self.carry_out(self.gate.forget(name, self._wakes[name]))
+
+    def cancel(self, name: str) -> None:
+        self.carry_out(self.gate.forget(name, self._wakes[name], withdraw=True))
+
+    def depart(self, name: str) -> None:
+        self.carry_out(self.gate.depart(name))
+
+    def stalled(self, now: float) -> list[str]:
+        return self.carry_out(self.gate.stall(now=now, stall_seconds=2.0))
+
+
+def test_only_the_worker_that_is_released_is_woken_and_a_question_repeated_is_one_question():
+    calls = Calls(StepGate(TurnTaking()))
+    assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    assert not calls.ask("b")
+    assert calls.ask("a"), "the answer was lost; the turn is still its own"
+    assert not calls.ask("a", clock=1)
+    assert calls.woken == ["b"]
+    assert calls.ask("b")
+
+
+def test_a_call_that_ended_is_not_woken_and_its_grant_is_kept():
+    calls = Calls(StepGate(TurnTaking()))
+    calls.ask("a")
+    calls.ask("b")
+    calls.end("b")
+    calls.depart("a")
+    assert calls.woken == []
+    assert not calls.ask("c")
+    assert calls.ask("b")
+
+
+def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
+    calls = Calls(StepGate(TurnTaking()))
+    calls.ask("a")
+    calls.ask("b")
+    calls.carry_out(calls.gate.replace(TurnTaking(), at_work=[], version=0))
+    assert calls.woken == ["b"]
+    assert not calls.ask("b")
+    assert calls.gate.waiting_for("b") == ("a",)
+    calls.gate.replace(None, at_work=[], version=0)
+    assert calls.ask("b")
+
+
+def test_a_worker_that_goes_without_asking_is_no_longer_expected():
+    calls = Calls(StepGate(TurnTaking(quorum=2)))
+    assert not calls.ask("a")
+    assert calls.gate.awaited(["a", "b"]) == ("b",)
+    assert calls.gate.awaited(["a"]) == ("1 more worker that has not joined",)
+    calls.depart("b")
+    assert calls.gate.awaited(["a"]) == ()
+    assert calls.woken == ["a"]
+    assert calls.ask("a")
+
+
+def test_a_call_that_was_granted_its_step_and_cancelled_before_its_answer_hands_the_step_on():
+    calls = Calls(StepGate(TurnTaking()))
+    assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    calls.depart("a")
+    calls.cancel("b")
+    assert calls.woken == ["b", "c"]
+    assert calls.ask("c")
+
+
+def test_a_call_cancelled_after_the_worker_asked_anew_changes_nothing():
+    gate = StepGate(TurnTaking())
+    first, second = (lambda: None), (lambda: None)
+    assert gate.ask("a", 0, first)[0]
+    assert gate.ask("a", 0, second)[0]
+    assert gate.forget("a", first, withdraw=True) == NONE
+    assert not gate.ask("b", 0, first)[0]
+
+
+def test_those_that_wait_are_woken_from_the_version_at_which_nobody_needs_to_ask():
+    calls = Calls(StepGate(StagedPacer(TurnTaking(), None, updates=3)))
+    assert [calls.ask(name) for name in "abc"] == [True, False, False]
+    calls.carry_out(calls.gate.advanced(2))
+    assert calls.woken == []
+    calls.carry_out(calls.gate.advanced(3))
+    assert calls.woken == ["b", "c"]
+    assert not calls.gate.asks
+
+
+def test_the_time_of_a_worker_that_takes_its_next_step_begins_anew():
+    calls = Calls(StepGate(TurnTaking()))
+    assert [calls.ask(name) for name in "ab"] == [True, False]
+    assert calls.stalled(0.0) == []
+    assert not calls.ask("a", clock=1)
+    assert calls.ask("b")
+    assert calls.ask("a", clock=1) is False
+    assert not calls.ask("b", clock=1)
+    assert calls.ask("a", clock=1)
+    assert calls.stalled(2.0) == []
+    assert calls.stalled(4.0) == ["a"]
