@@ -1,13 +1,18 @@
-"""Who sends the first parameters: one worker at a time, by lease."""
+"""Who sends the first parameters: one worker at a time, by lease, or the processes of one replica together."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pyps_wire.errors import RunMismatch, Superseded
+
+# An initialiser that is silent for so long has died: another takes its place.
+LEASE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One worker's turn to initialise, or one replica's. `expires_at` is in seconds of the caller's clock."""
 
     number: int
@@ -17,23 +22,40 @@ class Term:
     expires_at: float
 
 
-class Election:
-    """Gives one worker after the other the turn, until initialisation is done. The caller guards it.
+class Claim(NamedTuple):
+    """Who says that it initialises which run on a server; the processes of a replica claim it together."""
 
-    Terms grow by one, so that what an earlier initialiser still sends is told apart from the present one's. Where the
-    electing process may start anew, `first_term` must be larger than all terms of its former life.
+    run_id: str
+    server_index: int
+    term: int
+    worker_id: str
+    incarnation: int
+
+
+class Election:
+    """Lets one initialiser through, until the run is there. The caller guards it.
+
+    Server 0 gives one worker after the other the turn. Terms grow by one, so that what an earlier initialiser still
+    sends is told apart from the present one's. Where the electing process may start anew, `first_term` must be larger
+    than all terms of its former life. The other servers follow the terms of server 0, whose Initialize comes last and
+    makes the run; until then a later term replaces an earlier one.
     """
 
     def __init__(self, *, lease_seconds: float, first_term: int = 1) -> None:
-        self.lease_seconds = lease_seconds
+        """`lease_seconds`: the workers' own, which may be shorter than an initialiser's."""
+        self.lease_seconds = min(LEASE_SECONDS, lease_seconds)
         self._first_term = first_term
         self._term: Term | None = None
-        self._done = False
+        # The newest run and term that another server than the first has heard of.
+        self._newest = ("", 0)
+        # The run that is there; None before. Its founder is None where a checkpoint is.
+        self._run_id: str | None = None
+        self._founder: Claim | None = None
 
     @property
-    def term(self) -> Term | None:
-        """The latest term; it may have run out."""
-        return self._term
+    def busy(self) -> bool:
+        """Whether somebody has been given the turn."""
+        return self._term is not None or self._newest[1] > 0
 
     def elect(
         self,
@@ -43,39 +65,68 @@ class Election:
         now: float,
         is_over: Callable[[str, int], bool] = lambda worker_id, incarnation: False,
     ) -> Term | None:
-        """Returns the worker's term when the turn is its own, None when it is another's or all is done.
+        """Returns the worker's term when the turn is its own, None when it is another's or the run is there.
 
         A turn is over with its lease, or as soon as `is_over` says that of the worker's life.
         """
-        if self._done:
+        if self._run_id is not None:
             return None
         current, expires_at = self._term, now + self.lease_seconds
         if current is None:
             self._term = Term(self._first_term, worker_id, incarnation, expires_at)
         elif (current.worker_id, current.incarnation) == (worker_id, incarnation):
-            self._term = replace(current, expires_at=expires_at)
+            self._term = current._replace(expires_at=expires_at)
         elif now > current.expires_at or is_over(current.worker_id, current.incarnation):
             self._term = Term(current.number + 1, worker_id, incarnation, expires_at)
         else:
             return None
         return self._term
 
-    def renew(self, number: int, *, now: float) -> bool:
-        """Prolongs the term; False when it is no longer the current one."""
-        if self._term is None or not self.is_current(number):
+    def open(self, claim: Claim, *, now: float, holding: object, version: int, workers_alive: int) -> bool:
+        """Lets the caller begin, or go on; False where there is nothing to do, as it has made the run already.
+
+        Superseded when the turn is another's; RunMismatch over anything but what server 0 has not made a run yet:
+        `holding` at `version`, in words.
+        """
+        if self.is_done(claim):
             return False
-        self._term = replace(self._term, expires_at=now + self.lease_seconds)
+        untouched = version == 0 and self._founder is not None and claim.server_index > 0
+        if self._run_id is not None and (not untouched or (claim.run_id != self._run_id and workers_alive)):
+            raise RunMismatch(
+                f"this server holds {holding} and cannot be initialised again: join it by name "
+                f"(PYPS_RUN_ID={self._run_id}), or forget it with `pyps reset {shlex.quote(self._run_id)}`"
+            )
+        self.renew(claim, now=now)
         return True
 
+    def is_done(self, claim: Claim) -> bool:
+        """Whether this very initialisation has made the run; refuses a second one of the same run."""
+        if self._run_id is None or claim == self._founder:
+            return self._run_id is not None
+        if claim.run_id == self._run_id and claim.server_index == 0:
+            raise Superseded(f"another worker has initialised run {self._run_id!r}: say Hello again")
+        return False
+
+    def renew(self, claim: Claim, *, now: float) -> None:
+        """Notes that the initialiser is at work; Superseded when the turn has passed to another."""
+        term, mine = self._term, (claim.term, claim.worker_id, claim.incarnation)
+        if claim.server_index > 0:
+            current = claim.run_id != self._newest[0] or claim.term >= self._newest[1]
+            if current:
+                self._newest = claim.run_id, claim.term
+        elif current := self._run_id is None and term is not None and term[:3] == mine:
+            self._term = term._replace(expires_at=now + self.lease_seconds)
+        if not current:
+            raise Superseded(
+                f"worker {claim.worker_id!r} is not (or no longer) the one that initialises this run: "
+                f"term {claim.term} is over; say Hello again"
+            )
+
     def stood_still(self, seconds: float) -> None:
-        """Adds that time to the term: the caller could hear nobody."""
+        """Adds that time to the turn: the server could hear nobody."""
         if self._term is not None:
-            self._term = replace(self._term, expires_at=self._term.expires_at + seconds)
+            self._term = self._term._replace(expires_at=self._term.expires_at + seconds)
 
-    def is_current(self, number: int) -> bool:
-        """Whether that term has not been followed by another, and initialisation is still to be done."""
-        return not self._done and self._term is not None and self._term.number == number
-
-    def done(self) -> None:
-        """Ends the election: the parameters are there."""
-        self._done = True
+    def done(self, run_id: str, founder: Claim | None) -> None:
+        """Ends the election: the run is there."""
+        self._run_id, self._founder = run_id, founder

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from pyps.core.behaviour import Behaviour
+from pyps.core.election import Claim
 from pyps.core.recorder import Recorder
 from pyps.core.roster import Roster
 from pyps.core.rule_settings import RuleSettings
@@ -36,8 +37,8 @@ class Content:
     whole: WholeModel
     # What a coordinator keeps beside them.
     machine: VectorMachine
-    # Term, worker (or replica) and incarnation that initialised it; None for a restored run.
-    initializer: tuple[int, str, int] | None
+    # Who initialised it; None for a restored run.
+    founder: Claim | None
     ready_at: float
 
     @cached_property

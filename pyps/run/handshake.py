@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyps.core.aggregation import Aggregation
+from pyps.core.election import Claim
 from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.contract import PROTOCOL_VERSION
 from pyps_wire.errors import BadRequest, LimitExceeded, ModelMismatch, ProtocolMismatch, RunMismatch
@@ -87,9 +88,9 @@ class Opening:
         return self.replica or self.worker_id
 
     @property
-    def initializer(self) -> tuple[int, str, int]:
+    def claim(self) -> Claim:
         """Who initialises, in which term."""
-        return self.term, self.name, self.incarnation
+        return Claim(self.run_id, self.server_index, self.term, self.name, self.incarnation)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ parts, in calls of their own, which may come at once; the server is ready when a
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyps.core import rules
 from pyps.core.arrays import Floats
 from pyps.core.behaviour import Behaviour
-from pyps.core.election import Election, Term
+from pyps.core.election import Claim
 from pyps.core.gradient import decoded
 from pyps.core.ledger import LIVES_MAX, Ledger, LedgerState
 from pyps.core.recorder import Recorder
@@ -24,10 +23,10 @@ from pyps.core.shard_state import PendingBudget
 from pyps.core.vectors.machine import VectorMachine
 from pyps.core.whole_model import WholeModel
 from pyps.run.content import Content, listed
-from pyps.run.handshake import Holding, Opening
+from pyps.run.handshake import Opening
 from pyps.run_header import RestoredRun
 from pyps_wire.codecs import Codec
-from pyps_wire.errors import BadRequest, RunMismatch, Superseded, WrongSize
+from pyps_wire.errors import BadRequest, Superseded, WrongSize
 from pyps_wire.partition import Partition, first_difference, partition
 
 if TYPE_CHECKING:
@@ -36,115 +35,6 @@ if TYPE_CHECKING:
 
 # Lives whose receipts a shard remembers, for each worker that may be alive.
 LIVES_PER_WORKER = 4
-# An initialiser that is silent for so long has died: another takes its place.
-ELECTION_LEASE_SECONDS = 10.0
-
-
-class InitializationGate:
-    """Lets one initialiser through. Guarded by its run's lock.
-
-    On server 0 that is the elected worker. The other servers hold no election: they follow the terms of
-    server 0, whose Initialize comes last and makes the run; until then a later term replaces an earlier one.
-    """
-
-    def __init__(self, *, lease_seconds: float, first_term: int):
-        """`lease_seconds`: the workers' own, which may be shorter than an initialiser's."""
-        self._election = Election(lease_seconds=min(ELECTION_LEASE_SECONDS, lease_seconds), first_term=first_term)
-        self._newest_run = ""
-        self._newest_term = 0
-        # The one that goes on: the processes of a replica share it, each with a call of its own.
-        self._begun: Initialization | None = None
-
-    @property
-    def lease_seconds(self) -> float:
-        """How long an initialiser may be silent before another takes its place."""
-        return self._election.lease_seconds
-
-    @property
-    def busy(self) -> bool:
-        """Whether somebody has been given the turn."""
-        return self._election.term is not None or self._newest_term > 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the first parameters on their way in. May be read from any thread."""
-        begun = self._begun
-        return begun.num_bytes if begun is not None else 0
-
-    def elect(self, name: str, incarnation: int, *, now: float, is_over: Callable[[str, int], bool]) -> Term | None:
-        """Gives the turn to a worker of server 0, or to its replica; None when another has it.
-
-        Another has it until its own turn's lease runs out, or `is_over` says that its life has ended.
-        """
-        return self._election.elect(name, incarnation, now=now, is_over=is_over)
-
-    def stood_still(self, seconds: float) -> None:
-        """Adds that time to the turn: the server could hear nobody."""
-        self._election.stood_still(seconds)
-
-    def renew(self, opening: Opening, *, now: float) -> None:
-        """Notes that the initialiser is at work; Superseded when the turn has passed to another."""
-        if opening.server_index == 0:
-            term = self._election.term
-            owner = (term.number, term.worker_id, term.incarnation) if term else None
-            current = owner == opening.initializer and self._election.renew(opening.term, now=now)
-        else:
-            current = opening.run_id != self._newest_run or opening.term >= self._newest_term
-            if current:
-                self._newest_run, self._newest_term = opening.run_id, opening.term
-        if not current:
-            raise Superseded(
-                f"worker {opening.name!r} is not (or no longer) the one that initialises this run: "
-                f"term {opening.term} is over; say Hello again"
-            )
-
-    def admit(self, opening: Opening, plan: Partition, settings: RuleSettings) -> Initialization:
-        """The initialisation that the caller, who has the turn, adds its shards to; an earlier one is thrown away."""
-        shared = self._begun
-        if (
-            shared is not None
-            and opening.replica
-            and (shared.opening.run_id, shared.opening.initializer)
-            == (
-                opening.run_id,
-                opening.initializer,
-            )
-        ):
-            shared.join(opening, plan, settings)
-            return shared
-        if self._begun is not None:
-            self._begun.abandon()
-        self._begun = Initialization(opening, plan, settings)
-        return self._begun
-
-    def already_done(self, content: Content | None, opening: Opening) -> bool:
-        """Whether this very initialisation has made the run; refuses a second one of the same run."""
-        if content is None:
-            return False
-        same_run = opening.run_id == content.run_id
-        if same_run and opening.initializer == content.initializer:
-            return True
-        if same_run and opening.server_index == 0:
-            raise Superseded(f"another worker has initialised run {content.run_id!r}: say Hello again")
-        return False
-
-    def require_replaceable(
-        self, content: Content | None, opening: Opening, *, holding: Holding, workers_alive: int
-    ) -> None:
-        """Refuses to initialise over anything but what server 0 has not made a run yet."""
-        if content is None:
-            return
-        untouched = content.version_max == 0 and content.initializer is not None and opening.server_index > 0
-        if not untouched or (opening.run_id != content.run_id and workers_alive):
-            raise RunMismatch(
-                f"this server holds {holding} and cannot be initialised again: join it by name "
-                f"(PYPS_RUN_ID={content.run_id}), or forget it with `pyps reset {shlex.quote(content.run_id)}`"
-            )
-
-    def done(self) -> None:
-        """Ends the election: the parameters are there."""
-        self._begun = None
-        self._election.done()
 
 
 class Initialization:
@@ -270,7 +160,7 @@ class ContentFactory:
             opening.server_index,
             initialization.settings,
             states,
-            initializer=opening.initializer,
+            founder=opening.claim,
             now=now,
         )
 
@@ -279,9 +169,7 @@ class ContentFactory:
         header = restored.header
         plan = partition(header.model, num_servers=header.num_servers)
         states = dict(restored.shards)
-        content = self._make(
-            header.run_id, plan, header.server_index, header.optimizer, states, initializer=None, now=now
-        )
+        content = self._make(header.run_id, plan, header.server_index, header.optimizer, states, founder=None, now=now)
         if restored.machine is not None:
             content.machine.restore(restored.machine)
         return content
@@ -294,7 +182,7 @@ class ContentFactory:
         settings: RuleSettings,
         states: dict[int, ShardState],
         *,
-        initializer: tuple[int, str, int] | None,
+        founder: Claim | None,
         now: float,
     ) -> Content:
         shards = {}
@@ -304,7 +192,7 @@ class ContentFactory:
             shards[shard_range.shard_id] = self._shard(shard_range.shard_id, state, settings.rule, hyperparameters)
         whole = WholeModel(shards)
         machine = VectorMachine(shards, bytes_max=self.vector_bytes_max, logged=self.recorder is not None)
-        return Content(run_id, plan, server_index, settings, shards, whole, machine, initializer, now)
+        return Content(run_id, plan, server_index, settings, shards, whole, machine, founder, now)
 
     def _shard(self, shard_id: int, state: ShardState, rule: str, hyperparameters: Mapping[str, float]) -> Shard:
         return Shard(

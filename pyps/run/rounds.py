@@ -91,7 +91,7 @@ class RoundController:
         """Takes the shards in, which serve from now on."""
         with self._lock:
             self._content = content
-            if content.initializer is None and not self._membership.expected_workers:
+            if content.founder is None and not self._membership.expected_workers:
                 # Whoever pushed to a round before the server ended is likely to come back.
                 former: dict[int, set[str]] = {}
                 for shard_id, shard in content.shards.items():
@@ -316,7 +316,7 @@ class RoundController:
         content = self._content
         if content is None:
             return
-        restored = content.initializer is None
+        restored = content.founder is None
         missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
         if restored and missing and now - content.ready_at > self._config.lease_seconds:
             # Workers of a restored run that live have said so by now.

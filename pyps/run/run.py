@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyps import __version__, logs
 from pyps.core.aggregation import Aggregation, brought_policy
 from pyps.core.behaviour import Behaviour
+from pyps.core.election import Election
 from pyps.core.gradient import Finding, Gradient, scan
 from pyps.core.member import WorkerInfo
 from pyps.core.membership import Membership
@@ -26,7 +27,7 @@ from pyps.core.whole_model import WholeModel
 from pyps.run import handshake
 from pyps.run.content import Content, Ending, RunRecorder
 from pyps.run.handshake import Greeting, Holding, Opening, Pulse, RunState, Welcome, is_measurement
-from pyps.run.initialization import ContentFactory, Initialization, InitializationGate
+from pyps.run.initialization import ContentFactory, Initialization
 from pyps.run.observers import Events, Waits
 from pyps.run.rounds import RoundController, Settled
 from pyps.run_header import RunHeader, Snapshot
@@ -92,11 +93,13 @@ class Run:
             clock=self.clock,
             recorder=self.recorder,
         )
-        self.gate = InitializationGate(
+        # Guarded by _lock, as is what comes in of the first parameters.
+        self.election = Election(
             lease_seconds=config.lease_seconds,
             # The other servers remember terms over a restart of this one.
             first_term=time.time_ns() // 1_000_000,
         )
+        self.incoming: Initialization | None = None
         self.work = WorkQueue(
             stall_seconds=config.stall_seconds,
             batch_size_of=self.batch_size_in,
@@ -145,7 +148,7 @@ class Run:
             if self._content is not None or greeting.server_index != 0:
                 return Welcome()
             is_over = self.membership.is_over
-            term = self.gate.elect(greeting.name, greeting.incarnation, now=now, is_over=is_over)
+            term = self.election.elect(greeting.name, greeting.incarnation, now=now, is_over=is_over)
             if term is None:
                 return Welcome()
             log.info("worker elected to initialise the run", worker=greeting.name, term=term.number)
@@ -194,8 +197,14 @@ class Run:
         with self._lock:
             if self._already_initialized(opening):
                 return None
-            self.gate.renew(opening, now=self.clock())
-            return self.gate.admit(opening, plan, settings)
+            before = self.incoming
+            if before is not None and opening.replica and before.opening.claim == opening.claim:
+                before.join(opening, plan, settings)
+                return before
+            if before is not None:
+                before.abandon()
+            self.incoming = Initialization(opening, plan, settings)
+            return self.incoming
 
     def renew_term(self, opening: Opening) -> None:
         """Prolongs the initialiser's turn; Superseded when it has passed to another, ReplicaLost when it is out."""
@@ -205,8 +214,8 @@ class Run:
             self.rounds.carry_out(self._registry.heard(opening.worker_id, opening.incarnation, now=self.clock()))
         with self._lock:
             # Another call may have brought the last shards meanwhile.
-            if not self.gate.already_done(self._content, opening):
-                self.gate.renew(opening, now=self.clock())
+            if not self.election.is_done(opening.claim):
+                self.election.renew(opening.claim, now=self.clock())
 
     def commit(self, initialization: Initialization) -> None:
         """Makes the collected parameters the run's, if all are there: from now on it serves."""
@@ -339,7 +348,7 @@ class Run:
         """Holds against nobody that the server heard nothing for so long, as it stood still itself."""
         self.rounds.carry_out(self._registry.stood_still(seconds, now=self.clock()))
         with self._lock:
-            self.gate.stood_still(seconds)
+            self.election.stood_still(seconds)
 
     def tick(self, now: float | None = None) -> None:
         """Does what time brings: forgets silent workers, ends a run whose time is over, forgets one that measured.
@@ -392,7 +401,7 @@ class Run:
             return RunState.FINISHED
         if self._content is not None:
             return RunState.READY
-        return RunState.INITIALIZING if self.gate.busy else RunState.EMPTY
+        return RunState.INITIALIZING if self.election.busy else RunState.EMPTY
 
     @property
     def run_id(self) -> str:
@@ -444,6 +453,12 @@ class Run:
         """Examples behind the updates made, counted on the shard with the lowest number."""
         content = self._content
         return content.first.examples if content is not None and content.shards else 0
+
+    @property
+    def incoming_bytes(self) -> int:
+        """The size of the first parameters on their way in."""
+        incoming = self.incoming
+        return incoming.num_bytes if incoming is not None else 0
 
     @property
     def durable_version(self) -> int:
@@ -591,13 +606,13 @@ class Run:
         """Whether there is nothing to do; refuses whoever may not initialise now."""
         self._refuse_when_draining()
         self.membership.require_replica(opening.replica, opening.incarnation)
-        if self.gate.already_done(self._content, opening):
-            return True
-        self.gate.require_replaceable(
-            self._content, opening, holding=self.holding(), workers_alive=self.membership.num_alive
+        return not self.election.open(
+            opening.claim,
+            now=self.clock(),
+            holding=self.holding(),
+            version=self.version_max,
+            workers_alive=self.membership.num_alive,
         )
-        self.gate.renew(opening, now=self.clock())
-        return False
 
     def _factory(self) -> ContentFactory:
         return ContentFactory.of(self.config, self.behaviour, self.recorder, self.rounds.pending, epoch=self.epoch)
@@ -609,7 +624,8 @@ class Run:
     def _set_content(self, content: Content) -> None:
         self.rounds.begin(content)
         self._content = content
-        self.gate.done()
+        self.election.done(content.run_id, content.founder)
+        self.incoming = None
         for shard in content.shards.values():
             # A restored run may have reached its end already.
             self._look_for_the_end(self._ending, shard)

@@ -297,7 +297,7 @@ def hello_reply(
         epoch=run.epoch,
         initialize=welcome.initialize,
         term=welcome.term,
-        initialize_lease_seconds=run.gate.lease_seconds,
+        initialize_lease_seconds=run.election.lease_seconds,
         limits=common.Limits(
             message_bytes_max=config.max_message_bytes,
             model_parameters_max=config.max_model_parameters,

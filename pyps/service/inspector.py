@@ -184,7 +184,7 @@ class Inspector(InspectorServicer):
             resident_bytes=resident_bytes(),
             pending_bytes=sum(shard.pending_bytes for shard in shards),
             shared_bytes=sum(transport.shared_bytes for transport in self._transports),
-            first_parameters_bytes=self._run.gate.num_bytes,
+            first_parameters_bytes=self._run.incoming_bytes,
             ledger_bytes=sum(shard.ledger_bytes for shard in shards),
             serialized_bytes=self._serializations.bytes_held,
             late_messages=self._awaited.num_late,

@@ -140,7 +140,7 @@ class RunCollector(Collector):
             "slots": sum(shard.slots_bytes for shard in shards),
             "in_flight": self._budget.bytes_held,
             "pending": sum(shard.pending_bytes for shard in shards),
-            "first_parameters": self._run.gate.num_bytes,
+            "first_parameters": self._run.incoming_bytes,
             "ledger": sum(shard.ledger_bytes for shard in shards),
             "serialized": self._serializations.bytes_held,
             "shared": sum(transport.shared_bytes for transport in self._transports),

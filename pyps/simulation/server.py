@@ -214,7 +214,7 @@ class VirtualServer:
     def _initialize(self, parameters: Sequence[Floats], settings: RuleSettings) -> None:
         """Brings the first parameters in, from nobody who counts as a worker."""
         run, founder, incarnation = self.run, "founder", 1
-        term = run.gate.elect(founder, incarnation, now=run.clock(), is_over=run.membership.is_over)
+        term = run.election.elect(founder, incarnation, now=run.clock(), is_over=run.membership.is_over)
         assert term is not None
         initialization = run.begin_initialize(
             Opening(RUN_ID, founder, incarnation, term.number, self._model, settings, server_index=0, num_servers=1)

@@ -163,7 +163,7 @@ def test_a_restored_run_waits_for_as_many_replicas_as_had_pushed() -> None:
     assert content is not None
     for told, missing in (("0", 1), ("3", 3)):
         again = Replicas(protocol="hardsync", expected_workers=told)
-        again.run.rounds.begin(replace(content, initializer=None))
+        again.run.rounds.begin(replace(content, founder=None))
         assert again.run.roster.missing == missing, told
         # Those that live have said so by then.
         again.pass_seconds(31)
@@ -263,4 +263,4 @@ def test_what_an_earlier_term_left_is_thrown_away() -> None:
         replicas.initialize("c", 0, term)
     replicas.initialize("b", 0, later)
     assert len(replicas.run.shards) == 5
-    assert replicas.run.gate._begun is None
+    assert replicas.run.incoming is None
