@@ -114,13 +114,15 @@ class StepGate:
         # From where nobody needs to ask, everybody may go.
         return self._wake(released if asked else list(self._wakes))
 
-    def replace(self, pacer: Pacer | None, *, at_work: Iterable[str], version: int) -> Effects:
+    def replace(self, pacer: Pacer | None, *, quorum: int, at_work: Iterable[str], version: int) -> Effects:
         """Puts another pacer in place, which knows who waits and who computes; all waiting calls ask it again.
 
-        It is told of those who need not ask before anybody may begin, and of the version: without a pacer nobody is.
+        It is told of the quorum, of those who are at work already, and of the version: without a pacer nobody is.
         """
-        if pacer is not None and self.pacer is not None:
-            pacer.take_over(self.pacer)
+        if pacer is not None:
+            pacer.quorum = quorum
+            if self.pacer is not None:
+                pacer.take_over(self.pacer)
         self.pacer = pacer
         return self._wake(list(self._wakes)).and_then(self.excuse(at_work)).and_then(self.advanced(version))
 

@@ -81,9 +81,9 @@ class PacerState:
 class Pacer(ABC):
     """Grants steps to the workers that ask for them. Guarded by its owner's lock."""
 
-    def __init__(self, *, quorum: int = 0) -> None:
+    def __init__(self) -> None:
         # Nobody is granted a step until so many workers have asked once.
-        self.quorum = quorum
+        self.quorum = 0
         self._state = PacerState()
 
     def arrive(self, worker_id: str, clock: int) -> list[str]:
@@ -190,16 +190,11 @@ class Pacer(ABC):
     @property
     def missing(self) -> int:
         """How many workers have yet to ask before anybody is granted a step."""
-        return max(0, self.quorum - len(self._state.seen)) if self.quorum else 0
+        return max(0, self.quorum - len(self._state.seen))
 
     def not_seen(self, worker_ids: Iterable[str]) -> list[str]:
         """Returns those of the workers that have never asked."""
         return [worker_id for worker_id in worker_ids if worker_id not in self._state.seen]
-
-    @property
-    def waiting(self) -> tuple[str, ...]:
-        """The workers that have asked and may not proceed, in order of joining."""
-        return tuple(worker.worker_id for worker in self._state.waiting())
 
     # What a pacer's rule is made of.
 
@@ -239,8 +234,8 @@ class ClockBound(Pacer):
     back nor is it behind them.
     """
 
-    def __init__(self, clock_bound: int, *, quorum: int = 0) -> None:
-        super().__init__(quorum=quorum)
+    def __init__(self, clock_bound: int) -> None:
+        super().__init__()
         self._clock_bound = clock_bound
 
     def _ready(self, waiting: list[WorkerClock]) -> list[WorkerClock]:
@@ -261,8 +256,8 @@ class Release(Pacer):
     version on, whoever departs.
     """
 
-    def __init__(self, start: int, every: int, *, quorum: int = 0) -> None:
-        super().__init__(quorum=quorum)
+    def __init__(self, start: int, every: int) -> None:
+        super().__init__()
         self._start, self._every = start, every
 
     def asks(self, version: int) -> bool:
@@ -308,16 +303,8 @@ class StagedPacer(Pacer):
     after the one before it. The second pacer's rule holds once all are in.
     """
 
-    def __init__(
-        self,
-        warm_up: Pacer | None,
-        main: Pacer | None,
-        *,
-        updates: int,
-        release_every: int = 0,
-        quorum: int = 0,
-    ) -> None:
-        super().__init__(quorum=quorum)
+    def __init__(self, warm_up: Pacer | None, main: Pacer | None, *, updates: int, release_every: int = 0) -> None:
+        super().__init__()
         self._updates = updates
         self._release = Release(updates, release_every) if release_every else None
         self._stage: Pacer = warm_up or Free()

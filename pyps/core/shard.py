@@ -277,10 +277,7 @@ class Shard:
     @property
     def next_rate(self) -> float:
         """The step size of the next update, before staleness."""
-        behaviour = self._behaviour
-        return self._learning_rate * (
-            1.0 if behaviour.constant_rate else behaviour.rate_factor(self._version, self._examples)
-        )
+        return self._learning_rate if self._behaviour.constant_rate else self._rate(self._learning_rate)
 
     @property
     def behaviour(self) -> Behaviour:

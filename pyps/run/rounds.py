@@ -10,7 +10,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, ParamSpec
 
 from pyps.core import aggregation, schedule, staleness
-from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
 from pyps.core.effects import Effects
 from pyps.core.gate import StepGate, Wake
@@ -99,11 +98,6 @@ class RoundController:
                 # A replica pushes to each part of the model by one of its processes.
                 self._membership.await_workers(max(map(len, former.values()), default=0))
             self._renew_pacer(content)
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """The protocol in force, a warm-up before it included."""
-        return self.behaviour.aggregation
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -271,7 +265,7 @@ class RoundController:
             updates = sum(self._complete(content, shard, roster) for shard in content.shards.values())
         gone = ", ".join(sorted({*before.workers} - {*roster.workers}))
         if updates:
-            if not self.aggregation.barrier:
+            if not self.behaviour.aggregation.barrier:
                 what = "gradients that waited became updates, as fewer workers count"
             elif gone:
                 what = "rounds were completed without a worker that others waited for"
@@ -388,8 +382,6 @@ class RoundController:
             what = "the run keeps its checkpoint's settings where the server was told no others"
             self._events.add("configured", what, **kept.texts)
 
-    # Helpers; those from here on are called under the lock.
-
     def expect(self, num_workers: int) -> None:
         """Waits for so many workers at the beginning, those that pushed or are gone included; 0 when unknown."""
         with self._lock:
@@ -397,6 +389,8 @@ class RoundController:
             self.at_gate(self.steps.expect, self._registry.quorum, self._membership.arrived())
         self._events.add("configured", "settings changed", expected_workers=num_workers)
         self.complete_rounds()
+
+    # Helpers; those from here on are called under the lock.
 
     def _changed(self, *, protocol: str, policy: str, schedule_text: str) -> Behaviour:
         old = self.behaviour
@@ -456,13 +450,12 @@ class RoundController:
             self.on_update(shard)
 
     def _renew_pacer(self, content: Content) -> None:
+        pacer = None
         # Nothing crosses between servers: the first alone grants steps.
-        pacer = self.behaviour.aggregation.pacer() if content.server_index == 0 else None
-        if pacer is None and self._config.start_together and content.server_index == 0:
-            pacer = Free()
-        if pacer is not None:
-            pacer.quorum = self._registry.quorum
-        self.at_gate(self.steps.replace, pacer, at_work=self._membership.arrived(), version=content.version_max)
+        if content.server_index == 0:
+            pacer = self.behaviour.aggregation.pacer() or (Free() if self._config.start_together else None)
+        quorum, at_work = self._registry.quorum, self._membership.arrived()
+        self.at_gate(self.steps.replace, pacer, quorum=quorum, at_work=at_work, version=content.version_max)
 
 
 def _against(finding: Finding | None) -> Finding | None:

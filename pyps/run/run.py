@@ -631,8 +631,6 @@ class Run:
             self._look_for_the_end(self._ending, shard)
 
     def _look_for_the_end(self, ending: Ending, shard: Shard) -> None:
-        if ending.condition is None:
-            return
         ending.after_update(shard, examples=lambda: self.examples, shards=self.shards.values())
 
     def _ended(self, reason: str) -> None:

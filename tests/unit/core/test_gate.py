@@ -64,16 +64,17 @@ def test_another_pacer_is_asked_by_all_that_wait_and_knows_who_computes():
     calls = Calls(StepGate(TurnTaking()))
     calls.ask("a")
     calls.ask("b")
-    calls.carry_out(calls.gate.replace(TurnTaking(), at_work=[], version=0))
+    calls.carry_out(calls.gate.replace(TurnTaking(), quorum=0, at_work=[], version=0))
     assert calls.woken == ["b"]
     assert not calls.ask("b")
     assert calls.gate.waiting_for("b") == ("a",)
-    calls.gate.replace(None, at_work=[], version=0)
+    calls.gate.replace(None, quorum=0, at_work=[], version=0)
     assert calls.ask("b")
 
 
 def test_a_worker_that_goes_without_asking_is_no_longer_expected():
-    calls = Calls(StepGate(TurnTaking(quorum=2)))
+    calls = Calls(StepGate(TurnTaking()))
+    calls.carry_out(calls.gate.expect(2))
     assert not calls.ask("a")
     assert calls.gate.awaited(["a", "b"]) == ("b",)
     assert calls.gate.awaited(["a"]) == ("1 more worker that has not joined",)

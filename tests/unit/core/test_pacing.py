@@ -82,6 +82,12 @@ class World:
         self.turns += worker_ids
 
 
+def together(pacer: Pacer, quorum: int) -> Pacer:
+    """Returns the pacer, which lets nobody begin before so many have asked."""
+    pacer.quorum = quorum
+    return pacer
+
+
 def arrive_all(pacer: Pacer, workers: str, clock: int = 0) -> list[str]:
     """Returns all that were let go while these workers asked in this order."""
     return [let_go for worker_id in workers for let_go in pacer.arrive(worker_id, clock)]
@@ -283,18 +289,18 @@ def test_nobody_needs_to_ask_once_all_are_released_and_one_more_would_be() -> No
 
 
 def test_one_that_has_asked_and_departed_or_was_excused_counts_for_the_quorum_once() -> None:
-    bound = ClockBound(0, quorum=2)
+    bound = together(ClockBound(0), 2)
     bound.arrive("a", 0)
     bound.depart("a")
     assert bound.arrive("b", 0) == ["b"]
-    pacer = TurnTaking(quorum=3)
+    pacer = together(TurnTaking(), 3)
     assert pacer.arrive("a", 0) == []
     assert pacer.excuse(["a", "b"]) == []
     assert pacer.excuse(["c"]) == ["a"]
 
 
 def test_those_that_wait_go_on_when_the_quorum_is_lowered_and_anything_happens() -> None:
-    pacer = ClockBound(0, quorum=5)
+    pacer = together(ClockBound(0), 5)
     arrive_all(pacer, "ab")
     pacer.quorum = 0
     assert pacer.advanced(1) == ["a", "b"]
@@ -341,7 +347,7 @@ def test_another_pacer_takes_over_who_waits_and_who_computes() -> None:
     turns, bound = TurnTaking(), ClockBound(0)
     arrive_all(turns, "abc")
     turns.arrive("a", 40)
-    assert turns.waiting == ("a", "c")
+    assert turns.waiting_for("a") == turns.waiting_for("c") == ("b",)
     assert bound.take_over(turns) == ["a", "c"]
     assert bound.arrive("a", 41) == []
     assert bound.waiting_for("a") == ("b", "c")
@@ -428,7 +434,7 @@ def test_whatever_happens_somebody_may_go_on_and_in_the_end_everybody_has(
 def test_before_the_quorum_nobody_computes_and_after_it_somebody_does(
     happenings: list[tuple[str, str]], quorum: int
 ) -> None:
-    pacer = ClockBound(2, quorum=quorum)
+    pacer = together(ClockBound(2), quorum)
     world = World(pacer)
     seen = set()
     for worker_id, what in happenings:

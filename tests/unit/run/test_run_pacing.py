@@ -42,7 +42,7 @@ class Crowded(Free):
 def test_events_of_many_threads_happen_at_the_gate_one_at_a_time():
     driver, pacer = RunDriver("a", "b", "c", "d"), Crowded()
     rounds, together = driver.run.rounds, Barrier(4)
-    rounds.at_gate(rounds.steps.replace, pacer, at_work=[], version=0)
+    rounds.at_gate(rounds.steps.replace, pacer, quorum=0, at_work=[], version=0)
 
     def live(name: str) -> None:
         together.wait(DEADLINE_SECONDS)
