@@ -108,29 +108,32 @@ class WorkerRegistry:
             effects = effects.and_then(self._without(list(of_name), lost=True, was_alive=True))
         return effects
 
-    def stall(self, waited_for: Iterable[str], *, now: float) -> Effects:
-        """Stops counting those of these workers that live and yet have held the others up for too long."""
-        effects = NONE
-        for worker_id in self.stalls.look(waited_for, self.membership, now=now):
+    def look(
+        self, waited_for: set[str], *, idle: set[str], awaited: Sequence[str], at_gate: Sequence[str], now: float
+    ) -> Effects:
+        """Goes on without those that hold the others up for stall_seconds, after a look at whom rounds wait for.
+
+        An idle worker that lives does not count until its next push. Expected workers that have not come count from
+        their first push, as any other does: rounds wait for those `awaited`, calls for a step for those `at_gate`.
+        """
+        not_come = at_gate or ([] if waited_for.isdisjoint(awaited) else awaited)
+        effects, seconds = NONE, self.stalls.stall_seconds
+        if self.stalls.look_at_gate(holds=bool(not_come), now=now):
+            what = "expected workers are waited for no longer, as they came too late; each counts from its first push"
+            facts = {"waited_for": ", ".join(not_come), "stall_seconds": seconds}
+            effects = tell("stalled", what, warning=True, **facts).and_then(self.expect_no_more())
+        for worker_id in self.stalls.look(waited_for.difference(awaited) & idle, self.membership, now=now):
             if not self.membership.stall(worker_id):
                 # It went meanwhile, or with another process of its replica.
                 continue
             what = "worker does not count until its next push: others waited too long for it"
-            seconds = self.stalls.stall_seconds
             effects = effects.and_then(tell("stalled", what, worker=worker_id, stall_seconds=seconds, warning=True))
             effects = effects.and_then(Effects(departed=(self.membership.name_of(worker_id),)))
         return effects
 
-    def look_at_gate(self, awaited: Sequence[str], *, now: float) -> Effects:
-        """Opens the gate where somebody has waited for stall_seconds for those, which have not come; () for nobody.
-
-        They count from their first push, as any other does.
-        """
-        if not self.stalls.look_at_gate(holds=bool(awaited), now=now):
-            return NONE
-        what = "expected workers are waited for no longer, as they came too late; each counts from its first push"
-        facts = {"waited_for": ", ".join(awaited), "stall_seconds": self.stalls.stall_seconds}
-        return tell("stalled", what, warning=True, **facts).and_then(self.expect_no_more())
+    def look_at_restored(self, *, missing: bool, ready_at: float, now: float) -> Effects:
+        """Waits no longer for a restored run's workers that have not come: those that live have said so in a lease."""
+        return self.expect_no_more() if missing and now - ready_at > self.membership.lease_seconds else NONE
 
     def expect_no_more(self) -> Effects:
         """Waits for nobody who has not come."""

@@ -279,23 +279,18 @@ class RoundController:
             content, roster = self._content, self._membership.roster
             if content is None:
                 return
-            stalls = self._registry.stalls
-            idle = stalls.idle(self._membership.alive(), now=now)
-            rounds = set[str]()
-            # Most of the time nobody is idle, and no lock is taken.
+            idle = self._registry.stalls.idle(self._membership.alive(), now=now)
+            waited_for = set[str]()
             # In the order of the rosters, each once.
             awaited = list(dict.fromkeys(name for of_part in content.rosters(roster) for name in of_part.awaited))
+            # Most of the time nobody is idle, and no lock is taken.
             for shard_id, shard in content.shards.items() if idle or awaited else ():
                 if shard.num_pending:
-                    rounds.update(shard.waiting_for(content.roster_of(shard_id, roster)))
-            waited_for = rounds.difference(awaited)
+                    waited_for.update(shard.waiting_for(content.roster_of(shard_id, roster)))
         alive = self._membership.names(alive=True)
         with self._steps_lock:
-            not_come = self.steps.holds_for(alive)
-        if not not_come and not rounds.isdisjoint(awaited):
-            not_come = tuple(awaited)
-        self.carry_out(self._registry.look_at_gate(not_come, now=now))
-        self.carry_out(self._registry.stall(waited_for & idle, now=now))
+            at_gate = self.steps.holds_for(alive)
+        self.carry_out(self._registry.look(waited_for, idle=idle, awaited=awaited, at_gate=at_gate, now=now))
         self.at_gate(self.steps.stall, now=now, stall_seconds=self._config.stall_seconds)
 
     def waited_for_by(self, worker_id: str) -> tuple[str, ...]:
@@ -310,11 +305,9 @@ class RoundController:
         content = self._content
         if content is None:
             return
-        restored = content.founder is None
-        missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
-        if restored and missing and now - content.ready_at > self._config.lease_seconds:
-            # Workers of a restored run that live have said so by now.
-            self.carry_out(self._registry.expect_no_more())
+        if content.founder is None:
+            missing = any(of_part.missing for of_part in content.rosters(self._membership.roster))
+            self.carry_out(self._registry.look_at_restored(missing=missing, ready_at=content.ready_at, now=now))
         self._look_for_stalls(now)
         self.complete_rounds()
         self._warn()
