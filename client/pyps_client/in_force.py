@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from pyps_client.standing import Standing
+from pyps_client.run_state import View
 
 
 class InForce:
     """The terms as server 0 last told them: known after `connect`, and they may change while the run goes on."""
 
-    _standing: Standing
+    view: View
 
     @property
     def protocol(self) -> str:
         """The protocol in force ("async"), known after `connect`. It may change while the run goes on."""
-        return self._standing.terms.protocol
+        return self.view.state.terms.protocol
 
     @property
     def staleness(self) -> str:
         """The staleness policy in force ("divide"); as `protocol`."""
-        return self._standing.terms.staleness
+        return self.view.state.terms.staleness
 
     @property
     def batch_size(self) -> int:
         """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
-        return self._standing.terms.batch_size
+        return self.view.state.terms.batch_size
 
     @property
     def accumulate(self) -> int:
         """Minibatches that the protocol wants summed in a push; 0 leaves it to the worker."""
-        return self._standing.terms.accumulate
+        return self.view.state.terms.accumulate
 
     @property
     def ask_to_proceed(self) -> bool:
         """Whether the protocol in force grants steps one by one, so that `proceed` asks and may wait."""
-        return self._standing.terms.ask_to_proceed
+        return self.view.state.terms.ask_to_proceed
 
     @property
     def current_version_only(self) -> bool:
         """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
-        return self._standing.terms.current_version_only
+        return self.view.state.terms.current_version_only
 
     @property
     def gives_out_data(self) -> bool:
@@ -49,19 +49,19 @@ class InForce:
     @property
     def global_step(self) -> int:
         """Updates of the whole run: the largest shard version seen so far."""
-        return self._standing.global_step
+        return self.view.state.global_step
 
     @property
     def num_workers(self) -> int:
         """Live workers, as the servers last said."""
-        return self._standing.num_workers
+        return self.view.state.num_workers
 
     @property
     def finished(self) -> bool:
         """True when the run is over: pulls still work, a push raises RunFinished."""
-        return self._standing.finished
+        return self.view.state.finished
 
     @property
     def refused(self) -> dict[str, int]:
         """Pushed shards that servers did not take, by the reason's name: {"STALE": 3}."""
-        return self._standing.refusals.counts
+        return self.view.refusals.counts

@@ -14,31 +14,27 @@ from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.fork import ForkGuard
-from pyps_client.getting import GetCall
 from pyps_client.handshake import Handshake
-from pyps_client.holdings import Holdings
 from pyps_client.in_force import InForce
 from pyps_client.initialization import Values
-from pyps_client.intake import Intake
 from pyps_client.launch import Launch
 from pyps_client.lent import Layout, Lent
 from pyps_client.log import logger
-from pyps_client.parking import Parking
 from pyps_client.peers import ALONE, Peers, agreed, led, own_partition
 from pyps_client.presence import Presence
-from pyps_client.proceeding import Proceeding
+from pyps_client.pull import Holdings, IncomingPull, Intake, LongPoll, Versions
 from pyps_client.pushes import Contribution, Description, Pushes
+from pyps_client.run_state import View, warn_of_differences
 from pyps_client.servers import Operation, Servers, contacts_of
 from pyps_client.sharing import Sharing
-from pyps_client.standing import Standing
-from pyps_client.terms import warn_of_differences
 from pyps_client.vectors import Vector, Vectors
-from pyps_client.versions import Versions
+from pyps_client.work import LeaseCall
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
 from pyps_wire.partition import Model, partition
+from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
 T = TypeVar("T")
 
@@ -110,7 +106,7 @@ class Session(InForce):
         contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
         self._servers = servers = Servers(launch, rejoin=self._rejoin, contacts=contacts)
         self._holdings = Holdings(self.partition)
-        self._standing = Standing(peers)
+        self.view = View(peers)
         sender = self._handshake.sender
         self._pushes = Pushes(self._holdings, sender=sender, codec=self._codec, servers=servers, peers=peers)
         self._sharing = Sharing(launch, self.partition, servers.connections, sender)
@@ -138,7 +134,7 @@ class Session(InForce):
 
     def next_rates(self) -> dict[int, float]:
         """Group -> the step size of its next update before staleness, as the servers last said."""
-        told = self._standing.next_rates
+        told = self.view.state.next_rates
         return {shard.group: told[shard.shard_id] for shard in self.partition.shards if shard.shard_id in told}
 
     def _join(self) -> None:
@@ -147,7 +143,7 @@ class Session(InForce):
             self._note_hello(connection, reply)
         warn_of_differences(replies, [connection.index for connection in self._servers])
         self._hello = first = replies[0]
-        self._standing.meet(pull_needed=True)
+        self.view.meet(pull_needed=True)
         logger.info(
             "%s joined run %s on %s (%s, %s, staleness %s)",
             *(self.sender.worker_id, first.run_id, ", ".join(connection.address for connection in self._servers)),
@@ -187,7 +183,7 @@ class Session(InForce):
     @property
     def clips(self) -> bool:
         """Whether servers clip pushes by their norm."""
-        return self._standing.terms.clip_norm > 0
+        return self.view.state.terms.clip_norm > 0
 
     def norm(self, vectors: Vectors, **described: Unpack[Description]) -> float:
         """The norm of what would be pushed, of all processes of the replica, all of which call it."""
@@ -218,22 +214,37 @@ class Session(InForce):
         indices = [connection.index for connection in self._servers]
         changed = self._servers.read(
             *(self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
-            parking=Parking(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
+            parking=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
         )
-        self._standing.pull_agreed = False
-        self._standing.note_version(self._holdings.largest_version)
+        self.view.pulled(self._holdings.largest_version)
         return changed
 
-    def with_parameters(self, vectors: Vectors) -> GetCall:
+    def with_parameters(self, vectors: Vectors) -> LeaseCall:
         """What leases a portion as RemoteQueue asks for it, and brings what is newer into `vectors`, of that moment.
 
-        GET of Zhang et al. 2013, for a run on one server; `vectors` as for `pull`. Without a portion nothing comes.
+        GET of Zhang et al. 2013 (of one moment under `mutex=whole`), for a run on one server; `vectors` as for `pull`.
+        Without a portion nothing comes.
         """
         self._check_open()
+        connection, intake = self._servers.connections[0], self._intakes(vectors)[0]
         lent = self._sharing.are_parameters(vectors)
-        return GetCall(self.sender, self._intakes(vectors)[0], connection=self._servers.connections[0], lent=lent)
+
+        def lease(channel: Channel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+            pull = IncomingPull(
+                *(self.sender, ROLE_WORKER, intake),
+                connection=connection,
+                min_versions={},
+                # The request says itself how long its portion may be waited for.
+                parking=LongPoll(0.0),
+                lent=lent,
+                portion=request,
+            )
+            pull(channel, stop)
+            return pull.lease
+
+        return lease
 
     def snapshot(self, vectors: Sequence[Vector]) -> Versions:
         """Writes the parameters as they are now into `vectors` (one a group), each shard of one version.
@@ -246,7 +257,7 @@ class Session(InForce):
         intakes = self._servers.intakes(vectors, holdings, codec=FLOAT32)
         self._servers.read(
             *(self._handshake.sender, ROLE_OBSERVER, intakes),
-            parking=Parking(0.0),
+            parking=LongPoll(0.0),
             min_versions=[{}] * len(intakes),
         )
         return holdings.versions
@@ -258,16 +269,16 @@ class Session(InForce):
         wait. Raises WaitTimedOut, which names those who were waited for.
         """
         self._check_open()
-        if self._standing.finished or not self._standing.terms.ask_to_proceed:
+        if self.view.state.finished or not self.view.state.terms.ask_to_proceed:
             return
-        question = Proceeding(self._handshake.sender, clock=self.clock, parking=Parking(self.launch.wait_seconds))
+        question = LongPoll(self.launch.wait_seconds).proceed(self._handshake.sender, clock=self.clock)
         asks = led(self._peers, lambda: self._servers.on_first(question).ask_to_proceed)
-        self._standing.granted(ask_to_proceed=asks)
+        self.view.granted(ask_to_proceed=asks)
 
     def meet(self) -> None:
         """Brings a replica's processes to one view of the run: for a step without a push that does."""
         self._check_open()
-        self._standing.meet(pull_needed=self._needs_pull())
+        self.view.meet(pull_needed=self._needs_pull())
 
     def ask_first(self, operation: Operation[T], *, each: bool = False) -> T:
         """Runs an operation of another service on server 0, again after each loss of its connection.
@@ -305,7 +316,7 @@ class Session(InForce):
         So it is when a round waits for others, when the last gradient came too late, and after a server's
         restore. In a replica it is so on all processes where it was on one when the last push ended.
         """
-        return self._needs_pull() if self._peers.count == 1 else self._standing.pull_agreed
+        return self._needs_pull() if self._peers.count == 1 else self.view.state.pull_agreed
 
     @property
     def run_id(self) -> str:
@@ -357,7 +368,7 @@ class Session(InForce):
     def _send(self, contribution: Contribution, parameters: Vectors | None = None) -> list[Receipt]:
         """Sends a push, or an exchange, and acts on the servers' answers."""
         self._check_open()
-        if self._standing.finished:
+        if self.view.state.finished:
             raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
         lent_index = self._sharing.gradients(contribution.vectors)
         if parameters is not None and not self._sharing.are_parameters(parameters):
@@ -366,7 +377,7 @@ class Session(InForce):
         sent_at = time.monotonic()
         answers = self._pushes.send(
             contribution,
-            clip_norm=self._standing.terms.clip_norm,
+            clip_norm=self.view.state.terms.clip_norm,
             converter=self._converter,
             intakes=None if parameters is None else self._intakes(parameters),
             lent_index=lent_index,
@@ -374,19 +385,17 @@ class Session(InForce):
         for connection, receipts in zip(self._servers, answers, strict=True):
             for receipt in receipts:
                 connection.epoch = max(connection.epoch, receipt.epoch)
-            self._standing.answered(connection.index, receipts, sent_at=sent_at)
+            self.view.answered(connection.index, receipts, sent_at=sent_at)
         receipts = sorted(chain(*answers), key=attrgetter("shard_id"))
         self._holdings.note(receipts)
         if parameters is not None:
-            self._standing.note_version(self._holdings.largest_version)
+            self.view.pulled(self._holdings.largest_version)
         if contribution.gradient_norm is None:
-            self._standing.meet(pull_needed=self._needs_pull())
+            self.view.meet(pull_needed=self._needs_pull())
         return receipts
 
     def _needs_pull(self) -> bool:
-        pairs = [(connection, self._holdings.of_server[connection.index]) for connection in self._servers]
-        # A server without a shard sends nothing that could bring its epoch here.
-        return any(held.versions and (connection.epoch != held.epoch or held.wanted) for connection, held in pairs)
+        return self._holdings.pull_needed(self._servers.connections)
 
     def _intakes(self, vectors: Vectors) -> list[Intake]:
         if self._lent_intakes and self._sharing.are_parameters(vectors):
@@ -405,7 +414,7 @@ class Session(InForce):
             raise BadRequest("The session is not connected: call connect() before pushing or pulling.")
 
     def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
-        self._standing.greeted(connection.index, reply)
+        self.view.greeted(connection.index, reply)
         self._sharing.greeted(connection, reply)
 
     def _heartbeat_request(self) -> HeartbeatRequest:
@@ -418,7 +427,7 @@ class Session(InForce):
 
     def _heard(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
         connection.epoch = max(connection.epoch, reply.epoch)
-        self._standing.reminded(connection.index, reply, asked_at=asked_at)
+        self.view.reminded(connection.index, reply, asked_at=asked_at)
         if not reply.known:
             again = self._handshake.hello if self._hello is None else self._rejoin
             again(connection, connection.channel, HELLO_SECONDS)

@@ -1,19 +1,8 @@
-"""Versions of shards together with the epochs that give them meaning."""
+"""Moved: pyps_client.pull."""
 
-from __future__ import annotations
+import sys
 
-from collections.abc import Iterable
+from pyps_client import pull
+from pyps_client.pull import *  # noqa: F403
 
-
-class Versions(dict[int, int]):
-    """Shard id -> version, as held at one moment, with each server's epoch at that moment.
-
-    A version says nothing without its epoch: after a restore a server counts again from an older one.
-    """
-
-    def __init__(self, versions: Iterable[tuple[int, int]] = (), *, epochs: Iterable[int]) -> None:
-        super().__init__(versions)
-        self.epochs = tuple(epochs)
-
-    def copy(self) -> Versions:
-        return Versions(self.items(), epochs=self.epochs)
+sys.modules[__name__] = pull

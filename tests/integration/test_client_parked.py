@@ -153,7 +153,7 @@ def test_a_long_wait_asks_again_and_tells_of_whom_it_waits_for(
     caplog: pytest.LogCaptureFixture,
     protocol: str,
 ) -> None:
-    monkeypatch.setattr("pyps_client.parking.PARK_SECONDS", 0.2)
+    monkeypatch.setattr("pyps_client.pull.PARK_SECONDS", 0.2)
     server = start_server("--protocol", protocol)
     with client_of(server.data, "quick") as quick, client_of(server.data, "slow") as slow:
         bring_to_the_wait(protocol, quick, slow)

@@ -11,11 +11,8 @@ import numpy as np
 
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
-from pyps_client.holdings import Holdings
-from pyps_client.intake import Held, Intake
 from pyps_client.launch import Launch
-from pyps_client.parking import Parking
-from pyps_client.pulling import IncomingPull
+from pyps_client.pull import Held, Holdings, IncomingPull, Intake, LongPoll
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import (
     OUTCOME_PENDING,
@@ -161,7 +158,7 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() 
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
     intake = Intake([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
-    pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, parking=Parking(0.0))
+    pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, parking=LongPoll(0.0))
 
     def read(*_: object, **__: object) -> Iterator[bytes]:
         # A heartbeat's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyps_client.peers import own_partition
-from pyps_client.standing import Standing
+from pyps_client.run_state import View
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest
 from pyps_wire.parameter_server_pb2 import HelloReply
@@ -30,21 +30,21 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
     over = Receipt(outcome=OUTCOME_REJECTED, reason=REASON_FINISHED, version_after=9)
 
     def act(peers: ThreadPeers) -> tuple[object, ...]:
-        standing = Standing(peers)
+        view = View(peers)
         leads = peers.index == 0
         leaders = {"protocol": "hardsync", "staleness": "none", "batch_size": 16, "clip_norm": 2.0}
         others = {"protocol": "async", "staleness": "divide", "batch_size": 8, "clip_norm": 0.0}
-        standing.greeted(0, HelloReply(accumulate=3, **(leaders if leads else others)))  # type: ignore[arg-type]
+        view.greeted(0, HelloReply(accumulate=3, **(leaders if leads else others)))  # type: ignore[arg-type]
         if not leads:
-            standing.answered(1, [over], sent_at=0.0)
-        before = standing.finished, standing.terms.batch_size, standing.global_step
-        standing.meet(pull_needed=not leads)
-        terms = standing.terms
+            view.answered(1, [over], sent_at=0.0)
+        before = view.state.finished, view.state.terms.batch_size, view.state.global_step
+        view.meet(pull_needed=not leads)
+        terms = view.state.terms
         return (
             before,
-            standing.finished,
-            standing.pull_agreed,
-            standing.global_step,
+            view.state.finished,
+            view.state.pull_agreed,
+            view.state.global_step,
             (terms.protocol, terms.staleness, terms.batch_size, terms.accumulate, terms.clip_norm),
         )
 
@@ -54,7 +54,7 @@ def test_what_one_process_hears_counts_once_all_have_met_and_the_leaders_terms_g
 
 
 def test_what_a_worker_of_one_process_hears_counts_at_once() -> None:
-    standing = Standing()
-    standing.greeted(0, HelloReply(batch_size=16))
-    standing.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)], sent_at=0.0)
-    assert (standing.finished, standing.terms.batch_size, standing.global_step) == (True, 16, 4)
+    view = View()
+    view.greeted(0, HelloReply(batch_size=16))
+    view.answered(1, [Receipt(reason=REASON_FINISHED, version_after=4)], sent_at=0.0)
+    assert (view.state.finished, view.state.terms.batch_size, view.state.global_step) == (True, 16, 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyps_client.refusals import Refusals
+from pyps_client.run_state import Refusals
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
     OUTCOME_REJECTED,

@@ -6,103 +6,123 @@ import time
 
 import pytest
 
-from pyps_client.standing import Standing
-from pyps_client.terms import Terms, warn_of_differences
+from pyps_client.run_state import View, warn_of_differences
 from pyps_wire.common_pb2 import Receipt, ShardVersion
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
 
 def test_receipts_tell_what_changes_from_step_to_step_and_heartbeats_all_that_may_change() -> None:
-    terms = Terms()
+    view = View()
 
-    terms.greeted(HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
-    assert (terms.protocol, terms.current_version_only, terms.ask_to_proceed) == ("hardsync", True, False)
+    view.greeted(0, HelloReply(protocol="hardsync", staleness="none", current_version_only=True, clip_norm=2.0))
+    assert (view.state.terms.protocol, view.state.terms.current_version_only, view.state.terms.ask_to_proceed) == (
+        "hardsync",
+        True,
+        False,
+    )
 
-    terms.answered(Receipt(ask_to_proceed=True, batch_size=16), sent_at=time.monotonic())
-    assert (terms.ask_to_proceed, terms.batch_size, terms.protocol) == (True, 16, "hardsync")
+    view.answered(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=time.monotonic())
+    assert (view.state.terms.ask_to_proceed, view.state.terms.batch_size, view.state.terms.protocol) == (
+        True,
+        16,
+        "hardsync",
+    )
 
-    terms.reminded(
+    view.reminded(
+        0,
         HeartbeatReply(protocol="asgd:accumulate=4", staleness="divide", accumulate=4, batch_size=8),
         asked_at=time.monotonic(),
     )
-    assert (terms.protocol, terms.staleness, terms.accumulate) == ("asgd:accumulate=4", "divide", 4)
-    assert (terms.current_version_only, terms.ask_to_proceed, terms.batch_size) == (False, False, 8)
-    assert terms.clip_norm == 2.0
+    assert (view.state.terms.protocol, view.state.terms.staleness, view.state.terms.accumulate) == (
+        "asgd:accumulate=4",
+        "divide",
+        4,
+    )
+    assert (view.state.terms.current_version_only, view.state.terms.ask_to_proceed, view.state.terms.batch_size) == (
+        False,
+        False,
+        8,
+    )
+    assert view.state.terms.clip_norm == 2.0
 
 
 def test_a_heartbeat_that_tells_nothing_changes_nothing() -> None:
-    terms = Terms()
-    terms.greeted(HelloReply(protocol="hardsync", current_version_only=True))
+    view = View()
+    view.greeted(0, HelloReply(protocol="hardsync", current_version_only=True))
 
-    terms.reminded(HeartbeatReply(known=False), asked_at=time.monotonic())
+    view.reminded(0, HeartbeatReply(known=False), asked_at=time.monotonic())
 
-    assert (terms.protocol, terms.current_version_only) == ("hardsync", True)
+    assert (view.state.terms.protocol, view.state.terms.current_version_only) == ("hardsync", True)
 
 
 def test_a_late_heartbeat_leaves_alone_what_others_have_told_since_it_was_asked_for() -> None:
-    terms = Terms()
-    terms.greeted(HelloReply(protocol="async"))
+    view = View()
+    view.greeted(0, HelloReply(protocol="async"))
     late = HeartbeatReply(protocol="hardsync", accumulate=2, batch_size=8)
 
     asked_at = time.monotonic()
-    terms.answered(Receipt(ask_to_proceed=True, batch_size=16), sent_at=asked_at)
-    terms.reminded(late, asked_at=asked_at)
+    view.answered(0, [Receipt(ask_to_proceed=True, batch_size=16)], sent_at=asked_at)
+    view.reminded(0, late, asked_at=asked_at)
     # What no receipt tells it does.
-    assert (terms.protocol, terms.accumulate) == ("hardsync", 2)
-    assert (terms.ask_to_proceed, terms.batch_size) == (True, 16)
+    assert (view.state.terms.protocol, view.state.terms.accumulate) == ("hardsync", 2)
+    assert (view.state.terms.ask_to_proceed, view.state.terms.batch_size) == (True, 16)
 
-    terms.greeted(HelloReply(protocol="ssp:clock_bound=2", batch_size=4))
-    terms.granted(ask_to_proceed=True)
-    terms.reminded(late, asked_at=asked_at)
-    assert (terms.protocol, terms.accumulate, terms.batch_size) == ("ssp:clock_bound=2", 0, 4)
-    assert terms.ask_to_proceed
+    view.greeted(0, HelloReply(protocol="ssp:clock_bound=2", batch_size=4))
+    view.granted(ask_to_proceed=True)
+    view.reminded(0, late, asked_at=asked_at)
+    assert (view.state.terms.protocol, view.state.terms.accumulate, view.state.terms.batch_size) == (
+        "ssp:clock_bound=2",
+        0,
+        4,
+    )
+    assert view.state.terms.ask_to_proceed
 
-    terms.reminded(late, asked_at=time.monotonic())
-    assert (terms.protocol, terms.ask_to_proceed) == ("hardsync", False)
+    view.reminded(0, late, asked_at=time.monotonic())
+    assert (view.state.terms.protocol, view.state.terms.ask_to_proceed) == ("hardsync", False)
 
 
 @pytest.mark.parametrize("other", ["greeted", "granted", "reminded"])
 def test_a_late_receipt_leaves_alone_what_others_have_changed_since_its_push_was_sent(other: str) -> None:
-    terms = Terms()
-    terms.greeted(HelloReply(protocol="async"))
+    view = View()
+    view.greeted(0, HelloReply(protocol="async"))
 
     sent_at = time.monotonic()
     if other == "greeted":
-        terms.greeted(HelloReply(ask_to_proceed=True))
+        view.greeted(0, HelloReply(ask_to_proceed=True))
     elif other == "granted":
-        terms.granted(ask_to_proceed=True)
+        view.granted(ask_to_proceed=True)
     else:
-        terms.reminded(HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
-    terms.answered(Receipt(ask_to_proceed=False), sent_at=sent_at)
-    assert terms.ask_to_proceed
+        view.reminded(0, HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
+    view.answered(0, [Receipt(ask_to_proceed=False)], sent_at=sent_at)
+    assert view.state.terms.ask_to_proceed
 
     # What only said the same leaves it to the receipt.
     sent_at = time.monotonic()
-    terms.reminded(HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
-    terms.answered(Receipt(ask_to_proceed=False), sent_at=sent_at)
-    assert not terms.ask_to_proceed
+    view.reminded(0, HeartbeatReply(protocol="serial", ask_to_proceed=True), asked_at=time.monotonic())
+    view.answered(0, [Receipt(ask_to_proceed=False)], sent_at=sent_at)
+    assert not view.state.terms.ask_to_proceed
 
 
 def test_a_late_answer_leaves_alone_the_rates_of_later_versions_and_epochs() -> None:
-    standing = Standing()
+    view = View()
 
     def receipt(epoch: int, version: int, rate: float) -> None:
         late = Receipt(shard_id=0, epoch=epoch, version_after=version, next_rate=rate)
-        standing.answered(0, [late], sent_at=time.monotonic())
+        view.answered(0, [late], sent_at=time.monotonic())
 
     receipt(0, 5, 0.5)
     receipt(0, 4, 0.4)
-    assert standing.next_rates == {0: 0.5}
+    assert view.state.next_rates == {0: 0.5}
     receipt(0, 5, 0.25)
-    assert standing.next_rates == {0: 0.25}, "set while the version stayed"
+    assert view.state.next_rates == {0: 0.25}, "set while the version stayed"
 
     restored = HelloReply(epoch=1, shards=[ShardVersion(shard_id=0, version=3, next_rate=0.3)])
-    standing.greeted(0, restored)
+    view.greeted(0, restored)
     receipt(0, 6, 0.6)
-    assert standing.next_rates == {0: 0.3}
+    assert view.state.next_rates == {0: 0.3}
     receipt(1, 4, 0.1)
-    standing.greeted(0, restored)
-    assert standing.next_rates == {0: 0.1}
+    view.greeted(0, restored)
+    assert view.state.next_rates == {0: 0.1}
 
 
 def test_servers_of_one_run_that_were_told_different_protocols_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,382 @@
+"""What is held of the run's parameters, how newer ones arrive, and how long a worker waits for others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client.channel import Channel
+from pyps_client.connection import CALL_SECONDS, Connection, call_seconds
+from pyps_client.conversion import NUMPY, Converter
+from pyps_client.log import logger
+from pyps_client.process_hooks import keep_large_blocks
+from pyps_client.retry import LinkLost
+from pyps_client.run_state import OUTDATED
+from pyps_client.transport import Link
+from pyps_client.vectors import part_of
+from pyps_wire.codecs import Codec, codec_numbered
+from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Receipt, Role, Sender
+from pyps_wire.errors import PypsError, RunFinished, WaitTimedOut, WrongSize
+from pyps_wire.framing import split
+from pyps_wire.local_pb2 import LocalPull, LocalRequest
+from pyps_wire.parameter_server_pb2 import Parameters, ProceedReply, ProceedRequest, PullRequest
+from pyps_wire.partition import Partition, ShardRange
+from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
+
+# A server is asked to hold a call for so long at the most; what it then says it waited for goes to the log, and
+# it is asked again.
+PARK_SECONDS = 30.0
+
+# A call that moves more is worth telling the allocator of.
+LARGE_BYTES = 1 << 20
+
+
+class Versions(dict[int, int]):
+    """Shard id -> version, as held at one moment, with each server's epoch at that moment.
+
+    A version says nothing without its epoch: after a restore a server counts again from an older one.
+    """
+
+    def __init__(self, versions: Iterable[tuple[int, int]] = (), *, epochs: Iterable[int]) -> None:
+        super().__init__(versions)
+        self.epochs = tuple(epochs)
+
+    def copy(self) -> Versions:
+        return Versions(self.items(), epochs=self.epochs)
+
+
+class Held:
+    """The versions that a caller holds of one server's shards, and those that it is to wait for; all of one epoch.
+
+    One thread may note versions to wait for while another pulls.
+    """
+
+    def __init__(self, shards: Sequence[ShardRange]) -> None:
+        self.epoch = 0
+        self.versions = {shard.shard_id: -1 for shard in shards}
+        self.shards = {shard.shard_id: shard for shard in shards}
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._wanted: dict[int, int] = {}
+
+    def read(self) -> tuple[int, dict[int, int]]:
+        """The epoch and a copy of the versions, of one moment."""
+        with self._lock:
+            return self.epoch, self.versions.copy()
+
+    def enter(self, epoch: int) -> None:
+        """Forgets versions of an earlier epoch: the server counts anew from its checkpoint."""
+        with self._lock:
+            if epoch != self.epoch:
+                self.epoch = epoch
+                self.versions = dict.fromkeys(self.versions, -1)
+                self._wanted = {}
+
+    def want(self, shard_id: int, version: int, *, epoch: int) -> None:
+        """Notes a version to wait for before the next gradient is computed."""
+        with self._lock:
+            if version > 0 and epoch == self.epoch:
+                self._wanted[shard_id] = max(version, self._wanted.get(shard_id, 0))
+
+    @property
+    def wanted(self) -> dict[int, int]:
+        """Shard id to the version to wait for, where it has not come yet."""
+        with self._lock:
+            wanted = self._wanted.items()
+            return {shard_id: version for shard_id, version in wanted if self.versions[shard_id] < version}
+
+    def answered(self, waited_for: Mapping[int, int]) -> None:
+        """Ends waits that the server has answered: they came, or never will, since the run is over."""
+        with self._lock:
+            for shard_id, version in waited_for.items():
+                if self._wanted.get(shard_id, version + 1) <= version:
+                    del self._wanted[shard_id]
+
+
+class Holdings:
+    """Versions held and versions wanted, over all servers. One thread may note receipts while another pulls.
+
+    A worker waits for the rounds that took its gradient, unless the same push came too late for another shard:
+    that one's round waits for this worker, as may those whom the other rounds wait for, and two workers could
+    wait for each other for ever. So the late shard is made good first: the next pull waits for nothing, and the
+    next push leaves out the shards whose rounds have this worker's gradient already.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.of_server = [Held(partition.of_server(index)) for index in range(partition.num_servers)]
+        self._server_of = {shard.shard_id: shard.server_index for shard in partition.shards}
+        # The shards for which the newest push came too late.
+        self.late: frozenset[int] = frozenset()
+
+    @property
+    def versions(self) -> Versions:
+        """A copy of the versions held, with their servers' epochs."""
+        versions, epochs = Versions(epochs=()), []
+        for held in self.of_server:
+            with held._lock:
+                versions.update(held.versions.items())
+                epochs.append(held.epoch)
+        versions.epochs = tuple(epochs)
+        return versions
+
+    @property
+    def largest_version(self) -> int:
+        """The largest version held; 0 of nothing."""
+        return max((max(held.versions.values(), default=0) for held in self.of_server), default=0)
+
+    def note(self, receipts: Sequence[Receipt]) -> None:
+        """Notes what the receipts of one push ask to be waited for."""
+        late: list[int] = []
+        for receipt in receipts:
+            version = receipt.min_version
+            if receipt.reason in OUTDATED:
+                late.append(receipt.shard_id)
+                # What came too late asks for a pull of what is there already.
+                version = max(version, receipt.version_before)
+            if version > 0:
+                held = self.of_server[self._server_of[receipt.shard_id]]
+                held.want(receipt.shard_id, version, epoch=receipt.epoch)
+        self.late = frozenset(late)
+
+    def pull_needed(self, connections: Iterable[Connection]) -> bool:
+        """Whether something of what is held would be refused: of another epoch, or waited for."""
+        for connection in connections:
+            held = self.of_server[connection.index]
+            # A server without a shard sends nothing that could bring its epoch here.
+            if held.versions and (connection.epoch != held.epoch or (held._wanted and held.wanted)):
+                return True
+        return False
+
+    def awaited(self, server_index: int) -> Mapping[int, int]:
+        """Shard id to the version that a pull from that server is to wait for."""
+        return {} if self.late else self.of_server[server_index].wanted
+
+    def settled(self, server_index: int) -> Set[int]:
+        """Shards of that server whose rounds have this worker's gradient, where it makes good another."""
+        return self.of_server[server_index].wanted.keys() - self.late if self.late else frozenset()
+
+
+class Intake:
+    """The way of one server's parameters into a caller's vectors, one a group."""
+
+    def __init__(
+        self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: Codec, name: str, converter: Converter = NUMPY
+    ) -> None:
+        """`codec`: how the parameters travel. The vectors take them so, or as float32. `name`: the server's."""
+        self.vectors = vectors
+        self.held = held
+        self.codec = codec
+        self._name = name
+        self._converter = converter
+        self._places = {shard.shard_id: part_of(vectors, shard) for shard in held.shards.values()}
+
+    def write(self, shard_id: int, codec_number: int, payload: memoryview) -> None:
+        """Copies or converts a shard's parameters, in one pass, from where the transport left them into their place."""
+        codec = self.codec if codec_number == self.codec else codec_numbered(codec_number)
+        place = self._places.get(shard_id)
+        if place is None:
+            raise self._unknown(shard_id)
+        if payload.nbytes != codec.bytes_of(place.size):
+            raise WrongSize(
+                f"{self._name} sent {payload.nbytes} bytes of parameters of shard {shard_id}; expected "
+                f"{codec.bytes_of(place.size)}."
+            )
+        if place.dtype == codec.dtype:
+            np.copyto(place, np.frombuffer(payload, codec.dtype))
+        elif place.dtype == np.float32:
+            self._converter.decode(payload, codec, place)
+        else:
+            raise PypsError(
+                f"{self._name} sent parameters as {codec.name}, which were not asked for: vectors are {place.dtype}."
+            )
+
+    def accept(self, shard_id: int, version: int) -> None:
+        """Notes the version of a shard that was written."""
+        if shard_id not in self._places:
+            raise self._unknown(shard_id)
+        self.held.versions[shard_id] = version
+
+    def _unknown(self, shard_id: int) -> PypsError:
+        return PypsError(f"{self._name} sent shard {shard_id}, which it does not hold.")
+
+
+class LongPoll:
+    """One wait for other workers, over one server or several, up to its deadline: a call held until it is time."""
+
+    def __init__(self, wait_seconds: float) -> None:
+        self.wait_seconds = wait_seconds
+        self._began = time.monotonic()
+        self._told_at = self._began
+
+    @property
+    def call_seconds(self) -> float:
+        """For how long the next call may be held. 0 past the deadline: what is there then still counts."""
+        return min(max(self._began + self.wait_seconds - time.monotonic(), 0.0), PARK_SECONDS)
+
+    def go_on(self, unanswered: WaitTimedOut, *, stop: threading.Event) -> None:
+        """Notes a call that was held in vain. Raises WaitTimedOut past the deadline, RunFinished when stopped."""
+        now = time.monotonic()
+        waited = now - self._began
+        if stop.is_set():
+            # Or a call to another server failed, whose error goes before this one.
+            raise RunFinished("The client was closed while it waited for other workers.")
+        if waited >= self.wait_seconds:
+            raise WaitTimedOut(
+                f"Waited {waited:.0f} s for other workers: {unanswered}. "
+                "Raise wait_seconds (PYPS_WAIT_SECONDS) to wait longer."
+            )
+        # Several servers may say the same.
+        if now - self._told_at >= PARK_SECONDS / 2:
+            self._told_at = now
+            logger.info(
+                "waiting for other workers, %.0f s so far, at most %.0f s more: %s",
+                *(waited, self.wait_seconds - waited, unanswered),
+            )
+
+    def proceed(self, sender: Sender, *, clock: int) -> Callable[[Channel, threading.Event], ProceedReply]:
+        """Asks server 0 whether the next step may begin: protocols that give turns, or that bound a lead.
+
+        Asked again after a loss: the same clock tells the server that it is the same question.
+        """
+
+        def ask(channel: Channel, stop: threading.Event) -> ProceedReply:
+            held = 0
+            while True:
+                seconds = self.call_seconds
+                request = ProceedRequest(sender=sender, clock=clock, wait_milliseconds=round(seconds * 1000))
+                try:
+                    return channel.call("Proceed", request, ProceedReply, timeout_seconds=seconds + CALL_SECONDS)
+                except WaitTimedOut as unanswered:
+                    self.go_on(unanswered, stop=stop)
+                    held += 1
+                except LinkLost as lost:
+                    lost.answered = held
+                    raise
+
+        return ask
+
+
+# Its name until all who wait for others say LongPoll.
+Parking = LongPoll
+
+
+class IncomingPull:
+    """What one server has that is newer. Asked again after a loss, it asks only for what did not come yet."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        role: Role,
+        intake: Intake,
+        *,
+        connection: Connection,
+        min_versions: Mapping[int, int],
+        parking: LongPoll,
+        lent: bool = False,
+        portion: LeaseRequest | None = None,
+    ) -> None:
+        """`min_versions`: shard id to the version to wait for, while `parking` lasts. `lent`: the vectors are.
+
+        With `portion` the server leases one too, in the moment of which the parameters are: `lease` then has its
+        answer, and without a portion no parameters come.
+        """
+        self._sender = sender
+        self._role = role
+        self._intake = intake
+        self._connection = connection
+        self._held = intake.held
+        self._min_versions = min_versions
+        self._parking = parking
+        self._lent = lent
+        self._portion = portion
+        self.lease = LeaseReply()
+        self._waiting = set(self._held.shards)
+        self._changed: set[int] = set()
+
+    def __call__(self, channel: Channel, stop: threading.Event) -> set[int]:
+        answered = 0
+        # A further round comes where the epoch changed between two tries of the first, and while versions are
+        # waited for.
+        while self._waiting:
+            asked = sorted(self._waiting)
+            request = self._request(asked)
+            num_bytes = self._intake.codec.bytes_of(sum(self._held.shards[i].length for i in asked))
+            waited_milliseconds = request.wait_milliseconds + request.portion.wait_milliseconds
+            timeout_seconds = waited_milliseconds / 1000 + call_seconds(num_bytes)
+            before = len(self._changed)
+            try:
+                self._ask(channel, request, timeout_seconds, num_bytes)
+            except WaitTimedOut as unanswered:
+                self._parking.go_on(unanswered, stop=stop)
+                answered += 1
+                continue
+            except LinkLost as lost:
+                lost.answered = answered + len(self._changed) - before
+                raise
+            self._waiting.difference_update(asked)
+        self._held.answered(self._min_versions)
+        return self._changed
+
+    def _ask(self, channel: Channel, request: PullRequest, timeout_seconds: float, num_bytes: int) -> None:
+        link = self._connection.link_to_use() if self._lent and not request.HasField("portion") else None
+        if link is not None and link.begin(parks=request.wait_milliseconds > 0):
+            try:
+                self._ask_locally(link, request, timeout_seconds)
+            finally:
+                link.end()
+            return
+        if num_bytes > LARGE_BYTES:
+            keep_large_blocks()
+        for message in channel.read("Pull", request, timeout_seconds=timeout_seconds):
+            header, payload = split(message)
+            reply = Parameters.FromString(header)
+            if reply.HasField("lease"):
+                self.lease, self._portion = reply.lease, None
+            if reply.codec == CODEC_UNSPECIFIED:
+                continue
+            self._intake.write(reply.shard_id, reply.codec, payload)
+            self._accept(reply)
+
+    def _ask_locally(self, link: Link, request: PullRequest, timeout_seconds: float) -> None:
+        reply = link.request(LocalRequest(pull=LocalPull(request=request)), timeout_seconds=timeout_seconds)
+        if reply.WhichOneof("reply") != "pulled":
+            raise PypsError(f"{self._connection.name} answered a pull with something else.")
+        for written in reply.pulled.shards:
+            self._accept(written)
+
+    def _request(self, asked: Sequence[int]) -> PullRequest:
+        waits = any(self._min_versions.get(shard_id, 0) > self._held.versions[shard_id] for shard_id in asked)
+        request = PullRequest(
+            sender=self._sender,
+            role=self._role,
+            epoch=self._held.epoch,
+            codec=self._intake.codec,  # type: ignore[arg-type]
+            wait_milliseconds=round(self._parking.call_seconds * 1000) if waits else 0,
+            portion=self._portion,
+        )
+        for shard_id in asked:
+            request.wants.add(
+                shard_id=shard_id,
+                held_version=self._held.versions[shard_id],
+                min_version=self._min_versions.get(shard_id, 0),
+            )
+        return request
+
+    def _accept(self, reply: Parameters) -> None:
+        """Notes one shard that was written into its place."""
+        if reply.epoch != self._held.epoch:
+            self._held.enter(reply.epoch)
+            # A heartbeat may have told of a later restore meanwhile.
+            self._connection.epoch = max(self._connection.epoch, reply.epoch)
+            self._waiting = set(self._held.shards)
+            # Versions of the epoch before: nobody may wait for them any more.
+            self._min_versions = {}
+        self._intake.accept(reply.shard_id, reply.version)
+        self._waiting.discard(reply.shard_id)
+        self._changed.add(reply.shard_id)

@@ -1,0 +1,277 @@
+"""Where the run stands, as its servers last said: one frozen record, replaced whole."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pyps_client.log import logger
+from pyps_client.peers import ALONE, Peers
+from pyps_wire.common_pb2 import (
+    OUTCOME_REJECTED,
+    REASON_DROPPED,
+    REASON_EPOCH,
+    REASON_FINISHED,
+    REASON_REPEATED,
+    REASON_STALE,
+    RUN_STATE_FINISHED,
+    Reason,
+    Receipt,
+    ShardVersion,
+)
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
+
+# The refusals that mean: what the worker holds is too old to be of use. A pull helps.
+OUTDATED = (REASON_STALE, REASON_DROPPED)
+
+
+class Terms(NamedTuple):
+    """What the protocol in force asks of a worker, as server 0 last told; it may change while the run goes on.
+
+    A record that is the same object tells the same.
+    """
+
+    # In words, as given to --protocol and --staleness.
+    protocol: str = ""
+    staleness: str = ""
+    # Whether to call Proceed before the next step.
+    ask_to_proceed: bool = False
+    # Whether gradients of older versions are refused.
+    current_version_only: bool = False
+    # Examples in a minibatch, and minibatches in a push; 0 leaves it to the worker.
+    batch_size: int = 0
+    accumulate: int = 0
+    # The servers clip to this norm and want to know each push's; 0 where they do not.
+    clip_norm: float = 0.0
+
+
+class RunState(NamedTuple):
+    """What is known of the run."""
+
+    terms: Terms = Terms()
+    finished: bool = False
+    # The largest version of a shard.
+    global_step: int = 0
+    # Live workers.
+    num_workers: int = 0
+    # The step size of each shard's next update, before staleness. Replaced, never changed.
+    next_rates: Mapping[int, float] = MappingProxyType({})
+    # Whether some process of the replica needed a pull when they last met.
+    pull_agreed: bool = False
+
+
+class View:
+    """What servers tell besides parameters. Any thread may read `state`, without a lock; several may note.
+
+    The processes of a replica must go by one view, or one would wait for a step that another does not take: there what
+    servers tell counts from the next `meet` on, which takes the leader's word, and everybody's on the run's end.
+    """
+
+    def __init__(self, peers: Peers = ALONE) -> None:
+        self.refusals = Refusals()
+        self._peers = peers
+        # The state to go by; for a worker of one process what was heard last.
+        self.state = RunState()
+        # The leader's words for its terms, as all processes last heard them.
+        self._words = ("", "")
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._heard = self.state
+        # When a handshake, and when an answer to a step, last told the terms (time.monotonic).
+        self._greeted_at = self._answered_at = -math.inf
+        # When something else than a receipt last changed what receipts tell.
+        self._changed_at = -math.inf
+        # The epoch and version at which each shard's rate was told.
+        self._rates_of: dict[int, tuple[int, int]] = {}
+
+    def greeted(self, server_index: int, reply: HelloReply) -> None:
+        """Notes what a handshake tells."""
+        with self._lock:
+            heard = self._heard
+            terms = heard.terms
+            if server_index == 0:
+                self._greeted_at = self._answered_at = self._changed_at = time.monotonic()
+                told = {name: getattr(reply, name) for name in Terms._fields}
+                terms = terms._replace(**told)
+            rates = heard.next_rates
+            for shard in reply.shards:
+                rates = self._rates_with(rates, shard, at=(reply.epoch, shard.version))
+            version = max((shard.version for shard in reply.shards), default=0)
+            self._hear(
+                heard._replace(
+                    terms=terms,
+                    finished=heard.finished or reply.state == RUN_STATE_FINISHED,
+                    global_step=max(heard.global_step, version),
+                    next_rates=rates,
+                )
+            )
+
+    def answered(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float, version: int = 0) -> None:
+        """Notes what one server's receipts tell of a push that was sent at `sent_at` (time.monotonic).
+
+        `version`: the largest of the parameters that came with them. Of the terms receipts leave alone what others have
+        changed since: they are looked at when all servers have answered.
+        """
+        with self._lock:
+            heard = self._heard
+            terms, finished, step, num_workers, rates, _ = heard
+            step = max(step, version)
+            refused = False
+            for receipt in receipts:
+                if receipt.num_workers:
+                    num_workers = receipt.num_workers
+                version = receipt.version_after
+                if version > step:
+                    step = version
+                if receipt.reason or receipt.outcome == OUTCOME_REJECTED:
+                    refused = True
+                    finished = finished or receipt.reason == REASON_FINISHED
+                if receipt.HasField("next_rate"):
+                    rates = self._rates_with(rates, receipt, at=(receipt.epoch, version))
+            if server_index == 0 and receipts and sent_at >= self._changed_at:
+                self._answered_at = time.monotonic()
+                asks, batch_size = receipt.ask_to_proceed, receipt.batch_size
+                if (asks, batch_size) != (terms.ask_to_proceed, terms.batch_size):
+                    terms = terms._replace(ask_to_proceed=asks, batch_size=batch_size)
+            self._hear(RunState(terms, finished, step, num_workers, rates, heard.pull_agreed))
+        if refused:
+            self.refusals.note(receipts)
+
+    def reminded(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
+        """Notes what the answer to a heartbeat tells that was sent at `asked_at` (time.monotonic).
+
+        Of the terms it leaves alone what others have told since: it may be the older one, as it comes over a connection
+        of its own.
+        """
+        with self._lock:
+            heard = self._heard
+            terms = heard.terms
+            # Without a protocol it is of a server that does not know the worker, or holds no run.
+            if server_index == 0 and reply.protocol and asked_at >= self._greeted_at:
+                terms = terms._replace(
+                    protocol=reply.protocol,
+                    staleness=reply.staleness,
+                    accumulate=reply.accumulate,
+                    current_version_only=reply.current_version_only,
+                )
+                if asked_at >= self._answered_at:
+                    terms = self._changed(terms, reply.ask_to_proceed, reply.batch_size)
+                if terms == heard.terms:
+                    terms = heard.terms
+            is_over = reply.state == RUN_STATE_FINISHED or reply.command == HeartbeatReply.COMMAND_STOP
+            step = max(heard.global_step, reply.version)
+            self._hear(heard._replace(terms=terms, finished=heard.finished or is_over, global_step=step))
+
+    def granted(self, *, ask_to_proceed: bool) -> None:
+        """Notes what the leave to begin a step tells, on all processes of a replica."""
+        with self._lock:
+            self._answered_at = time.monotonic()
+            terms = self._heard.terms
+            self._hear(self._heard._replace(terms=self._changed(terms, ask_to_proceed, terms.batch_size)))
+            if self._peers.count > 1:
+                self.state = self.state._replace(terms=self.state.terms._replace(ask_to_proceed=ask_to_proceed))
+
+    def pulled(self, version: int) -> None:
+        """Notes the largest version that a pull has brought: all that processes of a replica agreed to wait for."""
+        with self._lock:
+            self._hear(self._heard._replace(global_step=max(self._heard.global_step, version)))
+            if self.state.pull_agreed:
+                self.state = self.state._replace(pull_agreed=False)
+
+    def meet(self, *, pull_needed: bool) -> None:
+        """Brings all processes of the replica to one view; all call it at the same place. Nothing for one alone."""
+        if self._peers.count == 1:
+            return
+        heard, leads = self._heard, float(self._peers.index == 0)
+        protocol, staleness, *told = heard.terms
+        words = (protocol, staleness)
+        of_leader = [leads * float(number) for number in (heard.global_step, words != self._words, *told)]
+        numbers = self._peers.total([float(heard.finished), float(pull_needed), *of_leader])
+        finished, pull, step, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
+        if reworded:
+            # Sums carry numbers alone, and words rarely change.
+            self._words = self._peers.tell(words)
+        terms = Terms(*self._words, bool(asks), bool(current_only), int(batch_size), int(accumulate), clip_norm)
+        with self._lock:
+            self.state = self.state._replace(
+                terms=self.state.terms if terms == self.state.terms else terms,
+                finished=finished > 0,
+                global_step=int(step),
+                pull_agreed=pull > 0,
+            )
+
+    def _hear(self, heard: RunState) -> None:
+        self._heard = heard
+        if self._peers.count == 1:
+            self.state = heard
+        else:
+            self.state = self.state._replace(num_workers=heard.num_workers, next_rates=heard.next_rates)
+
+    def _changed(self, terms: Terms, ask_to_proceed: bool, batch_size: int) -> Terms:
+        """Terms with what receipts tell too, told by something else."""
+        if (ask_to_proceed, batch_size) == (terms.ask_to_proceed, terms.batch_size):
+            return terms
+        self._changed_at = time.monotonic()
+        return terms._replace(ask_to_proceed=ask_to_proceed, batch_size=batch_size)
+
+    def _rates_with(
+        self, rates: Mapping[int, float], told: ShardVersion | Receipt, *, at: tuple[int, int]
+    ) -> Mapping[int, float]:
+        """The rates with a shard's, as told at an epoch and version; what is older than noted before is late."""
+        shard_id = told.shard_id
+        if not told.HasField("next_rate") or at < self._rates_of.get(shard_id, at):
+            return rates
+        self._rates_of[shard_id] = at
+        return rates if rates.get(shard_id) == told.next_rate else {**rates, shard_id: told.next_rate}
+
+
+_ADVICE = {
+    REASON_STALE: " Pull before each gradient is computed, or choose a protocol that takes older ones.",
+    REASON_REPEATED: " Pull before the next gradient is computed: the pull waits for the round's end.",
+    REASON_DROPPED: " This is normal under backup workers.",
+}
+
+
+class Refusals:
+    """Pushed shards that were refused or dropped, by reason. Used by the thread that pushes."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Refused shards by the reason's name: {"STALE": 3}."""
+        return dict(self._counts)
+
+    def note(self, receipts: Iterable[Receipt]) -> None:
+        """Counts what was refused, with one line in the log at the first of each reason."""
+        for receipt in receipts:
+            if receipt.outcome != OUTCOME_REJECTED or receipt.reason in (REASON_EPOCH, REASON_FINISHED):
+                continue
+            name = Reason.Name(receipt.reason).removeprefix("REASON_")
+            self._counts[name] += 1
+            if self._counts[name] == 1:
+                logger.warning(
+                    "a gradient of shard %d was not taken: %s.%s Further ones are only counted.",
+                    *(receipt.shard_id, receipt.message.rstrip("."), _ADVICE.get(receipt.reason, "")),
+                )
+
+
+def warn_of_differences(replies: Sequence[HelloReply], servers: Sequence[int] | None = None) -> None:
+    """Says where a server goes by another protocol or policy than server 0: nobody else compares them.
+
+    `servers`: the indices of those that replied, server 0 first; by default all, in order.
+    """
+    for index, reply in zip(range(len(replies)) if servers is None else servers, replies, strict=True):
+        for name in ("protocol", "staleness"):
+            theirs, first = getattr(reply, name), getattr(replies[0], name)
+            if theirs != first:
+                logger.warning(
+                    "server %d goes by %s %s, server 0 by %s: give all servers the same --%s.",
+                    *(index, name, theirs, first, name),
+                )
