@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pyps_client import Launch, Session, lost_replica, termination, uncaught
+from pyps_client import Launch, Session, leave, lost_replica
 from pyps_client.arrangement import arrange
 from pyps_client.torch.claims import claims_of
 from pyps_client.torch.replica import Block, Replica, translated
@@ -217,7 +217,7 @@ def meshes(everybody):
 
 def lost(replica):
     """What a process says that outlives another, in pyps's collective and in its own."""
-    uncaught.install()
+    leave._hook_exceptions()
     print("met", replica.gather(replica.index), flush=True)
     if replica.index == 1:
         signal.pause()
@@ -230,7 +230,7 @@ def lost(replica):
 
 def founding(replica, servers, stops_where):
     """Joins a run with one of two parts; the second process stops itself there, and the first waits for it."""
-    lost_replica.GRACE_SECONDS = termination.GRACE_SECONDS = 0.5
+    lost_replica.GRACE_SECONDS = leave.GRACE_SECONDS = 0.5
 
     def stop(where):
         if replica.index == 1 and stops_where == where:

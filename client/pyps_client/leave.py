@@ -1,0 +1,348 @@
+"""A worker's end: it leaves its run however its program ends, and what ended that is told.
+
+Nothing of the process is changed but by `install_process_hooks`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from pyps_client import log
+from pyps_client.channel import problem_of
+from pyps_client.connection import Connection
+from pyps_client.fork import ForkGuard, at_fork, keep_alive
+from pyps_client.log import logger
+from pyps_client.retry import SIGNAL_SECONDS
+from pyps_wire import allocator
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.errors import PypsError
+from pyps_wire.parameter_server_pb2 import LeaveReply, LeaveRequest
+
+# Set to 1, it has the hooks installed by the first client; `pyps run` sets it for its workers.
+VARIABLE = "PYPS_PROCESS_HOOKS"
+
+# Set to 1, it brings the traceback back.
+TRACEBACK_VARIABLE = "PYPS_TRACEBACK"
+
+# All servers together: a program's end must not hang on a server that is gone.
+LEAVE_SECONDS = 3.0
+
+# For so long the main thread may stay in a call that no signal's handler interrupts, such as torch's collective ones.
+GRACE_SECONDS = 10.0
+
+# What the program printed may lead into a pipe that nobody reads any more.
+FLUSH_SECONDS = 2.0
+
+# What SIGTERM ends a program with.
+STATUS = 128 + signal.SIGTERM
+
+_CAUSES = {"finished": LeaveRequest.CAUSE_FINISHED, "failed": LeaveRequest.CAUSE_FAILED}
+_OWN_PACKAGES = ("pyps_client", "pyps_wire")
+_LIBRARIES = frozenset({"site-packages", "dist-packages"})
+
+# What knows others' errors for one of ours.
+Translator = Callable[[BaseException], PypsError | None]
+
+# What has a `close(cause, message)` by which it leaves its run.
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+# A lock for each that leaves on a thread of its own, which holds it until it has.
+_leaving: list[weakref.ref[_thread.LockType]] = []
+
+_translators: list[Translator] = []
+_error: BaseException | None = None
+_hooks_installed = False
+
+# What has a `terminate(error)`, for SIGTERM.
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_taken = threading.Event()
+# Where the interpreter writes the numbers of signals as they come, and what reads them.
+_pipe: tuple[socket.socket, socket.socket] | None = None
+
+
+def expect(worker: Any, *, of: object = None) -> None:
+    """Sees to it that the worker leaves at the program's end at the latest, by its `close(cause, message)`.
+
+    With `of`, once nobody holds that object any more; the worker must not hold it either.
+    """
+    _close_at_exit()
+    _open.add(worker)
+    if of is not None:
+        weakref.finalize(of, _abandoned, worker, ForkGuard()).atexit = False
+
+
+def forget(worker: Any) -> None:
+    """Ends `expect`."""
+    _open.discard(worker)
+
+
+def cause_of(error: BaseException | None) -> tuple[str, str]:
+    """How a worker that ends with this exception (or none) tells it: cause and message."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return "finished", ""
+    error = translated(error)
+    return "failed", f"{type(error).__name__}: {error}"[:1000]
+
+
+def leave(connections: Sequence[Connection], sender: Sender, cause: str, message: str) -> None:
+    """Says Leave to all servers at once, without insisting: a lease runs out by itself."""
+    request = LeaveRequest(sender=sender, cause=_CAUSES[cause], message=message)
+    calls = []
+    for connection in connections:
+        try:
+            call = connection.channel.start("Leave", request, LeaveReply, timeout_seconds=LEAVE_SECONDS)
+        except (PypsError, ValueError) as error:
+            # Closed, by another thread.
+            logger.debug("leaving %s: %s", connection.name, error)
+        else:
+            calls.append((connection, call))
+    for connection, call in calls:
+        problem = problem_of(call)
+        if problem is not None:
+            logger.debug("leaving %s: %s", connection.name, problem)
+
+
+def translate_with(translator: Translator) -> None:
+    """Has errors that nobody catches looked at: where the translator says which of ours one is, that is told instead.
+
+    The others must get None.
+    """
+    if translator not in _translators:
+        _translators.append(translator)
+
+
+def translated(error: BaseException) -> BaseException:
+    """The error as one of ours, where a translator knows it; else the error itself."""
+    return next((own for translate in _translators if (own := translate(error)) is not None), error)
+
+
+def end_process(words: str, status: int) -> None:
+    """Ends the process at once, with a line on stderr; nothing is closed: what is open may be the main thread's."""
+    try:
+        last_words = threading.Thread(target=_say, args=(words,), name="pyps-last-words", daemon=True)
+        last_words.start()
+        last_words.join(FLUSH_SECONDS)
+    finally:
+        os._exit(status)
+
+
+def install_process_hooks() -> None:
+    """Makes this process a worker as `pyps run` starts one, before its first client is made.
+
+    * An error of pyps that nobody catches ends it with one sentence; that one, any other and `sys.exit(1)` are told to
+      the servers as the worker's failure (`sys.excepthook`, `sys.exit`).
+    * SIGTERM, where it has no handler, unwinds it, so that the worker leaves and nobody waits out its lease.
+    * The client's messages appear on stderr, until the program sets up logging of its own.
+    * glibc's allocator keeps the blocks of large messages.
+
+    PYPS_PROCESS_HOOKS=1 in the environment does the same.
+    """
+    global _hooks_installed
+    log.prepare()
+    if not _hooks_installed:
+        _hooks_installed = True
+        _hook_exceptions()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def install_where_asked() -> None:
+    """Installs the hooks where the environment asks for them."""
+    if os.environ.get(VARIABLE, "").strip() not in ("", "0"):
+        install_process_hooks()
+
+
+def keep_large_blocks() -> None:
+    """Tells the allocator of large messages, where the process is ours to set up."""
+    if _hooks_installed:
+        allocator.keep_large_blocks()
+
+
+class Terminated(SystemExit):
+    """Ends a program that got SIGTERM, with the status that shells give for it."""
+
+    def __init__(self) -> None:
+        super().__init__(STATUS)
+
+    def __str__(self) -> str:
+        return "SIGTERM"
+
+
+def watch(watched: Any) -> None:
+    """Has it terminated, by its `terminate(error)`, where SIGTERM comes and the main thread does not take it.
+
+    Only where the hooks took charge of the signal, and nobody else of the interpreter's wakeup_fd.
+    """
+    global _pipe
+    _watched.add(watched)
+    if _pipe is not None or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not _terminate:
+        return
+    reader, writer = pipe = socket.socketpair()
+    writer.setblocking(False)
+    others = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if others != -1:
+        signal.set_wakeup_fd(others)
+        return
+    _pipe = pipe
+    threading.Thread(target=_listen, args=(reader,), name="pyps-sigterm", daemon=True).start()
+
+
+def unwatch(watched: Any) -> None:
+    """Ends `watch`."""
+    _watched.discard(watched)
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    # With the first worker: what was made before, such as torch's process group, is there until all have left.
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    # Whatever is lost, this takes seconds.
+    for leaving in list(_leaving):
+        done = leaving()
+        while done is not None and not done.acquire(timeout=SIGNAL_SECONDS):
+            continue
+    for worker in list(_open):
+        _close(worker)
+
+
+def _abandoned(worker: Any, guard: ForkGuard) -> None:
+    """Lets a worker leave whose holder is gone: perhaps by the garbage collector, amid anything, on any thread.
+
+    So it waits for no lock, which that thread may hold.
+    """
+    if guard.in_child:
+        # Its connections are the parent's.
+        keep_alive(worker)
+    elif worker in _open:
+        done = _thread.allocate_lock()
+        done.acquire()
+        _thread.start_new_thread(_close, (worker, done))
+        _leaving.append(weakref.ref(done, _leaving.remove))
+
+
+def _close(worker: Any, done: _thread.LockType | None = None) -> None:
+    try:
+        worker.close(*cause_of(_last_error()))
+    except PypsError as error:
+        # There is nobody left to raise it to.
+        logger.warning("an optimizer that was not closed left the run: %s", error)
+    finally:
+        if done is not None:
+            done.release()
+
+
+def _hook_exceptions() -> None:
+    """Wraps the interpreter's hook for uncaught exceptions, which still gets those of others, and sys.exit."""
+    previous, leave_program = sys.excepthook, sys.exit
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _remember(error)
+        own = translated(error)
+        if isinstance(own, PypsError) and os.environ.get(TRACEBACK_VARIABLE, "").strip() in ("", "0"):
+            print(_told(own, trace), file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    def exit_program(status: Any = None, /) -> NoReturn:
+        # No hook hears of a SystemExit.
+        _remember(SystemExit(status))
+        leave_program(status)
+
+    sys.excepthook, sys.exit = hook, exit_program
+
+
+def _remember(error: BaseException) -> None:
+    global _error
+    _error = error
+
+
+def _last_error() -> BaseException | None:
+    """What ended the program, if an exception did."""
+    if _error is None and not hasattr(sys, "ps1"):
+        # Python's own word, without the hook; to somebody at a prompt the program goes on after it.
+        return getattr(sys, "last_value", None)
+    return _error
+
+
+def _told(error: PypsError, trace: TracebackType | None) -> str:
+    """The error's message, and below it the line of the user's program that it came from.
+
+    That is the last one in the user's own code; failing that, in anybody's but ours.
+    """
+    others = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(trace)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OWN_PACKAGES
+    ]
+    if not others:
+        return f"pyps: {error}"
+    file, line = ([(file, line) for file, line in others if not _is_library(file)] or others)[-1]
+    # Without a working directory the whole path is told.
+    with contextlib.suppress(OSError):
+        file = file.removeprefix(f"{Path.cwd()}{os.sep}")
+    return f"pyps: {error}\n  at {file}:{line}"
+
+
+def _is_library(file: str) -> bool:
+    """True for the standard library and installed packages, torch's wrapper around `step` among them."""
+    if file.startswith(("<frozen ", sysconfig.get_path("stdlib") + os.sep)):
+        return True
+    return not _LIBRARIES.isdisjoint(Path(file).parts)
+
+
+def _say(words: str) -> None:
+    # Either may be None, closed, or a broken pipe.
+    with contextlib.suppress(Exception):
+        print(f"pyps: {words}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+
+
+def _listen(reader: socket.socket) -> None:
+    while numbers := reader.recv(64):
+        if signal.SIGTERM in numbers and not _taken.wait(GRACE_SECONDS):
+            for watched in list(_watched):
+                watched.terminate(Terminated())
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    _taken.set()
+    # A second one ends the program at once.
+    signal.signal(number, signal.SIG_DFL)
+    error = Terminated()
+    # The hook for uncaught exceptions does not see a SystemExit.
+    _remember(error)
+    raise error
+
+
+def _forget_in_child() -> None:
+    """A forked child, such as a data loader's, has nothing to leave."""
+    global _pipe
+    _leaving.clear()
+    if _pipe is not None:
+        signal.set_wakeup_fd(-1)
+        _pipe = None
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+at_fork(after_in_child=_forget_in_child)
