@@ -1,0 +1,249 @@
+"""A worker's lease on its servers: heartbeats keep it, a lost replica ends it, leaving gives it back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+
+from pyps_client import leave
+from pyps_client.channel import translate
+from pyps_client.connection import Connection
+from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.peers import Peers
+from pyps_client.retry import LinkLost
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.errors import PypsError, ReplicaLost, Superseded
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
+
+# The heartbeats' interval where a server asks for none.
+INTERVAL_SECONDS = 5.0
+
+# A server that is silent for this long is named in the log.
+SILENCE_SECONDS = 10.0
+
+# How often servers are asked once the worker is about to end.
+HURRIED_SECONDS = 1.0
+
+# For so long the thread that trains may stay away, once its replica is lost, before the process is ended.
+GRACE_SECONDS = 10.0
+
+
+class Lease:
+    """Gives heartbeats to every server from the first Hello that it answered until the worker leaves.
+
+    Where a server tells that the worker's replica is lost, it leaves all servers at once, so that nobody waits for the
+    other parts, and the process ends, whatever its main thread waits for.
+    """
+
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        launch: Launch,
+        peers: Peers,
+        request: Callable[[], HeartbeatRequest],
+        heard: Callable[[Connection, HeartbeatReply, float], None],
+    ) -> None:
+        """`request` and `heard` as for Heartbeat; `sender` may still learn the run's name."""
+        self._sender = sender
+        self._peers = peers
+        self._lost = LostReplica()
+        self._heartbeat = Heartbeat(launch=launch, request=request, heard=heard, refused=self._refused)
+        self._met: dict[int, Connection] = {}
+        # Whoever leaves meanwhile waits until that is said.
+        self._leaving = threading.Lock()
+        self._left = False
+        self.hurry = self._heartbeat.hurry
+        self.check = self._lost.check
+
+    def greeted(self, connection: Connection, reply: HelloReply) -> None:
+        """Notes a server's answer to a Hello; on any thread."""
+        self._met.setdefault(connection.index, connection)
+        self._heartbeat.keep(connection, reply.heartbeat_seconds or INTERVAL_SECONDS)
+
+    def watch(self) -> None:
+        """Sees to it that a process among others leaves at SIGTERM even amid a collective call."""
+        if self._peers.count > 1:
+            leave.watch(self)
+
+    def settle(self) -> None:
+        """Leaves the process alone: it ends by itself."""
+        self._lost.settle()
+        leave.unwatch(self)
+
+    def leave(self, cause: str, message: str) -> None:
+        """Ends the heartbeats and says Leave wherever a Hello was answered, once."""
+        with self._leaving:
+            if self._left:
+                return
+            self._left = True
+            self._heartbeat.end()
+            leave.leave(list(self._met.values()), self._sender, cause, message)
+
+    def terminate(self, error: BaseException) -> None:
+        """Leaves and ends the process, whose main thread does not come back."""
+        self.leave(*leave.cause_of(error))
+        leave.end_process(f"ended by {error} amid a call that did not return", leave.STATUS)
+
+    def _refused(self, error: PypsError) -> None:
+        """Acts on a heartbeat's refusal: the thread that trains may not meet it by itself, nor ever come back."""
+        if self._peers.name and isinstance(error, ReplicaLost | Superseded) and self._lost.note(error):
+            self.leave(*leave.cause_of(error))
+
+
+class Heartbeat:
+    """Sends heartbeats to servers, to each on a daemon thread and over a connection of its own.
+
+    So none waits for a server that is slow, nor for a gradient on its way over a slow link: it would come too late to
+    keep the lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        launch: Launch,
+        request: Callable[[], HeartbeatRequest],
+        heard: Callable[[Connection, HeartbeatReply, float], None],
+        refused: Callable[[PypsError], None] = lambda error: None,
+    ) -> None:
+        """`request` makes the next message; `refused` gets each refusal, and `heard` each answer.
+
+        With the answer comes when it was asked for (time.monotonic). All are called on those threads.
+        """
+        self._launch = launch
+        self._request = request
+        self._heard = heard
+        self._refused = refused
+        self._hurried = threading.Event()
+        self._ended = threading.Event()
+        # How long a server may be silent to a worker that ends; None before.
+        self._end_seconds: float | None = None
+        self._lock = threading.Lock()
+        # Guarded by _lock. The connections for heartbeats, by the servers' indices.
+        self._ways: dict[int, Connection] = {}
+
+    def keep(self, connection: Connection, interval_seconds: float) -> None:
+        """Gives a server heartbeats from now on, and `heard` its connection. A second call for it does nothing."""
+        with self._lock:
+            if self._ended.is_set() or connection.index in self._ways:
+                return
+            self._ways[connection.index] = way = Connection(connection.index, launch=self._launch)
+        beat = (connection, way, interval_seconds)
+        threading.Thread(target=self._keep, args=beat, name="pyps-heartbeat", daemon=True).start()
+
+    def hurry(self, seconds: float) -> None:
+        """Looks from now on whether servers are there at all, and cuts the calls to those that are silent for so long.
+
+        A call's own deadline leaves room for a slow link, where heartbeats pass beside it.
+        """
+        with self._lock:
+            self._end_seconds = seconds
+            ways = list(self._ways.values())
+        self._hurried.set()
+        for way in ways:
+            # What is under way may wait longer.
+            way.cut()
+
+    def end(self) -> None:
+        """Stops the threads; calls under way are given up."""
+        with self._lock:
+            self._ended.set()
+            ways = list(self._ways.values())
+        self._hurried.set()
+        for way in ways:
+            way.close()
+
+    def _keep(self, connection: Connection, way: Connection, interval_seconds: float) -> None:
+        while not self._ended.wait(HURRIED_SECONDS if self._hurried.wait(interval_seconds) else 0):
+            began = time.monotonic()
+            try:
+                self._send(connection, way, interval_seconds, began)
+            except LinkLost as lost:
+                self._report_silence(connection, lost, began)
+            except PypsError as error:
+                if self._ended.is_set():
+                    return
+                # The next push or pull meets it too, on the caller's thread, where it can be acted upon.
+                logger.debug("heartbeat: %s", error)
+                self._refused(error)
+
+    def _send(self, connection: Connection, way: Connection, interval_seconds: float, began: float) -> None:
+        """One heartbeat; a slow answer delays the next by a call's deadline at most."""
+        channel = way.channel
+        deadline = self._end_seconds or max(2 * interval_seconds, 5.0)
+        try:
+            reply = channel.start("Heartbeat", self._request(), HeartbeatReply, timeout_seconds=deadline).result()
+        except PypsError:
+            raise
+        except LinkLost:
+            way.renew(channel)
+            raise
+        except (ValueError, grpc.FutureCancelledError):
+            # Closed by the thread that ends the worker, or by `hurry`.
+            return
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.CANCELLED:
+                return
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                way.renew(channel)
+            raise translate(error, connection.address) from None
+        connection.outage.heard(connection.name)
+        self._heard(connection, reply, began)
+
+    def _report_silence(self, connection: Connection, lost: LinkLost, began: float) -> None:
+        outage, name = connection.outage, connection.name
+        silent = time.monotonic() - outage.note(name, str(lost), at=began)
+        if self._ended.is_set():
+            return
+        outage.tell(name, first_seconds=SILENCE_SECONDS)
+        if self._end_seconds is not None and silent >= self._end_seconds:
+            connection.cut(str(lost))
+
+
+class LostReplica:
+    """What a heartbeat learned of the replica's end, until the thread that trains comes to know it.
+
+    That thread, which is the one that made this, may wait for a process that is gone: torch's collective calls then
+    end late or never.
+    """
+
+    def __init__(self) -> None:
+        self._owner = threading.get_ident()
+        self._known = threading.Event()
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._error: PypsError | None = None
+
+    def note(self, error: PypsError) -> bool:
+        """Notes the end, as told by a server. Only the first time counts: then True."""
+        with self._lock:
+            if self._error is not None:
+                return False
+            self._error = error
+        threading.Thread(target=self._end_process, args=(error,), name="pyps-lost-replica", daemon=True).start()
+        return True
+
+    def check(self) -> None:
+        """Raises what was noted."""
+        error = self._error
+        if error is None:
+            return
+        if threading.get_ident() == self._owner:
+            self._known.set()
+        raise type(error)(str(error))
+
+    def settle(self) -> None:
+        """Leaves the process alone: it ends by itself."""
+        self._known.set()
+
+    def _end_process(self, error: PypsError) -> None:
+        if not self._known.wait(GRACE_SECONDS):
+            leave.end_process(str(error), 1)
+
+
+# As it was called.
+Presence = Lease
