@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pyps_client.client import Client
+from pyps_client.arrays import Client, Observer
 from pyps_client.launch import Launch
-from pyps_client.observer import Observer
-from pyps_client.process_hooks import install_process_hooks
+from pyps_client.leave import install_process_hooks
 from pyps_client.session import Session
 from pyps_client.version import VERSION as __version__
 from pyps_wire.errors import (

@@ -1,0 +1,370 @@
+"""A worker and an observer without torch: named numpy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client import leave
+from pyps_client.finite import FiniteGuard, first_non_finite
+from pyps_client.handshake import Handshake
+from pyps_client.holdings import Holdings
+from pyps_client.launch import Launch
+from pyps_client.parking import Parking
+from pyps_client.servers import Servers
+from pyps_client.session import Session
+from pyps_client.stepper import Stepper, others_wait
+from pyps_client.vectors import Vector
+from pyps_client.work import LeaseCall
+from pyps_wire.blocks import place
+from pyps_wire.codecs import FLOAT32, codec_of
+from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
+from pyps_wire.errors import BadRequest, ModelMismatch, RunFinished
+from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor, partition
+from pyps_wire.work_pb2 import LeaseReply
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Optimizer = tuple[str, Mapping[str, float]]
+
+
+class Client:
+    """One worker of a run, over named numpy arrays: all in one parameter group, in the order given.
+
+    Connects when made, waiting for servers and for the run's first parameters: `tensors` are those, where this worker
+    is elected to send them. Then in turn: pull, compute, push; or compute and exchange. Whatever the servers' protocol
+    makes workers wait for (a round's end, a turn, the slowest), it is the pull that waits. A push is one update:
+    to sum several minibatches in one, as asgd:accumulate= asks of workers (`session.accumulate`), is yours to do.
+    Use one thread, or one that pushes and one that pulls.
+    """
+
+    def __init__(
+        self,
+        tensors: Arrays,
+        optimizer: Optimizer = ("adagrad", {"learning_rate": 0.05}),
+        *,
+        servers: str | Sequence[str] | None = None,
+        shard_size: int = DEFAULT_SHARD_SIZE,
+        **launch_options: Any,
+    ) -> None:
+        """`launch_options`: fields of Launch, and token_file; PYPS_ variables give the others."""
+        leave.install_where_asked()
+        launch = Launch.from_environment(servers, **launch_options)
+        self._model = _model_of(tensors, shard_size)
+        self._places = {tensor.name: (tensor, begin) for tensor, begin in _places(self._model)}
+        self._codec = codec_of(launch.codec)
+        self._pull_codec = codec_of(launch.pull_codec)
+        self._finite = FiniteGuard()
+        self.session = Session(
+            self._model,
+            OptimizerSettings(rule=optimizer[0], groups=[GroupSettings(hyperparameters=optimizer[1])]),
+            launch=launch,
+            # The first parameters, end to end.
+            initial=lambda: [np.concatenate([np.asarray(tensor).reshape(-1) for tensor in tensors.values()])],
+            device="cpu",
+        )
+        # Examples in each batch from now on, where a push does not say; portions do.
+        self.examples_in_batch: int | None = None
+        self._border = threading.Lock()
+        # Guarded by _border: whether a step has ended, and the next was not allowed yet.
+        self._between_steps = True
+        try:
+            self.session.connect()
+            leave.expect(self.session, of=self)
+            # Pushed gradients and pulled parameters, as they travel, in the one group's vectors.
+            lent = self.session.lend()
+            [[self._gradient]], [self._parameters] = lent.gradients, lent.parameters
+            self.session.pull([self._parameters])
+        except BaseException as error:
+            self.close(*leave.cause_of(error))
+            raise
+
+    def push(self, gradients: Arrays, examples: int = 0) -> list[Receipt]:
+        """Pushes gradients by tensor name, returns a receipt a shard; a tensor left out is left alone.
+
+        All is checked before anything is sent. A gradient with NaN or infinity is skipped with a warning: no
+        receipts; ten in a row raise NotFinite. A receipt may say that the gradient was not taken and why; see
+        `refused`. After a server's restore from a checkpoint the client pulls by itself, so that the next
+        gradient is taken.
+        """
+        with self._step(gradients, examples) as described:
+            if described is None:
+                return []
+            receipts = self.session.push([self._gradient], **described)
+            if any(receipt.reason == REASON_EPOCH for receipt in receipts):
+                self.session.pull([self._parameters])
+            return receipts
+
+    def exchange(self, gradients: Arrays, examples: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+        """Pushes and pulls in one: half the way there and back. Takes what `push` does, returns what `pull` does."""
+        with self._step(gradients, examples) as described:
+            if described is not None:
+                self.session.exchange([self._gradient], [self._parameters], **described)
+        self._enter_step()
+        if described is None or self.session.pull_needed:
+            self.session.pull([self._parameters])
+        return self._pulled()
+
+    def pull(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The newest parameters, by tensor name, in arrays of the caller's own.
+
+        Waits for what the protocol in force wants before the next gradient; WaitTimedOut names those who were
+        waited for in vain.
+        """
+        self._enter_step()
+        self.session.pull([self._parameters])
+        return self._pulled()
+
+    def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The parameters as they are now, by tensor name, each shard of one version: for evaluation.
+
+        Waits for nobody, and changes nothing about this worker's training.
+        """
+        vectors = [np.zeros(size, np.float32) for size in self._model.group_sizes]
+        self.session.snapshot(vectors)
+        return split_tensors(self._model, vectors)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        return self.session.batch_size
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Pushed shards that servers did not take, by reason: {"STALE": 3}."""
+        return self.session.refused
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the whole run, as far as this worker has seen."""
+        return self.session.global_step
+
+    @property
+    def finished(self) -> bool:
+        """True when the run is over."""
+        return self.session.finished
+
+    @property
+    def stepper(self) -> Stepper:
+        """What `pyps_client.data.Portions` asks of it."""
+        return _ClientStepper(self)
+
+    def report(self, **scalars: float) -> None:
+        """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
+        self.session.report(**scalars)
+
+    def close(self, cause: str = "finished", message: str = "") -> None:
+        """Leaves the run, as the client's end does once nobody holds it any more. A second call does nothing."""
+        self.session.close(cause, message)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RunFinished):
+            error = None
+        self.close(*leave.cause_of(error))
+
+    @contextlib.contextmanager
+    def _step(self, gradients: Arrays, examples: int) -> Iterator[dict[str, Any] | None]:
+        """A step's end, its gradients checked and in their places, with a push's words for them; None: of no use."""
+        self._check(gradients)
+        self._enter_step()
+        try:
+            self.session.clock += 1
+            yield self._written(gradients, examples or self.examples_in_batch or 0)
+        finally:
+            with self._border:
+                self._between_steps = True
+
+    def _pulled(self) -> dict[str, npt.NDArray[np.float32]]:
+        """What was pulled last, in arrays of the caller's own."""
+        values = self._parameters
+        if values.dtype != np.float32:
+            values = self._pull_codec.decode(values.view(np.uint8).data, values.size)
+        return split_tensors(self._model, [values])
+
+    def _enter_step(self) -> None:
+        """Asks whether the next step may begin, once, where the protocol wants to be asked."""
+        with self._border:
+            if self._between_steps:
+                self.session.proceed()
+                self._between_steps = False
+
+    def _check(self, gradients: Arrays) -> None:
+        """Refuses unknown names, shapes and types, before anything is touched."""
+        for name, gradient in gradients.items():
+            if name not in self._places:
+                known = ", ".join(list(self._places)[:10])
+                raise ModelMismatch(f"There is no tensor {name!r} in this model; it has {known}.")
+            tensor = self._places[name][0]
+            if gradient.shape != tensor.shape:
+                raise ModelMismatch(
+                    f"The gradient of {name!r} has shape {list(gradient.shape)}; expected {list(tensor.shape)}."
+                )
+            if gradient.dtype != np.float32:
+                raise ModelMismatch(
+                    f"The gradient of {name!r} is {gradient.dtype}; expected float32: use .astype(numpy.float32)."
+                )
+
+    def _written(self, gradients: Arrays, examples: int) -> dict[str, Any] | None:
+        """Puts gradients, in the wire's type, into their places in the vector; None where one is not finite there.
+
+        Float16 may have made an infinity of a large number.
+        """
+        for name, gradient in gradients.items():
+            tensor, begin = self._places[name]
+            place = self._gradient[begin : begin + tensor.size]
+            values = np.ascontiguousarray(gradient).reshape(-1)
+            place[:] = values if place.dtype == np.float32 else np.frombuffer(self._codec.encode(values), place.dtype)
+            flat = first_non_finite(place, self._codec)
+            if flat is not None:
+                index = tuple(int(i) for i in np.unravel_index(flat, tensor.shape))
+                self._finite.skipped(name, index, float(gradient[index]))
+                return None
+        self._finite.passed()
+        return {"present": [name in gradients for name in self._places], "example_count": examples}
+
+
+class _ClientStepper:
+    """A client's steps as portions of data see them: each is answered when it returns."""
+
+    def __init__(self, client: Client) -> None:
+        self.session = client.session
+        self._client = client
+
+    @property
+    def steps(self) -> int:
+        return self.session.clock
+
+    @property
+    def steps_answered(self) -> int:
+        return self.session.clock
+
+    @property
+    def finished(self) -> bool:
+        return self.session.finished
+
+    def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
+        # What a pull returns is the caller's own: parameters that came with a portion would reach nobody.
+        return ask(None)
+
+    def tell_examples(self, count: int) -> None:
+        self._client.examples_in_batch = count
+
+    def end_portion_after(self, step: int) -> None:
+        """A push is the caller's to make; `Portions.ends_portion` tells when."""
+
+    def flush(self) -> None:
+        """Nothing gathers."""
+
+    def idle(self) -> None:
+        if others_wait(self.session) and not self.finished:
+            with contextlib.suppress(RunFinished):
+                self._client.exchange({})
+
+    def finish(self) -> None:
+        """Pulls are the caller's."""
+
+    def tell_over(self) -> None:
+        raise RunFinished(f"Run {self.session.run_id!r} is over: leave the loop. Pulls still work.")
+
+
+class Observer:
+    """A reader of a run, which learns the model from the servers. It never counts as a worker."""
+
+    def __init__(self, servers: str | Sequence[str] | None = None, **launch_options: Any) -> None:
+        """Connects, waiting for the servers and for the run's first parameters."""
+        leave.install_where_asked()
+        launch_options.setdefault("worker_id", f"observer-{socket.gethostname()}-{os.getpid()}")
+        launch = Launch.from_environment(servers, **launch_options)
+        self._handshake = Handshake(launch)
+        self._servers = Servers(launch, rejoin=self._handshake.rejoin)
+        self._closing = threading.Event()
+        try:
+            first = self._handshake.join(self._servers.connections, None, self._closing)[0]
+            if first.num_servers != len(launch.servers):
+                raise ModelMismatch(
+                    f"The run is spread over {first.num_servers} servers, {len(launch.servers)} were named: "
+                    "name them all, in order."
+                )
+        except BaseException:
+            self.close()
+            raise
+        self.model = Model.from_proto(first.model)
+        self.optimizer: OptimizerSettings = first.optimizer
+        self._holdings = Holdings(partition(self.model, num_servers=first.num_servers))
+        # What was last read, one vector a group; only what is newer is read again.
+        self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
+        self._intakes = self._servers.intakes(self._vectors, self._holdings, codec=FLOAT32)
+
+    def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
+        self._servers.read(
+            *(self._handshake.sender, ROLE_OBSERVER, self._intakes),
+            parking=Parking(0.0),
+            min_versions=[{}] * len(self._intakes),
+        )
+        return split_tensors(self.model, self._vectors)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name."""
+        return self._handshake.sender.run_id
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the run in the last snapshot: its largest shard version."""
+        return max(self._holdings.versions.values(), default=0)
+
+    def close(self) -> None:
+        """Frees the connections."""
+        self._closing.set()
+        self._servers.close()
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def split_tensors(model: Model, vectors: Sequence[Vector]) -> dict[str, npt.NDArray[np.float32]]:
+    """Copies of a model's tensors out of its groups' vectors, by name; blocks of a cut tensor joined into the whole.
+
+    Of a tensor of which the model has not all blocks, the others are NaN.
+    """
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for tensor, begin in _places(model):
+        values = vectors[tensor.group][begin : begin + tensor.size].reshape(tensor.shape)
+        if not tensor.whole_shape:
+            tensors[tensor.name] = values.copy()
+            continue
+        whole = tensors.setdefault(tensor.name, np.full(tensor.whole_shape, np.nan, np.float32))
+        whole[place(tensor.offset, tensor.shape)] = values
+    return tensors
+
+
+def _places(model: Model) -> Iterator[tuple[Tensor, int]]:
+    """Each tensor, and where it begins in its group's vector."""
+    ends = [0] * model.num_groups
+    for tensor in model.tensors:
+        yield tensor, ends[tensor.group]
+        ends[tensor.group] += tensor.size
+
+
+def _model_of(tensors: Arrays, shard_size: int) -> Model:
+    if not tensors:
+        raise BadRequest("No tensors were given: pass the model's first parameters by name.")
+    for name, tensor in tensors.items():
+        if np.asarray(tensor).dtype != np.float32:
+            raise ModelMismatch(
+                f"Tensor {name!r} is {np.asarray(tensor).dtype}; servers hold float32: use .astype(numpy.float32)."
+            )
+    return Model(tuple(Tensor(name, np.shape(tensor)) for name, tensor in tensors.items()), shard_size)
