@@ -146,7 +146,7 @@ def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
         send_to(self, connection, channel)
 
     monkeypatch.setattr(Initialization, "send_to", outrun)
-    monkeypatch.setattr("pyps_client.initialization.Lease._keep", lambda self: None)
+    monkeypatch.setattr("pyps_client.initialization.InitializeLease._keep", lambda self: None)
     with make_client(servers, tensors=small_model(seed=4), worker_id="worker-a") as client:
         Reference(small_model(seed=5)).check(client.pull())
     others[1].close()  # type: ignore[attr-defined]

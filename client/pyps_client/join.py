@@ -1,0 +1,489 @@
+"""Joining a run: Hello, the election of who sends the first parameters and how he does, Hello again after a loss."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from pyps_client.channel import Channel
+from pyps_client.connection import ADVICE, CALL_SECONDS, Connection, call_seconds
+from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.peers import ALONE, Peers, agreed, led
+from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
+from pyps_client.vectors import Vector, check_vectors, part_of
+from pyps_client.version import SOFTWARE
+from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_names
+from pyps_wire.common_pb2 import (
+    CODEC_FLOAT32,
+    ROLE_OBSERVER,
+    ROLE_WORKER,
+    RUN_STATE_DRAINING,
+    RUN_STATE_EMPTY,
+    RUN_STATE_INITIALIZING,
+    OptimizerSettings,
+    Sender,
+)
+from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
+from pyps_wire.errors import (
+    BadRequest,
+    LimitExceeded,
+    PypsError,
+    RunFinished,
+    RunMismatch,
+    ServerUnavailable,
+    StateLost,
+    Superseded,
+    WaitTimedOut,
+)
+from pyps_wire.framing import join
+from pyps_wire.parameter_server_pb2 import HelloReply, HelloRequest, InitializeReply, InitializeRequest
+from pyps_wire.partition import Model, Partition, ShardRange
+
+T = TypeVar("T")
+
+# A run's first parameters: one vector a group, or what makes a shard's numbers when they are sent.
+Values = Sequence[Vector] | Callable[[ShardRange], Vector]
+
+# A message's fields beside the payload take less.
+_HEADER_BYTES_MAX = 4096
+
+WITHOUT_PARAMETERS = (RUN_STATE_EMPTY, RUN_STATE_INITIALIZING)
+
+
+class _Word(NamedTuple):
+    """What the leader of a replica heard from server 0."""
+
+    # The run's name; empty where it has none yet.
+    run_id: str
+    # Whether the run has parameters.
+    ready: bool
+    # Whether the replica is to send the first ones: under this name, in this term.
+    elected: bool = False
+    term: int = 0
+    lease_seconds: float = 0.0
+
+
+class Handshake:
+    """Introduces one caller to the servers of a run: a worker with a model, or an observer without."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        partition: Partition | None = None,
+        optimizer: OptimizerSettings | None = None,
+        device: str = "",
+        codecs: tuple[Codec, Codec] = (FLOAT32, FLOAT32),
+        whole: Partition | None = None,
+        peers: Peers = ALONE,
+        greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
+    ) -> None:
+        """`codecs`: how a worker's gradients and the parameters travel. `peers`: the processes of the caller's replica.
+
+        `greeted` gets each answer to a worker's Hello, on any thread: from then on the server expects signs of life.
+        `whole`: the run's partition, where `partition`, the caller's own, is of some parts only.
+        """
+        self.launch = launch
+        # Who speaks; the run's name is learned at the latest when joined.
+        worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
+        self.sender = Sender(run_id=launch.run_id, worker_id=worker_id, incarnation=time.time_ns())
+        self._partition = partition
+        self._whole = whole or partition
+        self._peers = peers
+        self._optimizer = optimizer
+        self._device = device
+        self._codecs = codecs
+        self._greeted = greeted
+        self._stop = threading.Event()
+        self._start = RetryPolicy(launch.start_wait_seconds, "start_wait_seconds")
+
+    def join(
+        self,
+        connections: Sequence[Connection],
+        initial: Callable[[], Values] | None,
+        stop: threading.Event,
+    ) -> list[HelloReply]:
+        """Joins the servers, server 0 first, waiting for what is not there yet; initialises where elected.
+
+        All processes of a replica call it; where it fails on one, that error is raised on all. `stop` ends waits.
+        """
+        self._stop = stop
+        # All have one life: what one of them loses, all lose.
+        self.sender.incarnation = self._peers.tell(self.sender.incarnation)
+        if self.launch.way.insists and self._partition is not None:
+            agreed(self._peers, partial(self._check_shareable, connections, self._partition))
+        first = self._await_parameters(connections, initial)
+        return agreed(self._peers, partial(self._greet_all, connections, first))
+
+    def rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
+        """Says Hello again to a server of the joined run, which may have been restarted meanwhile."""
+        reply = self.hello(connection, channel, timeout_seconds)
+        if reply.state in WITHOUT_PARAMETERS:
+            raise self.state_lost(connection)
+        return reply
+
+    def hello(
+        self, connection: Connection, channel: Channel, timeout_seconds: float, *, asks_only: bool = False
+    ) -> HelloReply:
+        """Says Hello once, as an observer where it only asks.
+
+        BadRequest where the server does not know how numbers travel, LimitExceeded where it takes no message as long as
+        the model's shards.
+        """
+        request = self._request(connection.index)
+        if asks_only:
+            request.role = ROLE_OBSERVER
+        reply = channel.call("Hello", request, HelloReply, timeout_seconds=timeout_seconds)
+        if reply.state == RUN_STATE_DRAINING:
+            raise LinkLost("the server is shutting down")
+        if request.role == ROLE_WORKER:
+            self._greeted(connection, reply)
+        if self._partition is not None:
+            _check_codecs(connection, reply, self._codecs)
+            _check_limits(connection, reply, self._partition, self._codecs)
+        connection.epoch = reply.epoch
+        return reply
+
+    def hello_patiently(self, connection: Connection, *, asks_only: bool = False) -> HelloReply:
+        """Says Hello until there is a verdict, or the time for a start is over."""
+        return self._patiently(
+            connection, lambda channel, seconds: self.hello(connection, channel, seconds, asks_only=asks_only)
+        )
+
+    def state_lost(self, connection: Connection) -> StateLost:
+        """The error for a server of the run that came back without its parameters."""
+        return StateLost(
+            f"{connection.name} lost its part of run {self.sender.run_id!r}: it holds no parameters (any "
+            "more), while other "
+            "servers or workers do. Start it with --resume and its --checkpoint-dir, or begin anew: `pyps "
+            "reset` on every "
+            "server, then start the workers again."
+        )
+
+    def _patiently(self, connection: Connection, attempt: Callable[[Channel, float], T]) -> T:
+        """Tries again, waiting for a server that is not there yet; an attempt gets the channel and its own deadline."""
+        wait = self._start.begin(connection.name, stop=self._stop, advice=ADVICE)
+        while True:
+            channel = connection.channel
+            try:
+                result = attempt(channel, wait.call_seconds)
+            except LinkLost as lost:
+                connection.renew(channel)
+                wait.pause(str(lost))
+            else:
+                wait.end()
+                return result
+
+    def _asked(self, connection: Connection, *verdicts: type[PypsError]) -> HelloReply | None:
+        """The server's answer to a Hello that only asks; None for a refusal other than these, which will come again."""
+        try:
+            # Not as a member: what one that did not finish has left is replaced only where no worker is.
+            return self.hello_patiently(connection, asks_only=True)
+        except verdicts:
+            raise
+        except PypsError as error:
+            logger.debug("before joining: %s", error)
+            return None
+
+    def _check_shareable(self, connections: Sequence[Connection], plan: Partition) -> None:
+        """Ends a worker that could share no memory before any server has heard of it: ServerUnavailable."""
+        # Imported here: no other transport needs it, and not all systems have what it needs.
+        from pyps_client.shareable import check_shareable
+
+        for connection in connections:
+            if plan.of_server(connection.index):
+                reply = self._asked(connection, ServerUnavailable, RunFinished)
+                if reply is not None:
+                    check_shareable(connection.name, reply)
+
+    def _await_parameters(
+        self, connections: Sequence[Connection], initial: Callable[[], Values] | None
+    ) -> HelloReply | None:
+        """Waits until the run has parameters, by the leader's word, sending them where elected.
+
+        Returns server 0's reply, where this process leads.
+        """
+        connection = connections[0]
+        initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
+        wait = initialiser.begin(f"the first parameters on {connection.name}", stop=self._stop)
+        replies: list[HelloReply] = []
+
+        def ask() -> _Word:
+            replies.append(self.hello_patiently(connection))
+            return self._word_of(replies[-1], may_send=initial is not None)
+
+        entered = False
+        while True:
+            word = led(self._peers, ask)
+            if not (word.ready or entered):
+                # The servers are to notice where one of them is lost while all wait for it. The leader has said Hello.
+                agreed(self._peers, lambda: self.hello_patiently(connection) if self._peers.index > 0 else None)
+                entered = True
+            if word.ready or not word.elected:
+                self.sender.run_id = self.sender.run_id or word.run_id
+            if word.ready:
+                return replies[-1] if replies else None
+            if word.elected and initial is not None:
+                problem = self._initialize(connections, word, initial)
+                if not problem:
+                    continue
+            else:
+                problem = "no worker has finished sending them"
+            led(self._peers, partial(wait.pause, problem, WaitTimedOut))
+
+    def _word_of(self, reply: HelloReply, *, may_send: bool) -> _Word:
+        """What the leader tells the others of server 0's reply."""
+        ready = reply.state not in WITHOUT_PARAMETERS
+        run_id = self.sender.run_id or reply.run_id
+        if ready or not (reply.initialize and may_send):
+            return _Word(run_id, ready)
+        # The run gets its name when server 0 has its parameters; until then another worker's name may win.
+        self.sender.run_id = run_id
+        name = run_id or f"run-{secrets.token_hex(4)}"
+        return _Word(name, ready, elected=True, term=reply.term, lease_seconds=reply.initialize_lease_seconds)
+
+    def _initialize(self, connections: Sequence[Connection], elected: _Word, initial: Callable[[], Values]) -> str:
+        """Sends the first parameters to all servers, server 0 last, once all processes have sent the others theirs.
+
+        The leader keeps the election's lease meanwhile. Returns what went wrong where trying again may help.
+        """
+        assert self._partition is not None and self._optimizer is not None
+        sender = Sender()
+        sender.CopyFrom(self.sender)
+        sender.run_id = elected.run_id
+        logger.info("initialising run %s on %s", sender.run_id, ", ".join(self.launch.servers))
+        make = partial(
+            Initialization,
+            sender,
+            term=elected.term,
+            partition=self._partition,
+            whole=self._whole,
+            optimizer=self._optimizer,
+            replica=self._peers.name,
+        )
+        turn = agreed(self._peers, lambda: make(values=initial()))
+        first, *others = connections
+        lease = InitializeLease(
+            elected.term, elected.lease_seconds, lambda: self.hello(first, first.channel, CALL_SECONDS)
+        )
+
+        def send_others() -> None:
+            for other in reversed(others):
+                self._send(turn, other, lease)
+
+        with lease if self._peers.index == 0 else contextlib.nullcontext():
+            # Their limits are compared before anything is sent to any.
+            agreed(self._peers, lambda: [self._asked(other, LimitExceeded, ServerUnavailable) for other in others])
+            try:
+                agreed(self._peers, send_others)
+                agreed(self._peers, lambda: self._send(turn, first, lease))
+            except (Superseded, RunMismatch):
+                problem = led(self._peers, lease.loss)
+                if not problem:
+                    raise
+                return problem
+        self.sender.run_id = sender.run_id
+        return ""
+
+    def _send(self, turn: Initialization, connection: Connection, lease: InitializeLease) -> None:
+        """Sends a server its first parameters, waiting for it where it is not there yet."""
+        # From the leader the run's name comes to server 0 even where that holds nothing.
+        if connection.index == 0 and self._peers.index > 0 and not turn.has_shards_for(connection):
+            return
+
+        def attempt(channel: Channel, _: float) -> None:
+            lease.check()
+            turn.send_to(connection, channel)
+
+        self._patiently(connection, attempt)
+
+    def _greet_all(self, connections: Sequence[Connection], first: HelloReply | None) -> list[HelloReply]:
+        """Says Hello to the servers that have not heard it: all but server 0, or all."""
+        replies = [first or self._hello_of_member(connections[0])]
+        self.sender.run_id = replies[0].run_id
+        return replies + [self._hello_of_member(connection) for connection in connections[1:]]
+
+    def _hello_of_member(self, connection: Connection) -> HelloReply:
+        reply = self.hello_patiently(connection)
+        if reply.state in WITHOUT_PARAMETERS:
+            raise self.state_lost(connection)
+        return reply
+
+    def _request(self, server_index: int) -> HelloRequest:
+        request = HelloRequest(
+            sender=self.sender,
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            software=SOFTWARE,
+            role=ROLE_OBSERVER if self._partition is None else ROLE_WORKER,
+            server_index=server_index,
+            num_servers=len(self.launch.servers),
+            codecs=CODECS.values(),  # type: ignore[arg-type]
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            device=self._device,
+            replica=self._peers.name,
+        )
+        if self._partition is not None and self._whole is not None and self._optimizer is not None:
+            request.model.CopyFrom(self._whole.model.to_proto())
+            request.optimizer.CopyFrom(self._optimizer)
+            request.fingerprint = self._whole.fingerprint
+            if self._partition is not self._whole:
+                request.parts.extend(sorted(set(self._partition.model.group_parts)))
+        return request
+
+
+class Initialization:
+    """What one process of an elected worker sends: the shards of its own partition."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        *,
+        term: int,
+        partition: Partition,
+        optimizer: OptimizerSettings,
+        values: Values,
+        whole: Partition | None = None,
+        replica: str = "",
+    ) -> None:
+        """`whole`: the run's partition, where the sender's own is of some parts only; `optimizer` is for the whole."""
+        if not callable(values):
+            check_vectors(values, partition.model, FLOAT32.dtype, what="initial parameters")
+            values = partial(part_of, values)
+        self._sender = sender
+        self._term = term
+        self._partition = partition
+        self._whole = whole or partition
+        self._optimizer = optimizer
+        self._replica = replica
+        self._values = values
+
+    def has_shards_for(self, connection: Connection) -> bool:
+        """Whether a server is to get numbers from this process."""
+        return bool(self._partition.of_server(connection.index))
+
+    def send_to(self, connection: Connection, channel: Channel) -> None:
+        """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
+        shards = self._partition.of_server(connection.index)
+        timeout_seconds = call_seconds(4 * sum(shard.length for shard in shards))
+        frames = self._frames(connection.index)
+        reply = channel.send("Initialize", frames, InitializeReply, timeout_seconds=timeout_seconds)
+        connection.epoch = reply.epoch
+
+    def _frames(self, server_index: int) -> Iterator[bytes]:
+        """The header message, then a message a shard, each made when gRPC asks for it."""
+        yield InitializeRequest(
+            sender=self._sender,
+            term=self._term,
+            model=self._whole.model.to_proto(),
+            optimizer=self._optimizer,
+            server_index=server_index,
+            num_servers=self._partition.num_servers,
+            replica=self._replica,
+        ).SerializeToString()
+        for shard in self._partition.of_server(server_index):
+            header = InitializeRequest(
+                sender=self._sender, term=self._term, shard_id=shard.shard_id, codec=CODEC_FLOAT32
+            )
+            yield join(header, self._values(shard).data)
+
+
+class InitializeLease:
+    """Keeps an election alive by a Hello to server 0 now and then; notices when it is lost all the same."""
+
+    def __init__(self, term: int, lease_seconds: float, hello: Callable[[], HelloReply]) -> None:
+        self._term = term
+        self._interval_seconds = (lease_seconds or 10.0) / 3
+        self._hello = hello
+        self._ended = threading.Event()
+        self._lost = False
+        self._thread = threading.Thread(target=self._keep, name="pyps-initialize-lease", daemon=True)
+
+    def check(self) -> None:
+        """Raises Superseded when another worker's turn has come."""
+        if self._lost:
+            raise Superseded("another worker was elected to initialise the run")
+
+    def __enter__(self) -> InitializeLease:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        while self._thread.is_alive():
+            self._thread.join(SIGNAL_SECONDS)
+
+    def held(self) -> bool:
+        """Asks server 0 whether the election still stands."""
+        if not self._lost:
+            reply = self._hello()
+            self._lost = not reply.initialize or reply.term != self._term
+        return not self._lost
+
+    def loss(self) -> str:
+        """Why the turn is over; empty where it is not."""
+        try:
+            return "" if self.held() else "another worker was elected to initialise the run meanwhile"
+        except LinkLost as lost:
+            return str(lost)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._interval_seconds):
+            try:
+                if not self.held():
+                    return
+            except LinkLost:
+                # The sender will meet the same trouble, and reports it.
+                continue
+            except PypsError:
+                self._lost = True
+                return
+
+
+def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
+    """The run's whole model and its optimizer's settings, from server 0; None while the run has no parameters.
+
+    Waits for the server. The caller is no worker by that.
+    """
+    connection = Connection(0, launch=launch)
+    try:
+        reply = Handshake(launch).hello_patiently(connection)
+    finally:
+        connection.close()
+    if reply.state in WITHOUT_PARAMETERS:
+        return None
+    return Model.from_proto(reply.model), reply.optimizer
+
+
+def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec, Codec]) -> None:
+    """Refuses a server that does not say that it knows how gradients and parameters are to travel."""
+    theirs = frozenset[int](reply.codecs)
+    settings = (("gradients", "PYPS_CODEC"), ("parameters", "PYPS_PULL_CODEC"))
+    for codec, (what, setting) in zip(codecs, settings, strict=True):
+        if codec not in theirs:
+            shared = ", ".join(mine.name for mine in CODECS.values() if mine in theirs) or "none of them"
+            raise BadRequest(
+                f"{connection.name} ({reply.software}) does not know codec {codec.name}, in which {what} are to travel "
+                f"({setting}, or the argument for it). This worker knows {', '.join(codec_names())}; the server "
+                f"{shared} of these: choose one that both know, or install one version of pyps on both."
+            )
+
+
+def _check_limits(connection: Connection, reply: HelloReply, partition: Partition, codecs: tuple[Codec, Codec]) -> None:
+    """Refuses a server that takes no message as long as the model's shards, pushed or pulled in their codecs."""
+    longest = max((shard.length for shard in partition.of_server(connection.index)), default=0)
+    needed = max(codec.bytes_of(longest) for codec in (*codecs, FLOAT32)) + _HEADER_BYTES_MAX
+    if 0 < reply.limits.message_bytes_max < needed:
+        raise LimitExceeded(
+            f"{connection.name} takes messages of {reply.limits.message_bytes_max} bytes, a shard of this model needs "
+            f"{needed}: raise its --max-message-bytes, or lower the model's shard_size ({partition.model.shard_size})."
+        )
