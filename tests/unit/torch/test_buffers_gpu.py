@@ -6,7 +6,7 @@ import torch
 
 from client_support import RecordingSession, lent_for, values_of
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.parameter_buffer import ParameterBuffer
@@ -56,7 +56,7 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 def test_gradients_arrive_on_the_host_as_converted_on_the_device(codec, spread) -> None:
     model = network(spread=spread)
     layout = layout_of(model)
-    buffer = GradientBuffer(layout, lent_for(layout, codec=codec).gradients[0])
+    buffer = Gradients(layout, lent_for(layout, codec=codec).gradients[0])
     first, second = random_gradients(model), random_gradients(model)
     buffer.add(first, versions={0: 1})
     buffer.add(second, versions={0: 1})

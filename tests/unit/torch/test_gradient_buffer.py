@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from client_support import lent_for
-from pyps_client.torch.gradient_buffer import LARGE_BYTES, GradientBuffer
+from pyps_client.torch.gradients import LARGE_BYTES, Gradients
 from pyps_client.torch.layout import Layout, plan
 from pyps_wire.codecs import BFLOAT16, FLOAT16
 
@@ -16,9 +16,9 @@ def layout_of(model: torch.nn.Module) -> Layout:
     return plan(model, [{"params": list(model.parameters())}])
 
 
-def gradient_buffer(model: torch.nn.Module, codec: str = "float32") -> GradientBuffer:
+def gradient_buffer(model: torch.nn.Module, codec: str = "float32") -> Gradients:
     layout = layout_of(model)
-    return GradientBuffer(layout, lent_for(layout, codec=codec).gradients[0])
+    return Gradients(layout, lent_for(layout, codec=codec).gradients[0])
 
 
 def linear() -> torch.nn.Linear:
@@ -172,7 +172,7 @@ def test_one_look_answers_both_questions_and_the_next_minibatch_asks_anew(codec,
 def test_what_is_converted_on_its_way_gathers_in_place_and_must_fit_all_the_same(codec, large) -> None:
     model = linear()
     layout = layout_of(model)
-    buffer = GradientBuffer(layout, lent_for(layout).gradients[0], codec=codec)
+    buffer = Gradients(layout, lent_for(layout).gradients[0], codec=codec)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     buffer.hand_out()
@@ -189,7 +189,7 @@ def test_what_is_converted_on_its_way_gathers_in_place_and_must_fit_all_the_same
 
 def test_memory_of_large_gradients_is_given_back_once_and_that_of_small_ones_never(monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr("pyps_client.torch.gradient_buffer.give_back_free_memory", lambda: calls.append(1) or True)
+    monkeypatch.setattr("pyps_client.torch.gradients.give_back_free_memory", lambda: calls.append(1) or True)
     for size, expected in ((1000, 0), (LARGE_BYTES // 4 + 1, 1)):
         model = torch.nn.Linear(size, 1, bias=False)
         buffer = gradient_buffer(model)

@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 
-from pyps_client.torch.looks import all_finite, all_fit, surely_fit
+from pyps_client.torch.gradients import all_finite, all_fit, surely_fit
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 HALVES = [torch.float16, torch.bfloat16]

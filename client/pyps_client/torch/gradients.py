@@ -1,0 +1,374 @@
+"""Where gradients gather, their form on the wire, and what keeps NaN and infinity from the servers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from pyps_client.finite import FiniteGuard
+from pyps_client.torch.conversion import torch_dtype
+from pyps_client.torch.flat import (
+    may_lie_in_vectors,
+    own_place,
+    places_in,
+    places_of_block,
+    recorded_event,
+    tensor_over,
+)
+from pyps_client.torch.layout import Block, Layout
+from pyps_wire.allocator import give_back_free_memory
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import REASON_NOT_FINITE, Receipt
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import Model
+
+# So much of freed gradients is worth to be given back to the system.
+LARGE_BYTES = 16 << 20
+
+
+class Gradients:
+    """Gradients of one or more minibatches, summed tensor by tensor, and their form on the wire.
+
+    Tensors without a gradient are absent, which is not a gradient of zero. Gathers in float32 on the
+    parameters' device; `seal` converts there and brings the result to the host. On the CPU, float32 gradients gather
+    right in the vectors that are pushed; and where `hand_out` has put the model's gradients there, they need not be
+    moved at all.
+    """
+
+    def __init__(self, layout: Layout, vectors: list[npt.NDArray[Any]], *, codec: Codec | None = None) -> None:
+        """`vectors`: one a group, float32, float16, or uint16 (bfloat16's bits).
+
+        `codec`: what the session converts them to, where they do not travel as they are.
+        """
+        # What a session pushes; valid after seal() and ready().
+        self.vectors = vectors
+        self._layout = layout
+        host = [tensor_over(vector) for vector in vectors]
+        dtype = host[0].dtype
+        # The type that must hold the numbers in the end.
+        self.wire_dtype = (codec and torch_dtype(codec)) or dtype
+        # Where the vectors lie in memory, from an address to behind another.
+        self._ranges = [(vector.data_ptr(), vector.data_ptr() + vector.nbytes) for vector in host]
+        # A block at a time: each tensor's place, and all places as a few long stretches.
+        self._places: list[Mapping[int, torch.Tensor]] = []
+        self._stretches: list[list[torch.Tensor]] = []
+        # Tensor index -> the address of its place in the vectors, where gradients gather right there.
+        self._addresses: dict[int, int] = {}
+        # Blocks that gather in buffers of their own: that buffer, the same as it travels (converted on the device, so
+        # that only the wire's type crosses the bus), and pieces of the vectors beside what is copied to each.
+        self._apart: list[tuple[Block, torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        on_host = places_in(layout, host)
+        for block in layout.blocks:
+            targets = [host[block.group].narrow(0, piece.group_offset, piece.length) for piece in block.stretches]
+            if block.device.type == "cpu" and dtype == torch.float32:
+                places = places_of_block(block, None, layout.parameters, on_host)
+                self._addresses |= {index: place.data_ptr() for index, place in places.items() if place.numel()}
+                self._stretches.append(targets)
+            else:
+                flat = torch.zeros(block.length, dtype=torch.float32, device=block.device)
+                converts = block.device.type != "cpu" and dtype != torch.float32
+                wire = torch.empty_like(flat, dtype=dtype) if converts else flat
+                places = places_of_block(block, flat, layout.parameters, on_host)
+                sources = [wire.narrow(0, piece.block_offset, piece.length) for piece in block.stretches]
+                self._stretches.append([flat])
+                self._apart.append((block, flat, wire, list(zip(targets, sources, strict=True))))
+            self._places.append(places)
+        # Tensors of one dtype, which torch handles in one call, with the places of their block.
+        self._batches = [
+            (batch, places)
+            for block, places in zip(layout.blocks, self._places, strict=True)
+            for batch in block.batches
+        ]
+        self._whole = [stretch for stretches in self._stretches for stretch in stretches]
+        self._events: list[torch.cuda.Event] = []
+        # What the numbers of each group mean, as a session takes it.
+        self.kinds = layout.kinds
+        self.present = [False] * len(layout.parameters)
+        self.minibatch_count = 0
+        self.example_count = 0
+        # Whether a look at what has gathered showed that all of it can be sent.
+        self._seen_fit = False
+        # Whether the memory of the model's own gradients was given back.
+        self._gave_back = False
+        # Versions of the parameters that the first and the newest of the minibatches were computed on.
+        self.base_versions: Mapping[int, int] = {}
+        self.newest_base_versions: Mapping[int, int] = {}
+
+    def add(
+        self, gradients: Sequence[torch.Tensor | None], *, versions: Mapping[int, int], example_count: int = 0
+    ) -> None:
+        """Adds one minibatch's gradients, which were computed on parameters of these versions.
+
+        Amid it an exception, as Ctrl-C raises, leaves nothing gathered: what is half added cannot be told apart.
+        """
+        try:
+            for batch, places in self._batches:
+                self._add_batch(batch, places, gradients)
+        except BaseException:
+            self.clear()
+            raise
+        self._seen_fit = False
+        if self.minibatch_count == 0:
+            self.base_versions = versions
+        self.newest_base_versions = versions
+        self.minibatch_count += 1
+        self.example_count += example_count
+
+    def are_finite(self) -> bool:
+        """True when what has gathered holds no NaN and no infinity; one pass over memory, where it lies."""
+        gathered = self._gathered()
+        self._seen_fit = surely_fit(gathered, self.wire_dtype)
+        return self._seen_fit or all_finite(gathered)
+
+    def hand_out(self) -> None:
+        """Makes the model's gradients tensors in the vectors, values lost, where nothing has gathered yet.
+
+        Where there is no gradient there still is none.
+        """
+        if self.minibatch_count:
+            self.take_back()
+            return
+        # Let go together: apart, each one's memory would soon hold some small thing, and could not be given back.
+        replaced: list[torch.Tensor] = []
+        for index, address in self._addresses.items():
+            parameter = self._layout.parameters[index]
+            gradient = parameter.grad
+            # Sparse ones have no memory of their own.
+            if gradient is None or gradient.layout != torch.strided or gradient.data_ptr() == address:
+                continue
+            # What a float32 view on the CPU can stand for.
+            is_plain = (
+                type(gradient) is torch.Tensor and gradient.device.type == "cpu" and gradient.dtype == torch.float32
+            )
+            if is_plain and may_lie_in_vectors(self._layout, index):
+                parameter.grad = own_place(self._layout, self.vectors, index)
+                replaced.append(gradient)
+        # Where every minibatch has new ones all the same, their memory serves the next.
+        if not self._gave_back and sum(gradient.nbytes for gradient in replaced) > LARGE_BYTES:
+            del gradient
+            replaced.clear()
+            self._gave_back = give_back_free_memory()
+
+    def take_back(self) -> None:
+        """Gives the model's gradients memory of their own, values and all: what has gathered stays as it is."""
+        for index, address in self._addresses.items():
+            parameter = self._layout.parameters[index]
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() == address:
+                parameter.grad = gradient.clone()
+
+    def seal(self, *, checked: bool = True) -> bool:
+        """Converts what was gathered to the vectors' type and starts its way to the host.
+
+        False when the sum overflowed, or would in the wire's type: nothing of it may be sent. Without `checked` nobody
+        looks.
+        """
+        if checked and not self._seen_fit:
+            gathered = self._gathered()
+            if not (surely_fit(gathered, self.wire_dtype) or all_fit(gathered, self.wire_dtype)):
+                return False
+        for block, flat, wire, copies in self._apart:
+            # None of these takes part in autograd.
+            if wire is not flat:
+                wire.copy_(flat)
+            for target, source in copies:
+                target.copy_(source, non_blocking=block.on_cuda)
+            if block.on_cuda:
+                self._events.append(recorded_event(block.device))
+        return True
+
+    def ready(self) -> None:
+        """Returns once the vectors on the host hold what was sealed."""
+        while self._events:
+            self._events.pop().synchronize()
+
+    def sums(self) -> list[torch.Tensor | None]:
+        """What was gathered, in float32, one entry a tensor; None where there is nothing."""
+        places = {index: place for of_block in self._places for index, place in of_block.items()}
+        return [places[index] if present else None for index, present in enumerate(self.present)]
+
+    def clear(self) -> None:
+        """Makes all tensors absent, for the next gradients. The vectors must rest no longer."""
+        self.present = [False] * len(self.present)
+        self.minibatch_count = 0
+        self.example_count = 0
+
+    def _add_batch(
+        self, batch: Sequence[int], places: Mapping[int, torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Adds the gradients of tensors of one dtype, all of them in as few calls of torch as there can be."""
+        first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        present, addresses = self.present, self._addresses
+        for index in batch:
+            gradient = gradients[index]
+            if gradient is None:
+                continue
+            address = gradient.data_ptr()
+            # It may be the tensor's place in the vectors already, number by number.
+            lies_there = address == addresses.get(index) and gradient.is_contiguous()
+            if not lies_there or gradient.is_neg() or gradient.is_conj():
+                # Another view of the vectors (turned, moved, of another tensor) would be overwritten while it is read.
+                for begin, end in self._ranges:
+                    if begin <= address < end:
+                        gradient = gradient.clone()
+                targets, values = again if present[index] else first
+                targets.append(places[index])
+                values.append(gradient)
+            present[index] = True
+        if first[0]:
+            with torch.no_grad():
+                torch._foreach_copy_(*first)
+        if again[0]:
+            with torch.no_grad():
+                torch._foreach_add_(*again)
+
+    def _gathered(self) -> list[torch.Tensor]:
+        """The float32 sums of the tensors that are present, where they gather, in long stretches where all are."""
+        if False not in self.present:
+            return self._whole
+        gathered: list[torch.Tensor] = []
+        for places, stretches in zip(self._places, self._stretches, strict=True):
+            present = [place for index, place in places.items() if self.present[index]]
+            gathered += stretches if len(present) == len(places) else present
+        return gathered
+
+
+class Finite:
+    """Leaves out minibatches, and sums of them as they travel, that are not finite; ends a worker that makes no others.
+
+    A minibatch that the servers look through before they apply any of it passes unseen: their receipts tell.
+    """
+
+    def __init__(self, model: Model, *, looks: bool = True) -> None:
+        """`looks`: whether minibatches are looked through here; else the caller knows them to be finite in float32."""
+        self._model = model
+        self._looks = looks
+        self._minibatch_guard = FiniteGuard()
+        self._payload_guard = FiniteGuard()
+        # Minibatches that another process of the replica refused.
+        self._left_out_with_others = 0
+        # The minibatch that gathers now, where nobody has looked for NaN in it: the servers will.
+        self._unchecked: Sequence[torch.Tensor | None] = ()
+
+    @property
+    def skipped(self) -> int:
+        """Minibatches and sums of minibatches that were left out because they were not finite."""
+        return self._minibatch_guard.skips_total + self._payload_guard.skips_total + self._left_out_with_others
+
+    def add(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        to: Gradients,
+        versions: Mapping[int, int],
+        example_count: int,
+        servers_look: bool,
+    ) -> bool:
+        """Adds a minibatch to what has gathered; False where it is not finite, and left out.
+
+        `versions` of the parameters that it was computed on. `servers_look`: it goes alone, to a server that looks.
+        """
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise BadRequest(
+                    f"The gradient of {self._model.tensors[index].name!r} has layout {gradient.layout}; servers take "
+                    "dense gradients only: make the layer with sparse=False."
+                )
+        self._unchecked = gradients if servers_look else ()
+        # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
+        is_first = to.minibatch_count == 0
+        if self._looks and not is_first and not all_finite([each for each in gradients if each is not None]):
+            self._skip(gradients)
+            return False
+        to.add(gradients, versions=versions, example_count=example_count)
+        if self._unchecked:
+            return True
+        if self._looks and is_first and not to.are_finite():
+            to.clear()
+            self._skip(gradients)
+            return False
+        self._minibatch_guard.skips = 0
+        return True
+
+    def leave_out(self, gradients: Sequence[torch.Tensor | None], *, for_others: bool) -> None:
+        """Counts a minibatch that is left out: for its own numbers, or for those of another process of the replica."""
+        if for_others:
+            self._left_out_with_others += 1
+        else:
+            self._skip(gradients)
+
+    def seal(self, gathered: Gradients) -> bool:
+        """True when what has gathered may go on its way; else it is left out."""
+        if gathered.seal(checked=not self._unchecked):
+            self._payload_guard.skips = 0
+            return True
+        count = gathered.minibatch_count
+        gathered.clear()
+        self._payload_guard.skipped(f"{count} minibatches, summed and converted for the wire,", (), math.inf)
+        return False
+
+    def note(self, receipts: Sequence[Receipt]) -> None:
+        """Takes a push that nobody had looked through, and that was refused for its NaN, for one that was skipped."""
+        gradients, self._unchecked = self._unchecked, ()
+        if not gradients:
+            return
+        for receipt in receipts:
+            if receipt.reason == REASON_NOT_FINITE:
+                self._skip(gradients)
+                return
+        self._minibatch_guard.skips = 0
+
+    def _skip(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Counts a minibatch as skipped, and says where it is not finite, if not in the wire's type only."""
+        for tensor, gradient in zip(self._model.tensors, gradients, strict=True):
+            if gradient is not None and not all_finite([gradient]):
+                index = tuple(gradient.isfinite().logical_not().nonzero()[0].tolist())
+                self._minibatch_guard.skipped(tensor.name, index, float(gradient[index]))
+                return
+        self._payload_guard.skipped("1 minibatch, converted for the wire,", (), math.inf)
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """True when no element is NaN or infinite; one pass over memory, on the tensors' own devices."""
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        sums.setdefault(tensor.device, []).append(tensor.sum().float())
+    # A finite sum has finite terms only. One that is not may have overflowed, so then every term is looked at.
+    return all(bool(torch.stack(of_device).sum().isfinite()) for of_device in sums.values()) or all(
+        bool(tensor.isfinite().all()) for tensor in tensors
+    )
+
+
+def surely_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """True when one pass showed that all elements are finite, and still so in `dtype`; False leaves it open.
+
+    Only float32 on the host is looked at so.
+    """
+    # The square of an element that is too large exceeds this by itself, however the sum is rounded: all terms are
+    # positive. Float32 squares of what bfloat16 or float32 cannot hold are infinite.
+    bound = torch.finfo(dtype).max ** 2 if dtype == torch.float16 else math.inf
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return False
+        flat = tensor.view(-1)
+        # Not true of NaN either.
+        if not torch.dot(flat, flat).item() < bound:
+            return False
+    return True
+
+
+def all_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+    """True when all elements are finite, and still so in `dtype`, which only the extremes can tell."""
+    return all(
+        bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all()) for tensor in tensors if tensor.numel()
+    )
+
+
+# As they were called.
+GradientBuffer = Gradients
+Screen = Finite
