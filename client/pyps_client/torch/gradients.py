@@ -10,16 +10,16 @@ import numpy.typing as npt
 import torch
 
 from pyps_client.finite import FiniteGuard
-from pyps_client.torch.conversion import torch_dtype
-from pyps_client.torch.flat import (
+from pyps_client.torch.layout import Block, Layout
+from pyps_client.torch.memory import (
     may_lie_in_vectors,
     own_place,
     places_in,
     places_of_block,
     recorded_event,
     tensor_over,
+    torch_dtype,
 )
-from pyps_client.torch.layout import Block, Layout
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import REASON_NOT_FINITE, Receipt

@@ -9,7 +9,7 @@ from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import ParameterBuffer
+from pyps_client.torch.parameters import Parameters
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,7 +72,7 @@ def test_parameters_go_to_the_device_and_back(spread) -> None:
     model = network(spread=spread)
     places = [parameter.data_ptr() for parameter in model.parameters()]
     layout = layout_of(model)
-    buffer = ParameterBuffer(layout, lent_for(layout).parameters)
+    buffer = Parameters(layout, lent_for(layout).parameters)
     for value in (1.0, 2.0):
         buffer.wait_until_free()
         buffer.vectors[0][:] = np.arange(len(buffer.vectors[0])) * value

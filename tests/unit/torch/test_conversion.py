@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 
-from pyps_client.torch.conversion import TorchConverter
+from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 
 HALVES = [FLOAT16, BFLOAT16]

@@ -1,6 +1,7 @@
 """Pulled parameters on their way into a model: copied, or lying in the vectors themselves."""
 
 import copy
+import os
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from client_support import lent_for, values_of
 from pyps_client.torch.layout import Layout, plan
-from pyps_client.torch.parameter_buffer import ParameterBuffer, initial_values
+from pyps_client.torch.parameters import Parameters, initial_values
 from pyps_wire.partition import partition
 
 
@@ -17,19 +18,19 @@ def layout_of(model: torch.nn.Module) -> Layout:
     return plan(model, [{"params": list(model.parameters())}])
 
 
-def parameter_buffer(model: torch.nn.Module, codec: str = "float32", **options: bool) -> ParameterBuffer:
+def parameter_buffer(model: torch.nn.Module, codec: str = "float32", **options: bool) -> Parameters:
     layout = layout_of(model)
-    return ParameterBuffer(layout, lent_for(layout, pull_codec=codec).parameters, **options)
+    return Parameters(layout, lent_for(layout, pull_codec=codec).parameters, **options)
 
 
-def aliased(model: torch.nn.Module, **options: bool) -> ParameterBuffer:
+def aliased(model: torch.nn.Module, **options: bool) -> Parameters:
     """A buffer whose first parameters, 0, 1, 2 and so on, are in the model."""
     buffer = parameter_buffer(model, alias=True, **options)
     fill(buffer)
     return buffer
 
 
-def fill(buffer: ParameterBuffer, start: int = 0) -> None:
+def fill(buffer: Parameters, start: int = 0) -> None:
     """Writes what a pull would have brought."""
     for vector in buffer.vectors:
         vector[:] = np.arange(start, start + len(vector))
@@ -145,6 +146,18 @@ def test_a_model_that_is_moved_later_still_gets_what_is_pulled() -> None:
         move(model)
         fill(buffer, start=4)
         assert values(model) == list(range(4, 12))
+
+
+def test_a_parameter_that_was_moved_before_a_fork_still_gets_what_is_pulled() -> None:
+    model = linear()
+    buffer = aliased(model, private=False)
+    model.weight.data = torch.zeros(2, 3)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    fill(buffer, start=4)
+    assert values(model) == list(range(4, 12))
 
 
 @pytest.mark.parametrize("alias", [False, True])

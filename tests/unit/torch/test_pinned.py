@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyps_client.torch.pinned import PinnedPages, whole_pages
+from pyps_client.torch.memory import PinnedPages, whole_pages
 
 PAGE = mmap.PAGESIZE
 

@@ -1,0 +1,372 @@
+"""A torch model's parameters beside the servers': how pulled ones come into it, who else writes or replaces them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pyps_client.fork import at_fork
+from pyps_client.log import logger
+from pyps_client.torch.layout import Block, Layout, plain_name
+from pyps_client.torch.memory import (
+    may_lie_in_vectors,
+    own_place,
+    places_in,
+    places_of_block,
+    recorded_event,
+    tensor_over,
+)
+from pyps_wire import blocks
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import ShardRange, Tensor
+
+# How often torch has seen a tensor written.
+_version = attrgetter("_version")
+
+
+class Parameters:
+    """The parameters as last pulled, one vector a group on the host, and the way into the model.
+
+    The vectors are float32, float16, or uint16 (bfloat16's bits), and converted to the model's type on its own
+    device. Between two calls of `write` they may be rewritten by another thread, from `wait_until_free`
+    on; where parameters may lie in them (`alias`), by nobody but the training thread, within a step.
+    """
+
+    def __init__(
+        self, layout: Layout, vectors: list[npt.NDArray[Any]], *, alias: bool = False, private: bool = True
+    ) -> None:
+        """`alias`: lets float32 parameters on the CPU lie in the vectors. `private`: no other process sees those."""
+        # What a session pulls into.
+        self.vectors = vectors
+        self._layout = layout
+        self._host = [tensor_over(vector) for vector in vectors]
+        on_host = places_in(layout, self._host)
+        # On a device, the vectors arrive in one piece and are spread from there.
+        self._staging = [
+            None
+            if block.device.type == "cpu"
+            else torch.empty(block.length, dtype=self._host[block.group].dtype, device=block.device)
+            for block in layout.blocks
+        ]
+        self._places = [
+            places_of_block(block, staging, layout.parameters, on_host)
+            for block, staging in zip(layout.blocks, self._staging, strict=True)
+        ]
+        self._events: list[torch.cuda.Event] = []
+        self._may_alias = alias and self._host[0].dtype == torch.float32
+        self._aliases = Aliases(layout, vectors, private=private)
+        self._copies = self._planned_copies()
+
+    def write(self) -> None:
+        """Brings the vectors, which were all pulled, into the model's parameters, in place."""
+        if self._may_alias:
+            self._may_alias = False
+            self._aliases.adopt()
+            self._copies = self._planned_copies()
+        elif self._aliases.changed():
+            self._copies = self._planned_copies()
+        if self._copies:
+            self._copy()
+
+    def written_elsewhere(self) -> bool:
+        """True when the user wrote parameters that lie in the vectors since `write`: a pull may not mend all of it."""
+        return list(map(_version, self._aliases.tensors)) != self._aliases.written
+
+    def separate(self) -> None:
+        """Moves the parameters out of the vectors: from now on they are copied, and may be changed between pulls."""
+        self._may_alias = False
+        if self._aliases.tensors:
+            self._aliases.separate()
+            self._copies = self._planned_copies()
+
+    def value_of(self, index: int) -> torch.Tensor:
+        """A tensor's values as last written, on its device; good until the next pull."""
+        return next(places[index] for places in self._places if index in places)
+
+    def wait_until_free(self) -> None:
+        """Returns once copies out of the vectors have ended, so that they may be rewritten."""
+        while self._events:
+            self._events.pop().synchronize()
+
+    def tensors_of(self, vectors: Sequence[npt.NDArray[np.float32]]) -> dict[str, torch.Tensor]:
+        """The tensors that lie in such vectors, by name, on the CPU; views of the vectors, but where they were cut."""
+        places = places_in(self._layout, [torch.from_numpy(vector) for vector in vectors])
+        return _joined(zip(self._layout.model.tensors, places, strict=True))
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for block, staging, batches in self._copies:
+            if staging is not None:
+                self._stage(block, staging)
+            for parameters, places in batches:
+                torch._foreach_copy_(parameters, places)
+            if block.on_cuda:
+                self._events.append(recorded_event(block.device))
+
+    def _stage(self, block: Block, staging: torch.Tensor) -> None:
+        for stretch in block.stretches:
+            source = self._host[block.group].narrow(0, stretch.group_offset, stretch.length)
+            target = staging.narrow(0, stretch.block_offset, stretch.length)
+            target.copy_(source, non_blocking=block.on_cuda)
+
+    def _planned_copies(
+        self,
+    ) -> list[tuple[Block, torch.Tensor | None, list[tuple[list[torch.Tensor], list[torch.Tensor]]]]]:
+        """What `write` has to copy, a block at a time: parameters of one dtype and their places together."""
+        lie_there = set(map(id, self._aliases.tensors))
+        copies = []
+        for block, staging, places in zip(self._layout.blocks, self._staging, self._places, strict=True):
+            batches = []
+            for batch in block.batches:
+                pairs = [(self._layout.parameters[index], places[index]) for index in batch]
+                copied = [(parameter, place) for parameter, place in pairs if id(parameter) not in lie_there]
+                if copied:
+                    batches.append(([parameter for parameter, _ in copied], [place for _, place in copied]))
+            if batches:
+                copies.append((block, staging, batches))
+        return copies
+
+
+class Aliases:
+    """Those of a model's parameters whose memory is the vectors'. Used by one thread.
+
+    A parameter that somebody else moves (`model.to`, `share_memory`) is one no longer. Where other processes see the
+    vectors, a forked child would see its parent's parameters change: it gets those of the moment of the fork, as from
+    any fork.
+    """
+
+    def __init__(self, layout: Layout, vectors: Sequence[npt.NDArray[np.float32]], *, private: bool) -> None:
+        self._layout = layout
+        self._vectors = vectors
+        # Whether no other process sees the vectors.
+        self._private = private
+        # Those that lie in the vectors, where their memory is, and how often torch had seen each written after the
+        # newest pull.
+        self.tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self.written: list[int] = []
+        # Their values for children forked before the next change; and how often they had been written when copied.
+        self._for_children: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copied_at: list[int] = []
+
+    def adopt(self) -> None:
+        """Moves the model's parameters into the vectors, which hold their values, where nobody would notice."""
+        for index, parameter in enumerate(self._layout.parameters):
+            if may_lie_in_vectors(self._layout, index) and _is_sole_owner(parameter):
+                parameter.data = own_place(self._layout, self._vectors, index)
+                self.tensors.append(parameter)
+                self._addresses.append(parameter.data_ptr())
+        self.changed()
+        if not self._private:
+            _forked_apart.add(self)
+
+    def changed(self) -> bool:
+        """Notes that the vectors were rewritten, and tells autograd: a graph made before may not go backward.
+
+        True when parameters were found moved elsewhere, which are left out from now on.
+        """
+        self._for_children = []
+        moved = list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses
+        if moved:
+            self._forget_moved()
+        for tensor in self.tensors:
+            torch.autograd.graph.increment_version(tensor)
+        self.written = list(map(_version, self.tensors))
+        return moved
+
+    def separate(self) -> None:
+        """Moves the parameters into memory of their own, values and all."""
+        for tensor in self._lying():
+            tensor.data = tensor.data.clone()
+        self._for_children = []
+        self._forget_moved()
+
+    def before_fork(self) -> None:
+        """Keeps the present values for the child. Children forked in a row share one copy."""
+        lying = self._lying()
+        now = list(map(_version, lying))
+        if not self._for_children or now != self._copied_at:
+            self._for_children = [(tensor, tensor.data.clone()) for tensor in lying]
+            self._copied_at = now
+
+    def in_child(self) -> None:
+        """Moves the child's parameters into memory of its own."""
+        for tensor, values in self._for_children:
+            tensor.data = values
+        self._for_children = []
+        self._forget_moved()
+
+    def _lying(self) -> list[torch.Tensor]:
+        """Those that nobody has moved elsewhere since."""
+        pairs = zip(self.tensors, self._addresses, strict=True)
+        return [tensor for tensor, address in pairs if tensor.data_ptr() == address]
+
+    def _forget_moved(self) -> None:
+        self.tensors = self._lying()
+        self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.written = list(map(_version, self.tensors))
+
+
+class Written:
+    """What torch counts of writes to a model's parameters, of which servers do not hear.
+
+    Those through `.data` are not counted; before the first step they show where parameters differ from what was pulled,
+    but for parameters that lie in what is pulled into.
+    """
+
+    def __init__(self, layout: Layout, pulled: Callable[[int], torch.Tensor]) -> None:
+        """`pulled`: the values that the servers sent last of a tensor, by its index."""
+        self._watched = [index for index in range(layout.first_buffer) if index not in layout.shortened]
+        self._names = [layout.model.tensors[index].name for index in self._watched]
+        self._tensors = [layout.parameters[index] for index in self._watched]
+        self._pulled = pulled
+        self._told = False
+        self.note()
+
+    def note(self) -> None:
+        """Takes what was written so far for the servers'."""
+        self._versions = list(map(_version, self._tensors))
+
+    def check(self, *, is_first: bool) -> None:
+        """Refuses what was written before the first step, which was meant to last; says once of what came later."""
+        now = list(map(_version, self._tensors))
+        if now == self._versions and not is_first:
+            return
+        names = [name for name, old, new in zip(self._names, self._versions, now, strict=True) if old != new]
+        if is_first:
+            # Other memory (`parameter.data = values`) is no write that torch counts.
+            names = names or [name for index, name in enumerate(self._names) if not self._is_as_pulled(index)]
+            if names:
+                raise BadRequest(
+                    f"Parameters ({_several(names)}) were written after RemoteOptimizer was made, and would be "
+                    "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which "
+                    "gives a new run the first worker's parameters. A run that has begun keeps its own (pyps serve "
+                    "--resume)."
+                )
+        elif not self._told:
+            self._told = True
+            logger.warning(
+                "parameters (%s) were written between two steps, by load_state_dict, clamp_ or the like: the servers "
+                "do not hear of it, and what they send takes its place. Limit weights within the model "
+                "(torch.nn.utils.parametrize). Values put back meanwhile, as after an evaluation, do no harm.",
+                _several(names),
+            )
+
+    def _is_as_pulled(self, index: int) -> bool:
+        tensor = self._tensors[index]
+        return torch.equal(tensor, self._pulled(self._watched[index]).to(tensor))
+
+
+class Replaced:
+    """A model's own parameters. Others that take the place of trained ones would be trained by nobody."""
+
+    def __init__(self, module: torch.nn.Module, trained: Iterable[torch.Tensor]) -> None:
+        self._module = module
+        self._known = dict(module.named_parameters())
+        self._trained = {id(parameter) for parameter in trained}
+        self._places = _places_in(module)
+
+    def check(self) -> None:
+        """Refuses a model in which others have taken the place of trained parameters."""
+        # A walk through the module would take longer than a step of a small model.
+        for table, name, held in self._places:
+            if table.get(name) is not held:
+                break
+        else:
+            return
+        now = {id(parameter) for parameter in self._module.parameters()}
+        known = {id(parameter): plain_name(name) for name, parameter in self._known.items()}
+        lost = [name for key, name in known.items() if key in self._trained - now]
+        # A part that was taken off, and nothing put in its place, is the user's own affair.
+        if lost and now - known.keys():
+            raise BadRequest(
+                f"Parameters ({_several(lost)}) are no longer the model's: others were put in their place after "
+                "RemoteOptimizer was made, by load_state_dict(..., assign=True) or a new layer, and no step would "
+                "train them. Load and change the model before the torch optimizer and RemoteOptimizer are made."
+            )
+        self._places = _places_in(self._module)
+
+
+def _places_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """What each module of a model holds, under which name; not of torch.jit's, whose tables are made when asked for."""
+    tables = (table for part in module.modules() for table in (part._parameters, part._modules))
+    return [(table, name, held) for table in tables if isinstance(table, dict) for name, held in table.items()]
+
+
+def _several(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors by name; the blocks of a tensor that is cut over parts become one new tensor."""
+    by_name: dict[str, torch.Tensor] = {}
+    for tensor, values in tensors:
+        if tensor.whole_shape:
+            whole = by_name.setdefault(tensor.name, values.new_full(tensor.whole_shape, math.nan))
+            whole[blocks.place(tensor.offset, tensor.shape)] = values
+        else:
+            by_name[tensor.name] = values
+    return by_name
+
+
+def initial_values(layout: Layout) -> Callable[[ShardRange], npt.NDArray[np.float32]]:
+    """The model's own values, which must rest, as another thread may ask for them: a shard's at a time, in float32."""
+    for block in layout.blocks:
+        if block.on_cuda:
+            torch.cuda.synchronize(block.device)
+    return partial(_values_in, layout)
+
+
+@torch.no_grad()
+def _values_in(layout: Layout, shard: ShardRange) -> npt.NDArray[np.float32]:
+    values = torch.empty(shard.length, dtype=torch.float32, device="cpu")
+    tensors = zip(layout.model.tensors, layout.group_offsets, layout.parameters, strict=True)
+    for tensor, offset, parameter in tensors:
+        begin = max(offset, shard.offset)
+        length = min(offset + parameter.numel(), shard.offset + shard.length) - begin
+        if tensor.group == shard.group and length > 0:
+            source = parameter.detach().reshape(-1).narrow(0, begin - offset, length)
+            values.narrow(0, begin - shard.offset, length).copy_(source)
+    return values.numpy()
+
+
+def _is_sole_owner(parameter: torch.Tensor) -> bool:
+    """True when no other tensor or array, and no other process, is on the parameter's memory: none is left behind."""
+    storage = parameter.untyped_storage()
+    whole = storage.nbytes() == parameter.numel() * parameter.element_size()
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if not whole or count is None or parameter.is_shared():  # type: ignore[no-untyped-call]
+        return False
+    alone = torch.empty(1)
+    its_storage = alone.untyped_storage()
+    return bool(count(storage._cdata) == count(its_storage._cdata))
+
+
+# Those whose vectors a forked child would share with its parent.
+_forked_apart: weakref.WeakSet[Aliases] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for aliases in list(_forked_apart):
+        aliases.before_fork()
+
+
+def _in_child() -> None:
+    for aliases in list(_forked_apart):
+        aliases.in_child()
+
+
+at_fork(before=_before_fork, after_in_child=_in_child)
+
+
+# As they were called.
+ParameterBuffer = Parameters
+Held = Replaced
