@@ -1,10 +1,11 @@
-"""How heavy the server is: the calls, locks and files of one round, its lines, and the shape of its imports.
+"""How heavy each side is: the calls and files of a server's round and of a worker's step, lines, shape of imports.
 
-python scripts/weight.py [--rounds 200] [--markdown]
+python scripts/weight.py [--side server|client] [--rounds 200] [--markdown]
 
-A round is a push, its update by Adagrad and a pull, of a model of one shard on one server. The server runs in a
-process of its own under `sys.setprofile`; what is counted are calls of Python functions of ours, generated code left
-out.
+A round is a push, its update by Adagrad and a pull, of a model of one shard on one server; a step is that of a
+RemoteOptimizer over such a model, background threads included. Server and worker run in processes of their own under
+`sys.setprofile`; what is counted are calls of Python functions of ours, generated code left out. Up to Python 3.11 a
+comprehension is a call, and so is each resume of a generator.
 """
 
 from __future__ import annotations
@@ -16,18 +17,24 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = (f"{ROOT}/pyps/", f"{ROOT}/client/pyps_wire/")
+# Each side's package, the folder that it lies in, and what of it runs besides.
+SIDES = {"server": ("pyps", ROOT), "client": ("pyps_client", ROOT / "client")}
+WIRE = f"{ROOT}/client/pyps_wire/"
 CORE = f"{ROOT}/pyps/core/"
 SHARD = f"{CORE}shard.py"
 SMALL = 70
 TRANSPORTS = {"gRPC": "grpc", "shared memory": "shm"}
+# Longer than what a step leaves to background threads takes.
+BACKGROUND_SECONDS = 0.02
 
 
 class CountedLock:
@@ -59,9 +66,11 @@ class CountedLock:
 
 
 class Profile:
-    """What is called, and which locks are taken, while it is on."""
+    """What one side calls, and which locks it takes, while this is on."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: str) -> None:
+        package, folder = SIDES[side]
+        self._ours = (f"{folder}/{package}/", WIRE)
         self.on = False
         self.calls: Counter[tuple[str, str]] = Counter()
         self.climbs: Counter[str] = Counter()
@@ -84,7 +93,7 @@ class Profile:
 
     def report(self, rounds: int) -> dict[str, Any]:
         """The figures of so many rounds."""
-        often = {place: count for place, count in self.calls.items() if count >= rounds}
+        often = {place for place, count in self.calls.items() if count >= rounds / 2}
         return {
             "calls": round(sum(self.calls.values()) / rounds),
             "functions": len(often),
@@ -95,19 +104,19 @@ class Profile:
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or not self.on or not code.co_filename.startswith(OURS) or "_pb2" in code.co_filename:
+        if event != "call" or not self.on or not code.co_filename.startswith(self._ours) or "_pb2" in code.co_filename:
             return
         self.calls[code.co_filename, code.co_qualname] += 1
         caller = frame.f_back
         if caller is not None and caller.f_code.co_filename.startswith(CORE):
             under_lock = any(n and site.startswith(SHARD) for site, n in self._held.__dict__.items())
-            if under_lock and code.co_filename.startswith(OURS[0]) and not code.co_filename.startswith(CORE):
+            if under_lock and code.co_filename.startswith(self._ours[0]) and not code.co_filename.startswith(CORE):
                 self.climbs[f"{caller.f_code.co_qualname} -> {code.co_qualname}"] += 1
 
     def _maker(self, make: Callable[[], Any]) -> Callable[[], Any]:
         def made() -> Any:
             frame: FrameType | None = sys._getframe(1)
-            while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+            while frame is not None and not frame.f_code.co_filename.startswith(self._ours):
                 frame = frame.f_back
             return (
                 make() if frame is None else CountedLock(make(), f"{frame.f_code.co_filename}:{frame.f_lineno}", self)
@@ -118,7 +127,7 @@ class Profile:
 
 def serve() -> None:
     """A server that counts between two lines of stdin, and tells what it counted."""
-    profile = Profile()
+    profile = Profile("server")
     profile.install()
     from pyps import _kernels
     from pyps.config import ServerConfig
@@ -131,12 +140,12 @@ def serve() -> None:
         loop = asyncio.get_running_loop()
 
         def obey() -> None:
-            sys.stdin.readline()
-            profile.on = True
-            print("counting", flush=True)
-            rounds = int(sys.stdin.readline())
-            profile.on = False
-            print(json.dumps(profile.report(rounds)), flush=True)
+            if sys.stdin.readline():
+                profile.on = True
+                print("counting", flush=True)
+                rounds = int(sys.stdin.readline() or 1)
+                profile.on = False
+                print(json.dumps(profile.report(rounds)), flush=True)
             loop.call_soon_threadsafe(server.stop, "counted")
 
         threading.Thread(target=obey, daemon=True).start()
@@ -145,42 +154,99 @@ def serve() -> None:
     asyncio.run(run())
 
 
+class Server:
+    """A server in a process of its own, which counts between `begin` and `counted`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.address = self._line("at ").removeprefix("at ")
+
+    def begin(self) -> None:
+        """Counts from here on."""
+        self._say("begin")
+        self._line("counting")
+
+    def counted(self, rounds: int) -> dict[str, Any]:
+        """What was counted, for one of so many rounds; ends the server."""
+        self._say(str(rounds))
+        found: dict[str, Any] = json.loads(self._line("{"))
+        return found
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._process.stdin, flush=True)
+
+    def _line(self, begins: str) -> str:
+        assert self._process.stdout
+        return next(line for line in self._process.stdout if line.startswith(begins)).strip()
+
+
+@contextmanager
+def started() -> Iterator[Server]:
+    """Starts a server."""
+    command = [sys.executable, __file__, "--serve"]
+    # It ends with its input.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Server(process)
+
+
 def rounds_of(transport: str, rounds: int) -> dict[str, Any]:
     """Makes that many rounds with a server of its own, and returns what it counted."""
     import numpy as np
 
     from pyps_client import Client
 
-    command = [sys.executable, __file__, "--serve"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin and server.stdout
+    tensors = {"weights": np.zeros(1000, np.float32)}
+    gradients = {"weights": np.ones(1000, np.float32)}
+    with started() as server, Client(tensors, servers=server.address, transport=transport) as client:
+        for turn in range(rounds + 20):
+            if turn == 20:
+                server.begin()
+            client.exchange(gradients)
+        return server.counted(rounds)
 
-        def line(begins: str) -> str:
-            assert server.stdout
-            return next(line for line in server.stdout if line.startswith(begins)).strip()
 
-        def say(text: str) -> None:
-            assert server.stdin
-            print(text, file=server.stdin, flush=True)
-
-        address = line("at ").removeprefix("at ")
-        tensors = {"weights": np.zeros(1000, np.float32)}
-        gradients = {"weights": np.ones(1000, np.float32)}
-        with Client(tensors, servers=address, transport=transport) as client:
-            for turn in range(rounds + 20):
-                if turn == 20:
-                    say("begin")
-                    line("counting")
-                client.exchange(gradients)
-            say(str(rounds))
-            counted: dict[str, Any] = json.loads(line("{"))
+def steps_of(transport: str, overlap: str, rounds: int) -> dict[str, Any]:
+    """Makes that many steps in a process of their own, with a server in another; returns what the worker counted."""
+    with started() as server:
+        command = [sys.executable, __file__, "--work", server.address, transport, overlap, "--rounds", str(rounds)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    counted: dict[str, Any] = json.loads(done.stdout)
     return counted
 
 
-def imports() -> Iterator[tuple[str, str]]:
-    """Yields who imports whom among the modules of pyps, be it for types only or late in a function."""
-    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.glob("pyps/**/*.py")}
-    names = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+def work(address: str, transport: str, overlap: Literal["off", "step"], rounds: int) -> None:
+    """A worker that counts its steps, and tells what it counted."""
+    profile = Profile("client")
+    profile.install()
+    import torch
+
+    from pyps_client import RemoteOptimizer
+
+    model = torch.nn.Linear(10, 10, bias=False)
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    with RemoteOptimizer(model, adagrad, address, transport=transport, overlap=overlap) as optimizer:
+        for turn in range(rounds + 20):
+            optimizer.zero_grad()
+            model(torch.ones(1, 10)).sum().backward()
+            profile.on = turn >= 20
+            optimizer.step()
+            if overlap != "off":
+                time.sleep(BACKGROUND_SECONDS)
+            profile.on = False
+        print(json.dumps(profile.report(rounds)))
+
+
+def sources(side: str) -> dict[str, Path]:
+    """Returns the modules of a side's package, packages by their own names."""
+    package, folder = SIDES[side]
+    found = {}
+    for path in folder.glob(f"{package}/**/*.py"):
+        found[".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(names: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
+    """Yields who imports whom among these modules, be it for types only or late in a function."""
     for name, path in names.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -239,45 +305,85 @@ def floors(edges: Mapping[str, set[str]]) -> int:
     return max(height(room) for room in rooms)
 
 
-def table(rounds: int) -> list[tuple[str, str]]:
-    """Returns the measures with their values."""
-    rows = []
+def circles_in_words(edges: Mapping[str, set[str]]) -> str:
+    """How many circles there are, and of which modules."""
+    found = circles(edges)
+    return f"{len(found)}  {'; '.join(', '.join(sorted(group)) for group in found)}"
+
+
+def calls_in_words(counted: Mapping[str, Any]) -> str:
+    """The calls of a round or step, and where they are."""
+    return f"{counted['calls']}: {counted['functions']} functions in {counted['files']} files"
+
+
+def edges_of(names: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Returns whom each of these modules imports."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for importer, imported in imports(names):
+        edges[importer].add(imported)
+    return edges
+
+
+def of_server(rounds: int) -> Iterator[tuple[str, str]]:
+    """Yields the server's measures with their values."""
     for name, transport in TRANSPORTS.items():
         counted = rounds_of(transport, rounds)
-        rows.append(
-            (
-                f"calls a round, {name}",
-                f"{counted['calls']}: {counted['functions']} functions in {counted['files']} files",
-            )
-        )
-        rows.append(
-            (f"climbs under a shard's lock, {name}", f"{len(counted['climbs'])}  {', '.join(counted['climbs'])}")
-        )
+        yield f"calls a round, {name}", calls_in_words(counted)
+        yield f"climbs under a shard's lock, {name}", f"{len(counted['climbs'])}  {', '.join(counted['climbs'])}"
         places = (f"{Path(site).relative_to(ROOT)} {often:g}" for site, often in sorted(counted["locks"].items()))
-        rows.append((f"kinds of locks taken a round, {name}", f"{len(counted['locks'])}  {', '.join(places)}"))
-    sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("pyps/**/*.py")]
-    rows.append(("lines of pyps/", str(sum(sizes))))
-    rows.append((f"files; below {SMALL} lines", f"{len(sizes)}; {sum(size < SMALL for size in sizes)}"))
-    edges: dict[str, set[str]] = defaultdict(set)
-    for importer, imported in imports():
-        edges[importer].add(imported)
-    found = circles(edges)
-    rows.append(("import circles", f"{len(found)}  {'; '.join(', '.join(sorted(group)) for group in found)}"))
-    rows.append(("floors of pyps/", str(floors(edges))))
-    return rows
+        yield f"kinds of locks taken a round, {name}", f"{len(counted['locks'])}  {', '.join(places)}"
+    names = sources("server")
+    sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in names.values()]
+    yield "lines of pyps/", str(sum(sizes))
+    yield f"files; below {SMALL} lines", f"{len(sizes)}; {sum(size < SMALL for size in sizes)}"
+    edges = edges_of(names)
+    yield "import circles", circles_in_words(edges)
+    yield "floors of pyps/", str(floors(edges))
+
+
+def of_client(rounds: int) -> Iterator[tuple[str, str]]:
+    """Yields the client's measures with their values."""
+    for overlap, how in (("off", ""), ("step", ", overlap")):
+        for name, transport in TRANSPORTS.items():
+            yield f"calls a step, {name}{how}", calls_in_words(steps_of(transport, overlap, rounds))
+    names = sources("client")
+    texts = [path.read_text(encoding="utf-8") for path in names.values()]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    found = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines = [(node.end_lineno or node.lineno) - node.lineno + 1 for node in found]
+    yield "lines of pyps_client/; of imports", f"{sum(len(text.splitlines()) for text in texts)}; {sum(lines)}"
+    edges = edges_of(names)
+    importers = Counter(imported for others in edges.values() for imported in others)
+    lonely = sorted(name for name, often in importers.items() if often == 1 and names[name].name != "__init__.py")
+    yield "files; with one importer", f"{len(names)}; {len(lonely)}  {', '.join(lonely)}"
+    views = sorted(
+        node.name
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        and any(ast.unparse(base).partition("[")[0] == "Protocol" for base in node.bases)
+    )
+    yield "Protocol classes", f"{len(views)}  {', '.join(views)}"
+    yield "import circles", circles_in_words(edges)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--side", choices=SIDES, help="the one side to measure; both by default")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
         return
-    for measure, value in table(options.rounds):
-        print(f"| {measure} | {value} |" if options.markdown else f"{measure:40} {value}")
+    if options.work:
+        work(*options.work, rounds=options.rounds)
+        return
+    for side, measures in (("server", of_server), ("client", of_client)):
+        if options.side in (None, side):
+            for measure, value in measures(options.rounds):
+                print(f"| {measure} | {value} |" if options.markdown else f"{measure:40} {value}")
 
 
 if __name__ == "__main__":
