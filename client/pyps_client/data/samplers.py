@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from pyps_client.launch import torchrun_place
-from pyps_client.portions import Portions as Portions
 from pyps_wire.errors import BadRequest
 
 T = TypeVar("T")
@@ -43,9 +43,13 @@ class WorkerSampler:
         epoch, self._epoch = self._epoch, self._epoch + 1
         if not self._shuffle:
             return iter(range(self._index, self._length, self._count))
-        # RandomState's sequence never changes between numpy versions, and workers may have different ones.
-        order = np.random.RandomState([self._seed, epoch]).permutation(self._length)
-        return iter(order[self._index :: self._count].tolist())
+        return iter(permutation(self._length, self._seed, epoch)[self._index :: self._count].tolist())
+
+
+def permutation(length: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """An epoch's order of the examples, the same in all workers."""
+    # RandomState's sequence never changes between numpy versions, and workers may have different ones.
+    return np.random.RandomState([seed, epoch]).permutation(length)
 
 
 def worker_sampler(

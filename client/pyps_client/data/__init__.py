@@ -1,0 +1,21 @@
+"""Each worker's part of the data: samplers of a fixed part, and portions that all workers of a run share."""
+
+from pyps_client.data.portions import Portions
+from pyps_client.data.samplers import (
+    GrowingBatchSampler,
+    WorkerSampler,
+    batch_size,
+    count_examples,
+    growing_batches,
+    worker_sampler,
+)
+
+__all__ = [
+    "GrowingBatchSampler",
+    "Portions",
+    "WorkerSampler",
+    "batch_size",
+    "count_examples",
+    "growing_batches",
+    "worker_sampler",
+]

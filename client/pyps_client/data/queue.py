@@ -1,0 +1,155 @@
+"""The queue of portions on server 0, as a worker or a coordinator asks it (service WorkQueue)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from pyps_client.channel import Channel
+from pyps_client.connection import CALL_SECONDS
+from pyps_client.parking import Parking
+from pyps_client.retry import LinkLost
+from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
+from pyps_wire.work_pb2 import (
+    ClaimReply,
+    ClaimRequest,
+    DataSpec,
+    DeliverReply,
+    DeliverRequest,
+    LeaseReply,
+    LeaseRequest,
+    OpenWorkReply,
+    OpenWorkRequest,
+)
+
+if TYPE_CHECKING:
+    from pyps_client.session import Session
+
+Reply = TypeVar("Reply", bound=Message)
+
+# Asks server 0 for a portion.
+LeaseCall: TypeAlias = Callable[[Channel, LeaseRequest, threading.Event], LeaseReply]
+
+# A free worker looks this often whether the run, as its heartbeats know it, is over.
+LOOK_SECONDS = 5.0
+
+
+class RemoteQueue:
+    """Portions of the data set for one worker, over its connected session.
+
+    Every call is made again after a lost connection, for the launch's `loss_wait_seconds`, and may be: a lease whose
+    answer was lost goes back to the queue, a repeated claim or delivery gets the same answer. One thread leases; any
+    may claim and deliver.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        # Guarded by _lock: leases that came and are neither delivered nor given up, as every LeaseRequest repeats them.
+        self._held: list[int] = []
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Leases that are neither delivered nor given up."""
+        with self._lock:
+            return tuple(self._held)
+
+    def open(self, data: DataSpec) -> OpenWorkReply:
+        """Says what the data set is. BadRequest where an earlier worker said otherwise; ProtocolMismatch from a server
+        that hands out no portions."""
+        request = OpenWorkRequest(sender=self._session.sender, data=data)
+        try:
+            # Every process of a replica says what it has, lest they compute different examples as one portion.
+            return self._ask("Open", request, OpenWorkReply, each=True)
+        except ProtocolMismatch:
+            raise ProtocolMismatch(
+                f"Server 0 ({self._session.launch.servers[0]}) hands out no portions of a data set: it is of an "
+                "earlier version. Install the same version of pyps at both ends."
+            ) from None
+
+    def lease(
+        self, *, pass_number: int | None = None, passes: int = 0, wait: bool = True, call: LeaseCall | None = None
+    ) -> LeaseReply:
+        """Asks for a portion: of a pass, or of whichever is on. `call` asks in another way than Lease.
+
+        `passes`: how many the worker goes through; said, the portion may be of a later pass, but of none after these.
+
+        With `wait` the answer is never NOTHING_NOW, but WaitTimedOut is raised after the launch's `wait_seconds`,
+        naming those who were waited for, and RunFinished soon after the run is known to be over.
+        """
+        parking = Parking(self._session.launch.wait_seconds if wait else 0.0)
+
+        def operation(channel: Channel, stop: threading.Event) -> LeaseReply:
+            waits = 0
+            while True:
+                request = LeaseRequest(
+                    sender=self._session.sender,
+                    wait_milliseconds=round(min(parking.call_seconds, LOOK_SECONDS) * 1000),
+                    held=self.held,
+                    passes=passes,
+                )
+                if pass_number is not None:
+                    # The field's name is a keyword of Python's.
+                    setattr(request, "pass", pass_number)
+                problem = WaitTimedOut("every portion is with somebody")
+                try:
+                    reply = (call or _lease)(channel, request, stop)
+                except WaitTimedOut as unanswered:
+                    reply, problem = LeaseReply(outcome=LeaseReply.OUTCOME_NOTHING_NOW), unanswered
+                except LinkLost as lost:
+                    lost.answered = waits
+                    raise
+                if not wait or reply.outcome != LeaseReply.OUTCOME_NOTHING_NOW:
+                    return reply
+                if self._session.finished:
+                    raise RunFinished("The run is over: no more portions of its data are handed out.")
+                parking.go_on(problem, stop=stop)
+                waits += 1
+
+        reply = self._session.ask_first(operation)
+        if reply.outcome == LeaseReply.OUTCOME_LEASED:
+            with self._lock:
+                self._held.append(reply.portion.lease_id)
+        return reply
+
+    def claim(self, lease_id: int) -> ClaimReply:
+        """Asks whether a computed portion counts; one that does not is given up."""
+        request = ClaimRequest(sender=self._session.sender, lease_id=lease_id)
+        reply = self._ask("Claim", request, ClaimReply)
+        if not reply.granted:
+            self.give_up([lease_id])
+        return reply
+
+    def deliver(
+        self, lease_ids: Sequence[int], *, stage_id: int = 0, loss_sum: float = 0.0, example_count: int = 0
+    ) -> DeliverReply:
+        """Says that portions are done, all of them or none; refused ones are given up too."""
+        request = DeliverRequest(
+            sender=self._session.sender,
+            lease_ids=lease_ids,
+            stage_id=stage_id,
+            loss_sum=loss_sum,
+            example_count=example_count,
+        )
+        reply = self._ask("Deliver", request, DeliverReply)
+        self.give_up(lease_ids)
+        return reply
+
+    def give_up(self, lease_ids: Sequence[int]) -> None:
+        """Names these no longer: with the next `lease` those that are not delivered go back to the queue."""
+        with self._lock:
+            self._held = [lease_id for lease_id in self._held if lease_id not in lease_ids]
+
+    def _ask(self, method: str, request: Message, reply: type[Reply], *, each: bool = False) -> Reply:
+        def operation(channel: Channel, _: threading.Event) -> Reply:
+            return channel.call(method, request, reply, timeout_seconds=CALL_SECONDS)
+
+        return self._session.ask_first(operation, each=each)
+
+
+def _lease(channel: Channel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+    seconds = request.wait_milliseconds / 1000
+    return channel.call("Lease", request, LeaseReply, timeout_seconds=seconds + CALL_SECONDS)
