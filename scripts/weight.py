@@ -378,7 +378,8 @@ def main() -> None:
         serve()
         return
     if options.work:
-        work(*options.work, rounds=options.rounds)
+        address, transport, overlap = options.work
+        work(address, transport, overlap, rounds=options.rounds)
         return
     for side, measures in (("server", of_server), ("client", of_client)):
         if options.side in (None, side):
