@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, ParamSpec
@@ -132,15 +132,8 @@ class RoundController:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
-        if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
-            with self._claiming([gradient]) as receipts:
-                roster = self._hear(gradient, now=began)
-                of_part = roster.of_part(content.parts[shard_id])
-                pushed = shard.push(
-                    gradient, roster=of_part, reply=reply, held_version=held_version, memory=memory, finding=finding
-                )
-                receipts.append(pushed.receipt)
-        else:
+        rated = (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules
+        with self._claiming([gradient]) if rated else nullcontext([]) as receipts:
             roster = self._hear(gradient, now=began)
             pushed = shard.push(
                 gradient,
@@ -150,6 +143,7 @@ class RoundController:
                 memory=memory,
                 finding=finding,
             )
+            receipts.append(pushed.receipt)
         self._answered(content, shard, plan, pushed, roster, began=began)
         return pushed
 
