@@ -10,8 +10,10 @@ from google.protobuf.message import DecodeError, Message
 
 from pyps import _kernels
 from pyps.core.gradient import Extent, Gradient, require_few_extents
+from pyps.core.plan import PushPlan, Reply, SharedMemory
 from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
+from pyps.core.shard import Pushed
 from pyps.core.spec import spell_out
 from pyps.run.handshake import Greeting, Opening, Pulse, Welcome
 from pyps.run.run import SOFTWARE, Run
@@ -156,8 +158,10 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
 SPARE_BYTES = 4096
 
 
-def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
-    """A pushed gradient whose payload lies in the received bytes."""
+def plan_from(
+    request: wire.PushRequest, payload: memoryview, reply: Reply | None = None, *, epoch: int = 0
+) -> PushPlan:
+    """What is pushed to a shard of that epoch, by a payload that lies in the received bytes."""
     if payload.obj is not None and memoryview(payload.obj).nbytes > payload.nbytes + SPARE_BYTES:
         # A gradient may wait long, and is charged for its payload: what came around it must not stay with it.
         payload = memoryview(bytes(payload))
@@ -165,31 +169,37 @@ def gradient_from(request: wire.PushRequest, payload: memoryview) -> Gradient:
     # What holds no number may leave it unsaid.
     codec = FLOAT32 if request.kind == common.PAYLOAD_KIND_NOTHING else CODECS.get(request.codec)
     codec = codec or codec_numbered(request.codec)
-    return gradient_of(request, payload, sender.worker_id, sender.incarnation, codec)
+    return plan_of(request, payload, sender.worker_id, sender.incarnation, codec, reply, epoch=epoch)
 
 
-def gradient_of(
+def plan_of(
     request: wire.PushRequest,
     payload: bytes | memoryview,
     worker_id: str,
     incarnation: int,
     codec: Codec,
+    reply: Reply | None,
     *,
-    volatile: bool = False,
-) -> Gradient:
-    """What a worker says of a gradient that lies in `payload`."""
+    epoch: int,
+    memory: SharedMemory | None = None,
+) -> PushPlan:
+    """What a worker says of a gradient that lies in `payload`, and of the parameters that it holds.
+
+    `memory` is its own, where both lie there.
+    """
     extents: tuple[Extent, ...] = ()
     if request.extents:
         require_few_extents(len(request.extents))
         extents = tuple(Extent(extent.offset, extent.length) for extent in request.extents)
-    return Gradient(
+    nothing = request.kind == common.PAYLOAD_KIND_NOTHING
+    gradient = Gradient(
         worker_id,
         incarnation,
         request.sequence,
         request.base_version,
         request.epoch,
         codec,
-        payload,
+        b"" if nothing and memory is not None else payload,
         extents,
         request.kind,
         request.example_count,
@@ -200,8 +210,11 @@ def gradient_of(
         request.momentum if request.HasField("momentum") else None,
         request.provisional,
         request.gradient_norm,
-        volatile,
+        memory is not None and not nothing,
     )
+    # A version of another epoch means nothing here: everything is newer.
+    holds = reply is not None and request.HasField("held_version") and request.epoch == epoch
+    return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory)
 
 
 def codec_from(number: int) -> Codec:
@@ -209,34 +222,22 @@ def codec_from(number: int) -> Codec:
     return codec_numbered(number) if number else FLOAT32
 
 
-def receipt_to(receipt: Receipt) -> common.Receipt:
-    """A receipt as it travels."""
-    message = common.Receipt()
-    write_receipt(message, receipt)
-    return message
+def answer_of(pushed: Pushed, run: Run, *, epoch: int, codec: Codec, answer: wire.ExchangeReply) -> wire.ExchangeReply:
+    """Fills in the answer to a part of an exchange, whose parameters lie in their place where any came."""
+    receipt, version, _ = pushed
+    receipt_of(receipt, run, answer.receipt)
+    if version is not None:
+        # The shard's: a receipt that is given again may be of an earlier epoch.
+        answer.version, answer.epoch, answer.codec = version, epoch, codec  # type: ignore[assignment]
+    return answer
 
 
-def receipt_of(receipt: Receipt, run: Run, message: common.Receipt | None = None) -> common.Receipt:
-    """A receipt as its worker gets it, with what the run asks of workers from now on.
+def receipt_of(receipt: Receipt, run: Run | None, message: common.Receipt | None = None) -> common.Receipt:
+    """A receipt as it travels: to its worker, with what the run asks of workers from now on.
 
     Written into `message`, which is empty, where there is one: part of a greater one, it need not be copied there.
     """
     message = common.Receipt() if message is None else message
-    write_receipt(message, receipt)
-    rounds = run.rounds
-    if rounds.steps.pacer is not None and rounds.steps.asks:
-        message.ask_to_proceed = True
-    if rounds.behaviour.batch_growth and (batch_size := run.batch_size):
-        message.batch_size = batch_size
-    if (shard := run.shards.get(receipt.shard_id)) is not None:
-        message.next_rate = shard.next_rate
-        if shard.durable_version:
-            message.durable_version = shard.durable_version
-    return message
-
-
-def write_receipt(message: common.Receipt, receipt: Receipt) -> None:
-    """Writes a receipt as it travels."""
     message.shard_id = receipt.shard_id
     message.sequence = receipt.sequence
     message.outcome = receipt.outcome  # type: ignore[assignment]
@@ -256,6 +257,18 @@ def write_receipt(message: common.Receipt, receipt: Receipt) -> None:
         message.waiting_for.extend(receipt.waiting_for)
     if receipt.message:
         message.message = receipt.message
+    if run is None:
+        return message
+    rounds = run.rounds
+    if rounds.steps.pacer is not None and rounds.steps.asks:
+        message.ask_to_proceed = True
+    if rounds.behaviour.batch_growth and (batch_size := run.batch_size):
+        message.batch_size = batch_size
+    if (shard := run.shards.get(receipt.shard_id)) is not None:
+        message.next_rate = shard.next_rate
+        if shard.durable_version:
+            message.durable_version = shard.durable_version
+    return message
 
 
 def settings_from(message: common.OptimizerSettings) -> RuleSettings | None:

@@ -11,7 +11,7 @@ from typing import Any
 from pyps.run.handshake import RunState
 from pyps.run.rounds import Settled
 from pyps.service.calls import Context
-from pyps.service.convert import receipt_to
+from pyps.service.convert import receipt_of
 from pyps.service.metrics import resident_bytes
 from pyps.service.report import (
     Addresses,
@@ -145,7 +145,7 @@ class Inspector(InspectorServicer):
             receipts=[
                 pb.LoggedReceipt(
                     worker_id=logged.worker_id,
-                    receipt=receipt_to(logged.receipt),
+                    receipt=receipt_of(logged.receipt, None),
                     age_seconds=now - logged.now,
                 )
                 for logged in self._run.statistics.recent(limit, request.worker_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pyps.core.shard import Shard
@@ -13,7 +13,7 @@ from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import Ask, LeaseCall
 from pyps.service.limits import ByteBudget
-from pyps.service.responses import OrderedResponses
+from pyps.service.responses import ALL_SHARDS, OrderedResponses
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.waiting import VersionWait
 from pyps.service.work_messages import lease_reply
@@ -46,44 +46,22 @@ class PullStream:
         self._serializations = serializations
         self._codec = convert.codec_from(request.codec)
         self._observes = request.role == common.ROLE_OBSERVER
-        # Whose lease and figures it counts for; an observer's counts for nobody.
-        self._worker_id = "" if self._observes else request.sender.worker_id
+        self._waits = VersionWait(run, work, request, request.sender, observer=self._observes)
+        self._worker_id = self._waits.worker_id
         self._account = budget.account(self._worker_id)
-        # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
-        same_epoch = request.epoch == run.epoch
-        self._min_versions = {want.shard_id: want.min_version for want in request.wants if same_epoch}
-        self._held_versions = {want.shard_id: want.held_version for want in request.wants if same_epoch}
 
     async def serve(self) -> None:
         """Sends what is wanted, waiting as long as the request says."""
-        request, whole = self._request, self._run.whole
-        shards = self._run.shards_to_pull(
-            request.sender.run_id,
-            request.sender.worker_id,
-            request.sender.incarnation,
-            observer=self._observes,
-            shard_ids=[want.shard_id for want in request.wants],
-        )
-        waits = VersionWait(
-            self._run,
-            self._work,
-            shards,
-            self._min_versions,
-            worker_id=self._worker_id,
-            wait_seconds=request.wait_milliseconds / 1000,
-        )
-        if request.HasField("portion"):
-            await self._serve_with_portion(whole, shards, waits)
-            return
-        async with waits:
-            if whole is None:
-                await self._send_each(waits)
-                return
-            while await waits.next() is not None:
-                continue
-        await self._send_whole(whole, shards)
+        whole = self._run.whole
+        if self._request.HasField("portion"):
+            await self._serve_with_portion(whole)
+        elif whole is None:
+            await self._send_each()
+        else:
+            await self._waits.all()
+            await self._send_whole(whole)
 
-    async def _serve_with_portion(self, whole: WholeModel | None, shards: list[Shard], waits: VersionWait) -> None:
+    async def _serve_with_portion(self, whole: WholeModel | None) -> None:
         """Leases a portion, then sends what is newer: of that very moment where one mutex is held for the model.
 
         Whoever gets no portion gets no parameters either.
@@ -94,11 +72,10 @@ class PullStream:
             answer = await call.answer()
             await self._send([_lease_frame(answer)])
             if isinstance(answer, Leased):
-                async with waits:
-                    await self._send_each(waits)
+                await self._send_each()
             return
-        wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
-        num_bytes = sum(each.payload_bytes for each in wanted.values())
+        wanted = self._all_wanted()
+        num_bytes = sum(each.payload_bytes for each in wanted)
         frames: list[bytes] = []
 
         async def within(ask: Ask) -> LeaseAnswer:
@@ -115,9 +92,10 @@ class PullStream:
         for message in messages:
             await self._context.write(message)
 
-    async def _send_each(self, waits: VersionWait) -> None:
-        async with OrderedResponses(self._context, self._work, self._account, ahead_max=FRAMES_MAX) as replies:
-            while (shard := await waits.next()) is not None:
+    async def _send_each(self) -> None:
+        replies = OrderedResponses(self._context, self._work, self._account, ahead_max=FRAMES_MAX)
+        async with self._waits, replies:
+            while (shard := await self._waits.next()) is not None:
                 await replies.room()
                 wanted = self._wanted(shard)
                 await replies.add(
@@ -135,18 +113,16 @@ class PullStream:
         self._run.statistics.pulled(self._worker_id or "observer", wanted.payload_bytes, shard_ids=shard_ids)
         return [frame]
 
-    async def _send_whole(self, whole: WholeModel, shards: list[Shard]) -> None:
+    async def _send_whole(self, whole: WholeModel) -> None:
         """Sends shards of one state of the model: all are framed under its mutex, then sent without it."""
-        wanted = {shard.shard_id: self._wanted(shard) for shard in shards}
+        wanted = self._all_wanted()
+        num_bytes = sum(each.payload_bytes for each in wanted)
+        work_bytes = num_bytes + sum(each.shard.pending_bytes for each in wanted)
         async with OrderedResponses(self._context, self._work, self._account, ahead_max=1) as replies:
-            num_bytes = sum(each.payload_bytes for each in wanted.values())
             job = partial(self._take_whole, whole, wanted)
-            pending_bytes = sum(shard.pending_bytes for shard in shards)
-            await replies.add(-1, job, num_bytes=num_bytes + pending_bytes, held_bytes=num_bytes)
+            await replies.add(ALL_SHARDS, job, num_bytes=work_bytes, held_bytes=num_bytes)
 
-    def _lease_and_take(
-        self, whole: WholeModel, wanted: Mapping[int, Wanted], ask: Ask
-    ) -> tuple[LeaseAnswer, list[bytes]]:
+    def _lease_and_take(self, whole: WholeModel, wanted: Sequence[Wanted], ask: Ask) -> tuple[LeaseAnswer, list[bytes]]:
         answers: list[LeaseAnswer] = []
 
         def leased() -> bool:
@@ -166,24 +142,19 @@ class PullStream:
             )
 
     def _take_whole(
-        self, whole: WholeModel, wanted: Mapping[int, Wanted], *, provided: Callable[[], bool] = lambda: True
+        self, whole: WholeModel, wanted: Sequence[Wanted], *, provided: Callable[[], bool] = lambda: True
     ) -> list[bytes]:
         """The messages of one state of the model; none where `provided`, which is asked in the same moment, says no."""
-        frames: list[bytes] = []
         with whole.held():
-            if not provided():
-                return []
-            for each in wanted.values():
-                made = each.frame(worker_id=self._worker_id)
-                if made is not None:
-                    frames.append(made[1])
-                    shard_ids = (each.shard.shard_id,)
-                    self._run.statistics.pulled(self._worker_id or "observer", each.payload_bytes, shard_ids=shard_ids)
-        return frames
+            return [frame for each in wanted for frame in self._take(each)] if provided() else []
+
+    def _all_wanted(self) -> list[Wanted]:
+        return [self._wanted(shard) for shard in self._waits.shards]
 
     def _wanted(self, shard: Shard) -> Wanted:
-        of_round = self._min_versions.get(shard.shard_id, 0) > 0
-        return Wanted(shard, self._codec, self._held_versions.get(shard.shard_id, -1), of_round)
+        shard_id, waits = shard.shard_id, self._waits
+        of_round = waits.min_versions.get(shard_id, 0) > 0
+        return Wanted(shard, self._codec, waits.held_versions.get(shard_id, -1), of_round)
 
 
 def _lease_frame(answer: LeaseAnswer) -> bytes:

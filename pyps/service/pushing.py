@@ -8,7 +8,6 @@ from functools import partial
 import grpc.aio
 
 from pyps.core.gradient import EXTENTS_MAX
-from pyps.core.plan import PushPlan
 from pyps.core.shard import Pushed, Shard
 from pyps.run.run import Run
 from pyps.service import convert
@@ -32,7 +31,7 @@ _PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_M
 class Message:
     """One message of a push, from its bytes to those that answer it."""
 
-    __slots__ = ("exchanges", "frame", "held_bytes", "num_shards", "plan", "run_id", "shard")
+    __slots__ = ("frame", "held_bytes", "num_bytes", "num_shards", "plan", "run_id", "shard")
 
     def __init__(self, message: bytes, shards: Mapping[int, Shard], *, exchanges: bool):
         """`exchanges` says that the shard's parameters go back with the receipt, where they are newer."""
@@ -40,23 +39,23 @@ class Message:
         self.run_id = request.sender.run_id
         # How many messages the push has; 0 where the sender does not say.
         self.num_shards = request.num_shards
-        self.exchanges = exchanges
+        # Where its parameters go, in an exchange.
         self.frame: ReplyFrame | None = None
         # The message and the parameters that answer it.
         self.held_bytes = len(message)
-        gradient = convert.gradient_from(request, payload)
-        reply, held_version = None, -1
+        # What its update is about: who makes it may have to make one of all the gradients that wait there.
+        self.num_bytes = len(payload) + EXTENT_BYTES * len(request.extents)
+        reply, epoch = None, 0
         # None for a push to a shard that is not here, which is refused.
-        self.shard = shards.get(request.shard_id)
-        if exchanges and (shard := self.shard) is not None:
-            codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
-            self.frame = ReplyFrame(shard.length, codec, header_room=HEADER_ROOM)
-            reply = self.frame.reply
-            self.held_bytes += reply.codec.bytes_of(shard.length)
-            if request.HasField("held_version") and request.epoch == shard.epoch:
-                # A version of another epoch means nothing here: everything is newer.
-                held_version = request.held_version
-        self.plan = PushPlan(request.shard_id, gradient, reply, held_version)
+        self.shard = shard = shards.get(request.shard_id)
+        if shard is not None:
+            self.num_bytes += shard.pending_bytes
+            if exchanges:
+                codec = CODECS.get(request.reply_codec) or convert.codec_from(request.reply_codec)
+                self.frame = ReplyFrame(shard.length, codec, header_room=HEADER_ROOM)
+                reply, epoch = self.frame.reply, shard.epoch
+                self.held_bytes += reply.codec.bytes_of(shard.length)
+        self.plan = convert.plan_from(request, payload, reply, epoch=epoch)
 
     @property
     def push_id(self) -> tuple[str, int]:
@@ -69,17 +68,11 @@ class Message:
 
     def answer(self, pushed: Pushed, run: Run) -> bytes:
         """The receipt, and in an exchange the parameters behind it where any came."""
-        receipt, version, _ = pushed
-        if not self.exchanges:
-            return convert.receipt_of(receipt, run).SerializeToString()
-        header = wire.ExchangeReply()
-        convert.receipt_of(receipt, run, header.receipt)
-        if version is None:
-            return header.SerializeToString()
-        assert self.frame is not None and self.shard is not None, "parameters come to where they were wanted"
-        # A receipt that is given again may be of an earlier epoch.
-        header.version, header.epoch = version, self.shard.epoch
-        return self.frame.complete(header)
+        frame, shard = self.frame, self.shard
+        if frame is None or shard is None:
+            return convert.receipt_of(pushed.receipt, run).SerializeToString()
+        header = convert.answer_of(pushed, run, epoch=shard.epoch, codec=frame.codec, answer=wire.ExchangeReply())
+        return header.SerializeToString() if pushed.version is None else frame.complete(header)
 
 
 class PushStream:
@@ -116,21 +109,19 @@ class PushStream:
                     if len(received) > bytes_max:
                         check_message_bytes(len(received), bytes_max=bytes_max)
                     message = Message(received, run.shards, exchanges=self._exchanges)
-                    gradient, shard = message.plan.gradient, message.shard
-                    num_bytes = message.held_bytes + (0 if shard is None else shard.pending_bytes)
-                    num_bytes += EXTENT_BYTES * len(gradient.extents)
+                    gradient = message.plan.gradient
                     if first:
                         # The whole stream counts for it, whoever else may send in it.
                         self._account.caller, first = gradient.worker_id, False
                     whole = run.rounds.behaviour.aggregation.whole_model
                     if self._staged or (whole and message.push_id != self._singly):
                         await self._stage(message)
-                    elif responses.under_way or num_bytes > inline_bytes_max:
+                    elif responses.under_way or message.held_bytes + message.num_bytes > inline_bytes_max:
                         self._singly = message.push_id
                         await responses.add(
                             message.plan.shard_id,
                             partial(message.push, run),
-                            num_bytes=_work_bytes(message),
+                            num_bytes=message.num_bytes,
                             held_bytes=message.held_bytes,
                         )
                     else:
@@ -138,7 +129,7 @@ class PushStream:
                         self._singly = gradient.worker_id, gradient.sequence
                         await call.write(message.answer(run.push(message.plan, run_id=message.run_id), run))
                     # Nothing here holds its memory while the next is waited for.
-                    del received, message, gradient, shard
+                    del received, message, gradient
                     if responses.under_way:
                         await responses.room()
                 if self._staged:
@@ -173,20 +164,13 @@ class PushStream:
         await self._responses.add(
             ALL_SHARDS,
             partial(_push_whole, self._run, parts),
-            num_bytes=sum(map(_work_bytes, parts)),
+            num_bytes=sum(part.num_bytes for part in parts),
             held_bytes=sum(part.held_bytes for part in parts),
         )
 
     def _release_staged(self) -> None:
         self._account.release(sum(part.held_bytes for part in self._staged))
         self._staged = []
-
-
-def _work_bytes(message: Message) -> int:
-    """The bytes that its update is about: who makes it may have to make one of all the gradients that wait there."""
-    gradient, shard = message.plan.gradient, message.shard
-    of_extents = EXTENT_BYTES * len(gradient.extents)
-    return len(gradient.payload) + of_extents + (0 if shard is None else shard.pending_bytes)
 
 
 def _push_whole(run: Run, parts: Sequence[Message]) -> list[bytes]:

@@ -32,11 +32,11 @@ class ReplyFrame:
     What kernels do not write goes into it in the end, from float32.
     """
 
-    __slots__ = ("_codec", "_frame", "_header_room", "reply")
+    __slots__ = ("_frame", "_header_room", "codec", "reply")
 
     def __init__(self, length: int, codec: Codec, *, header_room: int) -> None:
         """For so many parameters, behind a header of at most so many bytes for most."""
-        self._codec = codec
+        self.codec = codec
         self._header_room = header_room
         if codec in NATIVE:
             # Memory that is not written costs nothing, should nothing newer be there.
@@ -47,9 +47,8 @@ class ReplyFrame:
 
     def complete(self, header: wire.Parameters | wire.ExchangeReply) -> bytes:
         """The message, once the parameters are written and its other fields known."""
-        header.codec = self._codec  # type: ignore[assignment]
-        if self.reply.codec is not self._codec:
-            return join(header, self._codec.encode(np.frombuffer(self.reply.buffer, np.float32)))
+        if self.reply.codec is not self.codec:
+            return join(header, self.codec.encode(np.frombuffer(self.reply.buffer, np.float32)))
         fields, room = header.SerializeToString(), self._header_room
         # A header that has much to say is longer than its room: those are few.
         return self._frame if _kernels.write_header(self._frame, room, fields) else fields + self._frame[room:]
@@ -77,6 +76,7 @@ class Wanted(NamedTuple):
         if version is None:
             return None
         header = wire.Parameters(shard_id=self.shard.shard_id, version=version, epoch=self.shard.epoch)
+        header.codec = self.codec  # type: ignore[assignment]
         return version, frame.complete(header)
 
 

@@ -11,6 +11,8 @@ from pyps.run.handshake import RunState
 from pyps.run.observers import Wait
 from pyps.run.run import Run
 from pyps.service.executor import KernelExecutor
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import NotInitialized, ServerUnavailable, WaitTimedOut
 
 NAMES_MAX = 8
@@ -67,21 +69,26 @@ class VersionWait:
     """Shards in the order in which they get the version that a pull waits for. A context manager, for one call."""
 
     def __init__(
-        self,
-        run: Run,
-        work: KernelExecutor,
-        shards: list[Shard],
-        min_versions: dict[int, int],
-        *,
-        worker_id: str,
-        wait_seconds: float,
+        self, run: Run, work: KernelExecutor, request: wire.PullRequest, sender: Sender, *, observer: bool = False
     ):
+        """Refuses whom the run does not know, and shards that it may not read; it renews a worker's lease."""
         self._run = run
-        self._worker_id = worker_id
         self._shards = run.shards
-        self._min_versions = min_versions
+        # Whose lease and figures it counts for; an observer's counts for nobody.
+        self.worker_id = "" if observer else sender.worker_id
+        # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
+        wants = request.wants if request.epoch == run.epoch else ()
+        self.min_versions = {want.shard_id: want.min_version for want in wants}
+        self.held_versions = {want.shard_id: want.held_version for want in wants}
+        self.shards = run.shards_to_pull(
+            sender.run_id,
+            sender.worker_id,
+            sender.incarnation,
+            observer=observer,
+            shard_ids=dict.fromkeys([want.shard_id for want in request.wants]),
+        )
         # The shards still to be sent; those that are ready are found by looking.
-        self._waiting = {shard.shard_id: shard for shard in shards}
+        self._waiting = {shard.shard_id: shard for shard in self.shards}
         # Of the shards whose locks are needed.
         self._num_bytes = 0
         self._cancels: list[Callable[[], bool]] = []
@@ -90,8 +97,8 @@ class VersionWait:
         self._parking = LongPoll(
             run,
             work,
-            worker_id=worker_id,
-            wait_seconds=wait_seconds,
+            worker_id=self.worker_id,
+            wait_seconds=request.wait_milliseconds / 1000,
             describe=self._describe,
             waits_for=self._waits_for,
         )
@@ -100,7 +107,7 @@ class VersionWait:
         late = [
             (shard, min_version)
             for shard in self._waiting.values()
-            if shard.version < (min_version := self._min_versions.get(shard.shard_id, 0))
+            if shard.version < (min_version := self.min_versions.get(shard.shard_id, 0))
         ]
         self._num_bytes = sum(4 * shard.length + shard.pending_bytes for shard, _ in late)
 
@@ -135,37 +142,38 @@ class VersionWait:
         while self._waiting:
             self._parking.look()
             # Shards of a forgotten run are finished too, and no answer.
-            self._refuse_after_a_reset()
+            if self._run.shards is not self._shards:
+                raise NotInitialized("the run was reset while the pull waited")
             for shard_id, shard in self._waiting.items():
-                if self._ready(shard):
+                if self.is_ready(shard):
                     return self._waiting.pop(shard_id)
-            self._refuse_when_pointless()
+            if self._run.state == RunState.DRAINING:
+                raise ServerUnavailable("this server is shutting down: try again once it is back")
             await self._parking.wait()
         return None
 
-    def _ready(self, shard: Shard) -> bool:
+    async def all(self) -> None:
+        """Waits until there is nothing to wait for; raises as `next`."""
+        async with self:
+            while await self.next() is not None:
+                continue
+
+    def is_ready(self, shard: Shard) -> bool:
+        """Whether a shard has nothing to wait for."""
         # A finished shard never gets a newer version: what it has is the answer.
-        if shard.version >= self._min_versions.get(shard.shard_id, 0) or shard.finished:
+        if shard.version >= self.min_versions.get(shard.shard_id, 0) or shard.finished:
             return True
         return self._run.state == RunState.FINISHED
-
-    def _refuse_when_pointless(self) -> None:
-        if self._run.state == RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
-
-    def _refuse_after_a_reset(self) -> None:
-        if self._run.shards is not self._shards:
-            raise NotInitialized("the run was reset while the pull waited")
 
     def _describe(self) -> str:
         # Called from other threads too, while the call goes on.
         waiting = list(self._waiting.values())
         if not waiting:
-            return f"{self._worker_id or 'an observer'} waits no longer"
+            return f"{self.worker_id or 'an observer'} waits no longer"
         shard = waiting[0]
-        wanted = self._min_versions.get(shard.shard_id, 0)
+        wanted = self.min_versions.get(shard.shard_id, 0)
         return (
-            f"{self._worker_id or 'an observer'} waits for version {wanted} of shard {shard.shard_id}, which is at "
+            f"{self.worker_id or 'an observer'} waits for version {wanted} of shard {shard.shard_id}, which is at "
             f"{shard.version}; {self._whom(shard)}"
         )
 
@@ -179,7 +187,7 @@ class VersionWait:
         return tuple(sorted({name for shard in list(self._waiting.values()) for name in self._others(shard)}))
 
     def _others(self, shard: Shard) -> list[str]:
-        return [name for name in shard.waiting_for(self._run.roster_of(shard.shard_id)) if name != self._worker_id]
+        return [name for name in shard.waiting_for(self._run.roster_of(shard.shard_id)) if name != self.worker_id]
 
 
 def names_in_words(names: list[str] | tuple[str, ...]) -> str:

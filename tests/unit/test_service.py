@@ -88,7 +88,7 @@ def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
 def test_a_gradient_keeps_no_more_of_its_message_than_it_is_charged_for() -> None:
     for spare, kept in [(100, True), (1 << 20, False)]:
         message = bytes(spare) + b"\x00\x00\x80\x3f" * 16
-        gradient = convert.gradient_from(wire.PushRequest(codec=1, kind=1), memoryview(message)[spare:])
+        gradient = convert.plan_from(wire.PushRequest(codec=1, kind=1), memoryview(message)[spare:]).gradient
         assert bytes(gradient.payload) == message[spare:]
         assert (memoryview(gradient.payload).obj is message) == kept, spare
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,7 +20,6 @@ from pyps.service.executor import EXTENT_BYTES, Job, KernelExecutor
 from pyps.service.limits import ByteBudget
 from pyps.service.shm.segment import Attachment, Content, Memory, Vectors, check_layout
 from pyps.service.waiting import VersionWait
-from pyps_wire import common_pb2 as common
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, WrongSize
@@ -30,22 +28,8 @@ from pyps_wire.errors import BadRequest, NotInitialized, ServerUnavailable, Wron
 Answer: TypeAlias = local.LocalReply | Coroutine[Any, Any, local.LocalReply]
 
 
-@dataclass(slots=True)
-class Part:
-    """One shard of an exchange, from its request to what became of it."""
-
-    shard: Shard
-    request: wire.PushRequest
-    plan: PushPlan
-    finding: Finding | None = None
-    pushed: Pushed | None = None
-
-
 class Exchange:
-    """One request of a worker. All its parts are looked through before any is applied.
-
-    `scan` is called for every part, from any threads; then `push` for every part, or `push_whole` once.
-    """
+    """One request of a worker. All its parts are looked through before any is applied."""
 
     def __init__(self, run: Run, attachment: Attachment, request: local.LocalExchange):
         """Refuses what names other vectors, shards or workers than those attached, before a number is read."""
@@ -59,30 +43,30 @@ class Exchange:
                 f"the exchange names gradients {request.gradients}; {len(attachment.gradients)} were attached, from 0"
             )
         numbers = attachment.gradients[request.gradients]
-        self.parts: list[Part] = []
+        # By shard; what was found in the gradients that were looked through by themselves, and what became of them.
+        self._plans: dict[int, PushPlan] = {}
+        self._findings: dict[int, Finding] = {}
+        self._pushed: dict[int, Pushed] = {}
         # The bytes of parameters that would take as long, at most; an update of all that waits there included.
         self.num_bytes = 0
         for each in request.shards:
-            part = self._part(each, numbers, pull=request.pull)
-            self.parts.append(part)
-            self.num_bytes += 4 * part.shard.length + part.shard.pending_bytes
-            self.num_bytes += EXTENT_BYTES * len(part.plan.gradient.extents)
-        if not self.parts:
+            plan = self._plans[each.shard_id] = self._plan(each, numbers, pull=request.pull)
+            shard = attachment.content.shards[each.shard_id]
+            self.num_bytes += 4 * shard.length + shard.pending_bytes + EXTENT_BYTES * len(plan.gradient.extents)
+        if not self._plans:
             raise BadRequest("the exchange names no shard: name those whose gradients lie in the segment")
-        if len(self.parts) > 1:
-            self._require_one_push()
-        if self.is_whole and len(self.parts) != self.parts[0].request.num_shards:
+        if len(request.shards) > 1:
+            self._require_one_push(len(request.shards))
+        if self.is_whole and len(self._plans) != request.shards[0].num_shards:
             raise BadRequest(
-                f"the exchange holds {len(self.parts)} of the push's {self.parts[0].request.num_shards} shards: under"
+                f"the exchange holds {len(self._plans)} of the push's {request.shards[0].num_shards} shards: under"
                 " one mutex for the model it has to hold all of them, and num_shards has to say how many"
             )
 
-    def _part(self, request: wire.PushRequest, numbers: Vectors, *, pull: bool) -> Part:
-        attachment = self._attachment
+    def _plan(self, request: wire.PushRequest, numbers: Vectors, *, pull: bool) -> PushPlan:
+        attachment, shard_id = self._attachment, request.shard_id
         if request.HasField("sender"):
             attachment.require_sender(request.sender)
-        shard_id = request.shard_id
-        shard = attachment.content.shards.get(shard_id) or attachment.shard(shard_id)
         if shard_id not in attachment.replies:
             attachment.require_laid_out(shard_id, self._run.membership)
         if request.codec not in (0, numbers.codec):
@@ -91,130 +75,100 @@ class Exchange:
             raise BadRequest(
                 f"the exchange wants codec {request.reply_codec}; its parameters were attached with {attachment.codec}"
             )
-        # Versions of another epoch mean nothing here.
-        holds = pull and request.HasField("held_version") and request.epoch == attachment.content.epoch
-        payload: bytes | memoryview = numbers.shards[shard_id]
-        if request.kind == common.PAYLOAD_KIND_NOTHING:
-            payload = b""
-        gradient = convert.gradient_of(
+        return convert.plan_of(
             request,
-            payload,
+            numbers.shards[shard_id],
             attachment.worker_id,
             attachment.incarnation,
             numbers.codec,
-            volatile=isinstance(payload, memoryview),
+            attachment.replies[shard_id] if pull else None,
+            epoch=attachment.content.epoch,
+            memory=attachment.memory,
         )
-        reply = attachment.replies[shard_id] if pull else None
-        held_version = request.held_version if holds else -1
-        return Part(shard, request, PushPlan(shard_id, gradient, reply, held_version, attachment.memory))
 
-    def _require_one_push(self) -> None:
-        if len({part.plan.shard_id for part in self.parts}) < len(self.parts):
+    def _require_one_push(self, num_parts: int) -> None:
+        gradients = [plan.gradient for plan in self._plans.values()]
+        if len(gradients) < num_parts:
             raise BadRequest("the exchange names a shard twice: name each once")
-        if len({part.plan.gradient.sequence for part in self.parts}) > 1:
+        if len({gradient.sequence for gradient in gradients}) > 1:
             raise BadRequest("the exchange holds parts of several pushes: give all its shards one sequence")
-        require_few_extents(sum(len(part.plan.gradient.extents) for part in self.parts))
+        require_few_extents(sum(len(gradient.extents) for gradient in gradients))
 
     @property
     def copied_bytes(self) -> int:
         """The bytes that are copied, as they do not lie together."""
-        gradients = [part.plan.gradient for part in self.parts]
+        gradients = [plan.gradient for plan in self._plans.values()]
         return sum(each.codec.bytes_of(sum(extent.length for extent in each.extents)) for each in gradients)
 
-    def scan_all(self) -> None:
-        """Looks through every part; one alone that lies together is looked through when it is pushed."""
-        if len(self.parts) > 1 or self.parts[0].plan.gradient.extents:
-            for part in self.parts:
-                self.scan(part)
+    def stages(self) -> tuple[list[Job], list[Job]]:
+        """What is to be done: all of the first, from any threads, then all of the second."""
+        scans: list[Job] = []
+        pushes: list[Job] = []
+        for shard_id, plan in self._plans.items():
+            # One alone that lies together is looked through when it is pushed.
+            if len(self._plans) > 1 or plan.gradient.extents:
+                scans.append(partial(self._scan, shard_id))
+            pushes.append(partial(self._push, shard_id))
+        return scans, [self._push_whole] if self.is_whole else pushes
 
-    def scan(self, part: Part) -> None:
+    def _scan(self, shard_id: int) -> None:
         """Looks through a part's numbers; raises as `Run.scan`, and has changed nothing."""
-        gradient = part.plan.gradient
+        plan = self._plans[shard_id]
+        gradient = plan.gradient
         if gradient.extents and gradient.volatile:
-            gradient = gradient._replace(payload=_together(gradient, part.shard), volatile=False)
-            part.plan = part.plan._replace(gradient=gradient)
-        part.finding = self._run.scan(gradient, part.plan.shard_id, run_id=self._attachment.content.run_id)
+            payload = _together(gradient, self._attachment.content.shards[shard_id])
+            gradient = gradient._replace(payload=payload, volatile=False)
+            self._plans[shard_id] = plan._replace(gradient=gradient)
+        self._findings[shard_id] = self._run.scan(gradient, shard_id, run_id=self._attachment.content.run_id)
 
-    def push(self, part: Part) -> None:
+    def _push(self, shard_id: int) -> None:
         """Handles a part; where any of them holds NaN or infinity, it is refused."""
-        finding = part.finding if len(self.parts) == 1 else self._finding
-        part.pushed = self._run.push(part.plan, run_id=self._attachment.content.run_id, finding=finding)
+        run_id, finding = self._attachment.content.run_id, self._finding() if self._findings else None
+        self._pushed[shard_id] = self._run.push(self._plans[shard_id], run_id=run_id, finding=finding)
 
-    def push_whole(self) -> None:
+    def _push_whole(self) -> None:
         """Handles all parts as one, under the model's mutex."""
-        pushed = self._run.push_whole(
-            [part.plan for part in self.parts],
-            run_id=self._attachment.content.run_id,
-            finding=self._finding,
-        )
-        for part, each in zip(self.parts, pushed, strict=True):
-            part.pushed = each
+        run_id, finding = self._attachment.content.run_id, self._finding() if self._findings else None
+        pushed = self._run.push_whole(list(self._plans.values()), run_id=run_id, finding=finding)
+        self._pushed = dict(zip(self._plans, pushed, strict=True))
 
-    @property
     def _finding(self) -> Finding:
-        return first_of(part.finding for part in self.parts if part.finding is not None)
+        return first_of(self._findings[shard_id] for shard_id in self._plans)
 
     def reply(self) -> local.LocalReply:
         """What the worker is told, once every part has its receipt."""
-        reply = local.LocalReply()
-        for part in self.parts:
-            assert part.pushed is not None, "every part is pushed before the worker is answered"
-            receipt, version, _ = part.pushed
-            answered = reply.exchanged.replies.add()
-            convert.receipt_of(receipt, self._run, answered.receipt)
-            if version is not None:
-                answered.version = version
-                # A receipt that is given again may be of an earlier epoch.
-                answered.epoch = self._attachment.content.epoch
-                answered.codec = self._attachment.codec  # type: ignore[assignment]
+        reply, codec, epoch = local.LocalReply(), self._attachment.codec, self._attachment.content.epoch
+        for shard_id in self._plans:
+            answer = reply.exchanged.replies.add()
+            convert.answer_of(self._pushed[shard_id], self._run, epoch=epoch, codec=codec, answer=answer)
         return reply
 
 
 class Pull:
     """One request of a worker: `read` for every shard, from any threads, or `read_whole` once; then `reply`."""
 
-    def __init__(self, run: Run, attachment: Attachment, request: wire.PullRequest):
+    def __init__(self, run: Run, work: KernelExecutor, attachment: Attachment, request: wire.PullRequest):
         """Refuses what names other shards or workers than those attached; it renews its lease of the worker."""
         self._run = run
         self._attachment = attachment
-        content = attachment.content
         attachment.require_shards(run.shards)
         attachment.require_sender(request.sender)
         if request.codec not in (0, attachment.codec):
             raise BadRequest(
                 f"the pull wants codec {request.codec}; its parameters were attached with {attachment.codec}"
             )
-        wants = {want.shard_id: want for want in request.wants}
-        places = attachment.replies
-        self.shards = run.shards_to_pull(
-            content.run_id, attachment.worker_id, attachment.incarnation, observer=False, shard_ids=wants or places
-        )
-        for shard_id in wants:
-            attachment.require_laid_out(shard_id, run.membership)
-        # Versions of another epoch mean nothing here: everything is newer, and nothing is worth waiting for.
-        same_epoch = request.epoch == content.epoch
-        self.min_versions = {i: want.min_version if same_epoch else 0 for i, want in wants.items()}
-        self._held = {i: want.held_version if same_epoch else -1 for i, want in wants.items()}
-        self.wait_seconds = request.wait_milliseconds / 1000
+        self.waits = VersionWait(run, work, request, attachment.sender)
+        for shard in self.waits.shards:
+            attachment.require_laid_out(shard.shard_id, run.membership)
         # By shard, the versions that were written.
         self._versions: dict[int, int] = {}
-
-    @property
-    def ready(self) -> bool:
-        """Whether every shard has the version wanted."""
-        return all(shard.version >= self.min_versions.get(shard.shard_id, 0) for shard in self.shards)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of parameters that it is about, at most."""
-        return sum(4 * shard.length for shard in self.shards)
 
     def read(self, shard: Shard) -> None:
         """Writes a shard's parameters where they are newer than those held; ServerUnavailable after the link's end."""
         shard_id, attachment = shard.shard_id, self._attachment
         version = shard.pull(
             attachment.replies[shard_id],
-            held_version=self._held.get(shard_id, -1),
+            held_version=self.waits.held_versions.get(shard_id, -1),
             memory=attachment.memory,
             worker_id=attachment.worker_id,
         )
@@ -226,19 +180,19 @@ class Pull:
         whole = self._run.whole
         # The protocol may have been replaced in between.
         with nullcontext() if whole is None else whole.held():
-            for shard in self.shards:
+            for shard in self.waits.shards:
                 self.read(shard)
 
     def reply(self) -> local.LocalReply:
         """What the worker is told, once every shard was read."""
         reply = local.LocalReply()
         reply.pulled.SetInParent()
-        codec, epoch = self._attachment.codec, self._attachment.content.epoch
+        codec, content = self._attachment.codec, self._attachment.content
         num_bytes = 0
         for shard_id, version in sorted(self._versions.items()):
-            written = reply.pulled.shards.add(shard_id=shard_id, version=version, epoch=epoch)
+            written = reply.pulled.shards.add(shard_id=shard_id, version=version, epoch=content.epoch)
             written.codec = codec  # type: ignore[assignment]
-            num_bytes += codec.bytes_of(self._attachment.shard(shard_id).length)
+            num_bytes += codec.bytes_of(content.shards[shard_id].length)
         if num_bytes:
             self._run.statistics.pulled(self._attachment.worker_id, num_bytes, shard_ids=self._versions)
         return reply
@@ -300,45 +254,32 @@ class Requests:
         exchange = Exchange(self._run, attachment, request)
         if exchange.is_whole or exchange.num_bytes >= self._work.inline_bytes_max:
             return self._exchange_on_threads(attachment, exchange)
-        exchange.scan_all()
-        for part in exchange.parts:
-            exchange.push(part)
+        for stage in exchange.stages():
+            for job in stage:
+                job()
         return exchange.reply()
 
     async def _exchange_on_threads(self, attachment: Attachment, exchange: Exchange) -> local.LocalReply:
-        scans = [partial(exchange.scan, part) for part in exchange.parts]
-        pushes: list[Job] = [partial(exchange.push, part) for part in exchange.parts]
-        if exchange.is_whole:
-            pushes = [exchange.push_whole]
-        await self._on_threads(attachment, scans, pushes, held_bytes=exchange.copied_bytes)
+        await self._on_threads(attachment, *exchange.stages(), held_bytes=exchange.copied_bytes)
         return exchange.reply()
 
     # Pull.
 
     def _pull(self, attachment: Attachment, request: wire.PullRequest) -> Answer:
-        pull = Pull(self._run, attachment, request)
-        little = pull.ready and self._work.is_little(pull.num_bytes, pull.shards)
-        if self._run.whole is not None or not little:
+        pull = Pull(self._run, self._work, attachment, request)
+        shards = pull.waits.shards
+        little = self._work.is_little(sum(4 * shard.length for shard in shards), shards)
+        if self._run.whole is not None or not little or not all(map(pull.waits.is_ready, shards)):
             return self._pull_on_threads(attachment, pull)
-        for shard in pull.shards:
+        for shard in shards:
             pull.read(shard)
         return pull.reply()
 
     async def _pull_on_threads(self, attachment: Attachment, pull: Pull) -> local.LocalReply:
-        waits = VersionWait(
-            self._run,
-            self._work,
-            pull.shards,
-            pull.min_versions,
-            worker_id=attachment.worker_id,
-            wait_seconds=pull.wait_seconds,
-        )
-        async with waits:
-            while await waits.next() is not None:
-                continue
+        await pull.waits.all()
         whole = self._run.whole is not None
         await self._on_threads(
-            attachment, [pull.read_whole] if whole else [partial(pull.read, shard) for shard in pull.shards]
+            attachment, [pull.read_whole] if whole else [partial(pull.read, shard) for shard in pull.waits.shards]
         )
         return pull.reply()
 

@@ -219,22 +219,22 @@ class Attachment:
             {shard_id: Reply(view, 0, parameters.codec) for shard_id, view in parameters.shards.items()},
         )
 
-    def shard(self, shard_id: int) -> Shard:
-        """The shard of that number; BadRequest when it is not on this server."""
+    @property
+    def sender(self) -> common.Sender:
+        """The worker that attached it."""
+        return common.Sender(run_id=self.content.run_id, worker_id=self.worker_id, incarnation=self.incarnation)
+
+    def require_laid_out(self, shard_id: int, membership: Membership) -> None:
+        """Refuses a shard that has no place in the memory: it is not here, or of a part that was not declared."""
         content = self.content
-        shard = content.shards.get(shard_id)
-        if shard is None:
+        if shard_id in self.replies:
+            return
+        if shard_id not in content.shards:
             raise BadRequest(
                 f"shard {shard_id} is not on server {content.server_index}, which holds {len(content.shards)} of the "
                 f"model's {content.plan.num_shards}"
             )
-        return shard
-
-    def require_laid_out(self, shard_id: int, membership: Membership) -> None:
-        """Refuses a shard that has no place in the memory: it is of a part that the worker does not declare."""
-        if shard_id in self.replies:
-            return
-        membership.require_part(self.worker_id, shard_id, self.content.plan.part_of(shard_id))
+        membership.require_part(self.worker_id, shard_id, content.plan.part_of(shard_id))
         raise NotInitialized("the worker declares other parts since this memory was attached: attach it anew")
 
     def require_sender(self, sender: common.Sender) -> None:
