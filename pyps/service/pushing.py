@@ -98,8 +98,7 @@ class PushStream:
         """Answers messages until the sender has no more."""
         run, call, responses = self._run, self._call, self._responses
         bytes_max, first = run.config.max_message_bytes, True
-        # A longer message counts among the bytes in flight.
-        inline_bytes_max = min(SHORT_BYTES, self._executor.inline_bytes_max)
+        inline_bytes_max = self._executor.inline_bytes_max
         try:
             async with responses:
                 while True:
@@ -116,7 +115,13 @@ class PushStream:
                     whole = run.rounds.behaviour.aggregation.whole_model
                     if self._staged or (whole and message.push_id != self._singly):
                         await self._stage(message)
-                    elif responses.under_way or message.held_bytes + message.num_bytes > inline_bytes_max:
+                    elif (
+                        responses.under_way
+                        or message.num_bytes >= inline_bytes_max
+                        # A longer message, and such an answer to it, counts among the bytes in flight.
+                        or len(received) > SHORT_BYTES
+                        or message.held_bytes > 2 * SHORT_BYTES
+                    ):
                         self._singly = message.push_id
                         await responses.add(
                             message.plan.shard_id,

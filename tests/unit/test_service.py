@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import grpc
 import pytest
 
 from pyps.config import resolve
@@ -22,14 +24,16 @@ from pyps.service.leasing import LeaseCall
 from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
+from pyps.service.pushing import PushStream
 from pyps.service.serializations import Serializations
 from pyps.service.transport import Host
 from pyps.work import DataSpec, Leased
 from pyps_client import channel
 from pyps_wire import common_pb2 as common
+from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import METHODS, PROTOCOL_VERSION
-from pyps_wire.errors import ServerUnavailable
+from pyps_wire.errors import BadRequest, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import LeaseRequest
 from shards import serving
@@ -104,6 +108,28 @@ def test_both_ends_ping_alike_and_no_client_pings_more_often_than_the_server_all
 
 SENDER = common.Sender(run_id="r", worker_id="a", incarnation=1)
 WAIT_SECONDS = 60.0
+
+
+@pytest.mark.parametrize("length, counts", [(16_000, False), (17_000, True)])
+def test_what_is_short_both_ways_takes_nothing_of_the_budget_and_longer_messages_do(length: int, counts: bool) -> None:
+    run, answers = serving(model=Model((Tensor("w", (length,)),))), []
+
+    class Caller:
+        async def read(self) -> Any:
+            header = wire.PushRequest(sender=SENDER, sequence=1, kind=1, codec=1, epoch=run.epoch, num_shards=1)
+            return grpc.aio.EOF if answers else framing.join(header, bytes(4 * length))
+
+        async def write(self, message: bytes) -> None:
+            answers.append(message)
+
+    async def scene() -> None:
+        await PushStream(run, work, ByteBudget(1), Caller(), exchanges=True).serve()  # type: ignore[arg-type]
+
+    work = KernelExecutor(1)
+    with pytest.raises(BadRequest, match="max-in-flight-bytes") if counts else nullcontext():
+        asyncio.run(scene())
+    work.shutdown()
+    assert [len(each) > 4 * length for each in answers] == ([] if counts else [True])
 
 
 class Listener:

@@ -201,7 +201,7 @@ class Connection:
     # What becomes of a request.
 
     def _take(self, message: bytes) -> None:
-        if self.is_hung_up:
+        if self._hang_up.poll(0):
             # Nobody waits for the answer, and the memory may be in other use already.
             self.close()
             return
