@@ -5,14 +5,15 @@ The numbers of a push lie in the worker's memory, and its parameters go there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
 from pyps.core.gradient import Finding, Gradient, first_of, require_few_extents
 from pyps.core.plan import PushPlan
 from pyps.core.shard import Pushed, Shard
+from pyps.core.whole_model import WholeModel
 from pyps.run.handshake import RunState
 from pyps.run.run import Run
 from pyps.service import convert
@@ -29,14 +30,16 @@ Answer: TypeAlias = local.LocalReply | Coroutine[Any, Any, local.LocalReply]
 
 
 class Exchange:
-    """One request of a worker. All its parts are looked through before any is applied."""
+    """One request to push, or to push and pull. All its parts are looked through before any is applied."""
+
+    waits = None
 
     def __init__(self, run: Run, attachment: Attachment, request: local.LocalExchange):
         """Refuses what names other vectors, shards or workers than those attached, before a number is read."""
         self._run = run
         self._attachment = attachment
-        # Whether all parts are to be handled as one.
-        self.is_whole = run.rounds.behaviour.aggregation.whole_model
+        # Not under one mutex for the model, whose parts are handled as one.
+        self.at_once = not run.rounds.behaviour.aggregation.whole_model
         attachment.require_shards(run.shards)
         if not request.gradients < len(attachment.gradients):
             raise BadRequest(
@@ -57,7 +60,7 @@ class Exchange:
             raise BadRequest("the exchange names no shard: name those whose gradients lie in the segment")
         if len(request.shards) > 1:
             self._require_one_push(len(request.shards))
-        if self.is_whole and len(self._plans) != request.shards[0].num_shards:
+        if not self.at_once and len(self._plans) != request.shards[0].num_shards:
             raise BadRequest(
                 f"the exchange holds {len(self._plans)} of the push's {request.shards[0].num_shards} shards: under"
                 " one mutex for the model it has to hold all of them, and num_shards has to say how many"
@@ -95,7 +98,7 @@ class Exchange:
         require_few_extents(sum(len(gradient.extents) for gradient in gradients))
 
     @property
-    def copied_bytes(self) -> int:
+    def held_bytes(self) -> int:
         """The bytes that are copied, as they do not lie together."""
         gradients = [plan.gradient for plan in self._plans.values()]
         return sum(each.codec.bytes_of(sum(extent.length for extent in each.extents)) for each in gradients)
@@ -109,7 +112,7 @@ class Exchange:
             if len(self._plans) > 1 or plan.gradient.extents:
                 scans.append(partial(self._scan, shard_id))
             pushes.append(partial(self._push, shard_id))
-        return scans, [self._push_whole] if self.is_whole else pushes
+        return scans, pushes if self.at_once else [self._push_whole]
 
     def _scan(self, shard_id: int) -> None:
         """Looks through a part's numbers; raises as `Run.scan`, and has changed nothing."""
@@ -123,17 +126,17 @@ class Exchange:
 
     def _push(self, shard_id: int) -> None:
         """Handles a part; where any of them holds NaN or infinity, it is refused."""
-        run_id, finding = self._attachment.content.run_id, self._finding() if self._findings else None
-        self._pushed[shard_id] = self._run.push(self._plans[shard_id], run_id=run_id, finding=finding)
+        run_id = self._attachment.content.run_id
+        self._pushed[shard_id] = self._run.push(self._plans[shard_id], run_id=run_id, finding=self._finding())
 
     def _push_whole(self) -> None:
         """Handles all parts as one, under the model's mutex."""
-        run_id, finding = self._attachment.content.run_id, self._finding() if self._findings else None
-        pushed = self._run.push_whole(list(self._plans.values()), run_id=run_id, finding=finding)
+        run_id, plans = self._attachment.content.run_id, list(self._plans.values())
+        pushed = self._run.push_whole(plans, run_id=run_id, finding=self._finding())
         self._pushed = dict(zip(self._plans, pushed, strict=True))
 
-    def _finding(self) -> Finding:
-        return first_of(self._findings[shard_id] for shard_id in self._plans)
+    def _finding(self) -> Finding | None:
+        return first_of(self._findings[shard_id] for shard_id in self._plans) if self._findings else None
 
     def reply(self) -> local.LocalReply:
         """What the worker is told, once every part has its receipt."""
@@ -145,7 +148,9 @@ class Exchange:
 
 
 class Pull:
-    """One request of a worker: `read` for every shard, from any threads, or `read_whole` once; then `reply`."""
+    """One request to pull, as an exchange that pushes nothing."""
+
+    held_bytes = 0
 
     def __init__(self, run: Run, work: KernelExecutor, attachment: Attachment, request: wire.PullRequest):
         """Refuses what names other shards or workers than those attached; it renews its lease of the worker."""
@@ -158,12 +163,24 @@ class Pull:
                 f"the pull wants codec {request.codec}; its parameters were attached with {attachment.codec}"
             )
         self.waits = VersionWait(run, work, request, attachment.sender)
+        # The bytes of parameters that would take as long, at most.
+        self.num_bytes = 0
         for shard in self.waits.shards:
             attachment.require_laid_out(shard.shard_id, run.membership)
+            self.num_bytes += 4 * shard.length + shard.pending_bytes
+        # Whether nothing has to be waited for, neither a version nor the model's mutex.
+        self.at_once = run.whole is None and all(map(self.waits.is_ready, self.waits.shards))
         # By shard, the versions that were written.
         self._versions: dict[int, int] = {}
 
-    def read(self, shard: Shard) -> None:
+    def stages(self) -> tuple[list[Job]]:
+        """What is to be done, from any threads; under one mutex for the model, of one state of it."""
+        whole = self._run.whole
+        if whole is not None:
+            return ([partial(self._read_whole, whole)],)
+        return ([partial(self._read, shard) for shard in self.waits.shards],)
+
+    def _read(self, shard: Shard) -> None:
         """Writes a shard's parameters where they are newer than those held; ServerUnavailable after the link's end."""
         shard_id, attachment = shard.shard_id, self._attachment
         version = shard.pull(
@@ -175,13 +192,10 @@ class Pull:
         if version is not None:
             self._versions[shard_id] = version
 
-    def read_whole(self) -> None:
-        """Writes all shards wanted, of one state of the model."""
-        whole = self._run.whole
-        # The protocol may have been replaced in between.
-        with nullcontext() if whole is None else whole.held():
+    def _read_whole(self, whole: WholeModel) -> None:
+        with whole.held():
             for shard in self.waits.shards:
-                self.read(shard)
+                self._read(shard)
 
     def reply(self) -> local.LocalReply:
         """What the worker is told, once every shard was read."""
@@ -224,11 +238,34 @@ class Requests:
     def answer(self, attachment: Attachment, request: local.LocalRequest) -> Answer:
         """The reply, at once where that is little work and nothing has to be waited for."""
         kind = request.WhichOneof("request")
-        if kind == "exchange":
-            return self._exchange(attachment, request.exchange)
-        if kind == "pull":
-            return self._pull(attachment, request.pull.request)
-        raise BadRequest("expected LocalExchange or LocalPull: memory is attached once a connection")
+        if kind not in ("exchange", "pull"):
+            raise BadRequest("expected LocalExchange or LocalPull: memory is attached once a connection")
+        asked = (
+            Exchange(self._run, attachment, request.exchange)
+            if kind == "exchange"
+            else Pull(self._run, self._work, attachment, request.pull.request)
+        )
+        if not asked.at_once or asked.num_bytes >= self._work.inline_bytes_max:
+            return self._on_threads(attachment, asked)
+        for stage in asked.stages():
+            for job in stage:
+                job()
+        return asked.reply()
+
+    async def _on_threads(self, attachment: Attachment, asked: Exchange | Pull) -> local.LocalReply:
+        """Works in a worker's memory, which stays mapped until the last job is done, whoever waits for it.
+
+        The budget holds what is copied for as long.
+        """
+        if asked.waits is not None:
+            await asked.waits.all()
+        with ExitStack() as held:
+            attachment.memory.hold()
+            held.callback(attachment.memory.let_go)
+            held.enter_context(self._budget.account(attachment.worker_id).holding(asked.held_bytes))
+            end = held.pop_all().close
+        await self._work.run_stages(*asked.stages(), on_end=end)
+        return asked.reply()
 
     def serves(self, attachment: Attachment) -> bool:
         """Whether the run still has the shards that the memory was laid out for."""
@@ -247,60 +284,6 @@ class Requests:
         member = run.membership.get(sender.worker_id)
         own = plan.of_parts(member.parts) if member is not None and member.parts else plan
         return Content(run.run_id, epoch, plan, own, run.server_index, shards)
-
-    # Push, or push and pull.
-
-    def _exchange(self, attachment: Attachment, request: local.LocalExchange) -> Answer:
-        exchange = Exchange(self._run, attachment, request)
-        if exchange.is_whole or exchange.num_bytes >= self._work.inline_bytes_max:
-            return self._exchange_on_threads(attachment, exchange)
-        for stage in exchange.stages():
-            for job in stage:
-                job()
-        return exchange.reply()
-
-    async def _exchange_on_threads(self, attachment: Attachment, exchange: Exchange) -> local.LocalReply:
-        await self._on_threads(attachment, *exchange.stages(), held_bytes=exchange.copied_bytes)
-        return exchange.reply()
-
-    # Pull.
-
-    def _pull(self, attachment: Attachment, request: wire.PullRequest) -> Answer:
-        pull = Pull(self._run, self._work, attachment, request)
-        shards = pull.waits.shards
-        little = self._work.is_little(sum(4 * shard.length for shard in shards), shards)
-        if self._run.whole is not None or not little or not all(map(pull.waits.is_ready, shards)):
-            return self._pull_on_threads(attachment, pull)
-        for shard in shards:
-            pull.read(shard)
-        return pull.reply()
-
-    async def _pull_on_threads(self, attachment: Attachment, pull: Pull) -> local.LocalReply:
-        await pull.waits.all()
-        whole = self._run.whole is not None
-        await self._on_threads(
-            attachment, [pull.read_whole] if whole else [partial(pull.read, shard) for shard in pull.waits.shards]
-        )
-        return pull.reply()
-
-    async def _on_threads(self, attachment: Attachment, *stages: Sequence[Job], held_bytes: int = 0) -> None:
-        """Runs jobs in a worker's memory, which stays mapped until the last is done, whoever waits for it.
-
-        The budget holds their bytes so long.
-        """
-        account = self._budget.account(attachment.worker_id)
-        attachment.memory.hold()
-        try:
-            account.hold(held_bytes)
-        except BaseException:
-            attachment.memory.let_go()
-            raise
-
-        def end() -> None:
-            account.release(held_bytes)
-            attachment.memory.let_go()
-
-        await self._work.run_stages(*stages, on_end=end)
 
 
 def _together(gradient: Gradient, shard: Shard) -> bytes:
