@@ -172,16 +172,14 @@ class Attached:
         self._memory.require_attached()
         try:
             answer = self._requests.answer(self.attachment, request)
-            return answer if isinstance(answer, local.LocalReply) else await self._watched(answer)
+            if isinstance(answer, local.LocalReply):
+                return answer
+            self._task = asyncio.current_task()
+            return await answer
         except PypsError:
             if not self._requests.serves(self.attachment):
                 self.close()
             raise
-
-    async def _watched(self, answer: Coroutine[Any, Any, local.LocalReply]) -> local.LocalReply:
-        self._task = asyncio.current_task()
-        try:
-            return await answer
         finally:
             self._task = None
 

@@ -72,18 +72,9 @@ class Account:
 
     def __init__(self, budget: ByteBudget, caller: str):
         self.budget = budget
-        self._caller = caller
+        # The worker that it counts for; not to be changed while it holds anything.
+        self.caller = caller
         self._bytes = 0
-
-    @property
-    def caller(self) -> str:
-        """The worker that it counts for."""
-        return self._caller
-
-    @caller.setter
-    def caller(self, name: str) -> None:
-        assert not self._bytes, "what is held counts for one caller until it is released"
-        self._caller = name
 
     def hold(self, num_bytes: int) -> None:
         """Counts `num_bytes` until they are released.
@@ -91,13 +82,13 @@ class Account:
         Raises LimitExceeded where the budget or the caller's share has no room for them now, BadRequest where the
         budget never has.
         """
-        self.budget.take(num_bytes, caller=self._caller, own=self._bytes)
+        self.budget.take(num_bytes, caller=self.caller, own=self._bytes)
         self._bytes += num_bytes
 
     def release(self, num_bytes: int) -> None:
         """Counts them no more."""
         self._bytes -= num_bytes
-        self.budget.give_back(num_bytes, caller=self._caller)
+        self.budget.give_back(num_bytes, caller=self.caller)
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:

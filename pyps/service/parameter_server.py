@@ -86,7 +86,11 @@ class ParameterServer:
         if not finished:
             # On a thread whatever the size: it copies this server's whole part of the model.
             await self._work.begin(partial(self._run.commit, begun[0]))
-        return self._initialize_reply()
+        return wire.InitializeReply(
+            state=int(self._run.state),  # type: ignore[arg-type]
+            epoch=self._run.epoch,
+            shards=convert.shard_versions(self._run),
+        ).SerializeToString()
 
     async def _receive_parameters(self, call: Call, begun: list[Initialization]) -> bool:
         """Takes all that the caller sends; True where the run has been initialised before."""
@@ -208,10 +212,3 @@ class ParameterServer:
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:
         return self._run.begin_initialize(convert.opening_from(request))
-
-    def _initialize_reply(self) -> bytes:
-        return wire.InitializeReply(
-            state=int(self._run.state),  # type: ignore[arg-type]
-            epoch=self._run.epoch,
-            shards=convert.shard_versions(self._run),
-        ).SerializeToString()

@@ -100,11 +100,10 @@ class OrderedResponses:
         Where streams together hold much, each has one at a time: the others keep the processors and the link at work.
         Nobody waits for another stream.
         """
-        while self.under_way and not self._may_go_ahead():
+        while self.under_way and (
+            len(self.under_way) >= self._ahead_max or self._account.budget.bytes_held >= AHEAD_BYTES_MAX
+        ):
             await self._end_of_one()
-
-    def _may_go_ahead(self) -> bool:
-        return len(self.under_way) < self._ahead_max and self._account.budget.bytes_held < AHEAD_BYTES_MAX
 
     async def none_under_way(self) -> None:
         """Waits until all jobs are answered."""

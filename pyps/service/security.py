@@ -81,13 +81,13 @@ def require_loopback(context: grpc.aio.ServicerContext[Any, Any], call: str) -> 
         raise NotAllowed(f"{call} changes the server and is taken from its own machine only: run it there")
 
 
-class TokenCheck:
-    """Compares the token of a call with the server's, in constant time."""
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Asks for the token: a call without it is refused before any message of it is taken in."""
 
     def __init__(self, token: str):
         self._expected = (_SCHEME + token).encode()
 
-    def refusal(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
+    def _refusal(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
         """Why the call is refused, None when it may go on."""
         if details.method.startswith(OPEN_PREFIX):
             return None
@@ -102,19 +102,12 @@ class TokenCheck:
             return NotAuthenticated("the token is not this server's: compare the token files of both ends")
         return None
 
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Asks for the token: a call without it is refused before any message of it is taken in."""
-
-    def __init__(self, token: str):
-        self._check = TokenCheck(token)
-
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        error = self._check.refusal(details)
+        error = self._refusal(details)
         handler = await continuation(details)
         if error is None or handler is None:
             return handler
