@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias, TypeVar
-
-from pyps.core.shard import Shard
 
 # Kernels on fewer bytes run on the event loop: handing them to a thread would cost more than they do.
 INLINE_BYTES_MAX = 65_536 * 4
@@ -30,17 +28,17 @@ class KernelExecutor:
         self.inline_bytes_max = 0 if logged else INLINE_BYTES_MAX
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kernel")
 
-    def is_little(self, num_bytes: int, shards: Iterable[Shard] = ()) -> bool:
-        """Whether work on that many bytes, under these shards' locks, may be done on the event loop.
+    def is_little(self, num_bytes: int) -> bool:
+        """Whether work on that many bytes may be done on the event loop.
 
-        Who takes a lock may have to wait for an update of all the gradients that wait there, or has to make it.
+        Those of gradients that wait at a shard count too: who takes its lock may have to wait for their update, or to
+        make it.
         """
-        most = self.inline_bytes_max
-        return num_bytes < most and num_bytes + sum([shard.pending_bytes for shard in shards]) < most
+        return num_bytes < self.inline_bytes_max
 
-    async def compute(self, num_bytes: int, work: Callable[[], T], *, shards: Iterable[Shard] = ()) -> T:
+    async def compute(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Runs work on that many bytes: here when it is little, else on a thread."""
-        return work() if self.is_little(num_bytes, shards) else await self.begin(work)
+        return work() if self.is_little(num_bytes) else await self.begin(work)
 
     def begin(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Lets a thread begin with work; its error is not missed where nobody waits for it any more."""

@@ -12,15 +12,14 @@ from pyps.run.handshake import RunState
 from pyps.run.rounds import Settled
 from pyps.service.calls import Context
 from pyps.service.convert import receipt_of
-from pyps.service.metrics import resident_bytes
 from pyps.service.report import (
     Addresses,
     histogram_of,
     learning_rates_of,
+    memory_of,
     places,
     shard_info,
     status_of,
-    summarise,
     tensor_info,
     worker_info,
 )
@@ -62,13 +61,11 @@ class Inspector(InspectorServicer):
     """Answers from threads of its own; reads the run, one shard's lock at a time."""
 
     def __init__(self, host: Host, *, addresses: Addresses, transports: Sequence[Transport]):
+        self._host = host
         self._run = host.run
         self._addresses = addresses
-        self._budget = host.budget
         self._checkpoints = host.checkpoints
         self._transports = transports
-        self._serializations = host.serializations
-        self._awaited = host.awaited
         self._threads = {
             kind: ThreadPoolExecutor(count, thread_name_prefix=f"control-{kind}") for kind, count in THREADS.items()
         }
@@ -116,7 +113,7 @@ class Inspector(InspectorServicer):
             if index >= first and partition.model.tensors[index].name.startswith(request.name_prefix)
         ]
         infos = [
-            tensor_info(partition.model.tensors[index], summarise(tensor_places, shards))
+            tensor_info(partition.model.tensors[index], tensor_places, shards)
             for index, tensor_places in held[:page_size]
         ]
         token = str(held[page_size][0]) if len(held) > page_size else ""
@@ -174,21 +171,7 @@ class Inspector(InspectorServicer):
     @_answering
     def GetMemory(self, request: pb.GetMemoryRequest, context: Context) -> pb.Memory:
         """Where the server's memory goes."""
-        shards = list(self._run.shards.values())
-        return pb.Memory(
-            parameters_bytes=4 * sum(shard.length for shard in shards),
-            slots_bytes=sum(shard.slots_bytes for shard in shards),
-            in_flight_bytes=self._budget.bytes_held,
-            in_flight_bytes_max=self._budget.bytes_max,
-            ledger_entries=sum(shard.num_receipts for shard in shards),
-            resident_bytes=resident_bytes(),
-            pending_bytes=sum(shard.pending_bytes for shard in shards),
-            shared_bytes=sum(transport.shared_bytes for transport in self._transports),
-            first_parameters_bytes=self._run.incoming_bytes,
-            ledger_bytes=sum(shard.ledger_bytes for shard in shards),
-            serialized_bytes=self._serializations.bytes_held,
-            late_messages=self._awaited.num_late,
-        )
+        return memory_of(self._host, self._transports)
 
     @_answering
     def Configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureReply:

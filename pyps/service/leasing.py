@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeAlias
 
 from pyps.run.handshake import RunState
@@ -44,16 +45,14 @@ class LeaseCall:
         pass_ = pass_of(request) if request.HasField("pass") else None
         wait_seconds = request.wait_milliseconds / 1000
 
-        def describe() -> str:
-            return f"{sender.worker_id} waits for a portion, for {in_words(queue.waits_for(sender.worker_id))}"
-
+        waits_for = partial(queue.waits_for, sender.worker_id)
         poll = LongPoll(
             run,
             self._work,
             worker_id=sender.worker_id,
             wait_seconds=wait_seconds,
-            describe=describe,
-            waits_for=lambda: queue.waits_for(sender.worker_id),
+            describe=lambda: f"{sender.worker_id} waits for a portion, for {in_words(waits_for())}",
+            waits_for=waits_for,
         )
         # Of its first question: a later one knows no better.
         held: set[int] | None = set(request.held)

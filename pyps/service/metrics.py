@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import socket
 import time
 from bisect import bisect_left
@@ -12,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -34,7 +32,7 @@ from pyps.core.receipt import Reason
 from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
-from pyps.service.report import learning_rates_of
+from pyps.service.report import learning_rates_of, memory_of
 from pyps.service.transport import Host, Transport, name_of
 from pyps.statistics import Statistics, Tally
 from pyps.work import Progress
@@ -42,6 +40,11 @@ from pyps.work import Progress
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# Of what is told of the memory, the bytes that are one gauge.
+MEMORY_KINDS = (
+    *("parameters", "slots", "in_flight", "pending", "first_parameters"),
+    *("ledger", "serialized", "shared", "resident"),
+)
 # A reader that has not got its page within so long is cut off.
 REQUEST_SECONDS = 10.0
 # Readers at once. One more takes the place of the one that came first.
@@ -58,12 +61,10 @@ class RunCollector(Collector):
     """Reads a run's counts at scrape time; nothing is counted twice."""
 
     def __init__(self, host: Host, *, transports: Sequence[Transport]):
+        self._host = host
         self._run = host.run
-        self._budget = host.budget
         self._transports = transports
         self._checkpoints = host.checkpoints
-        self._serializations = host.serializations
-        self._awaited = host.awaited
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family, also those without a value yet: a dashboard never misses one."""
@@ -135,25 +136,15 @@ class RunCollector(Collector):
         yield gauge("version_max", "The max of the shards' versions.", max(versions.values(), default=0))
         listed = versions if len(versions) <= LISTED_MAX else {}
         yield gauge("shard_version", f"Each shard's version, up to {LISTED_MAX} shards.", listed, by="shard")
-        memory = {
-            "parameters": 4 * sum(shard.length for shard in shards),
-            "slots": sum(shard.slots_bytes for shard in shards),
-            "in_flight": self._budget.bytes_held,
-            "pending": sum(shard.pending_bytes for shard in shards),
-            "first_parameters": self._run.incoming_bytes,
-            "ledger": sum(shard.ledger_bytes for shard in shards),
-            "serialized": self._serializations.bytes_held,
-            "shared": sum(transport.shared_bytes for transport in self._transports),
-            "resident": resident_bytes(),
-        }
-        yield gauge("memory_bytes", "Bytes held, by what for.", memory, by="kind")
-        yield gauge("in_flight_bytes_max", "Most bytes of pushes and pulls held at once.", self._budget.bytes_max)
+        memory = memory_of(self._host, self._transports)
+        kinds = {kind: getattr(memory, f"{kind}_bytes") for kind in MEMORY_KINDS}
+        yield gauge("memory_bytes", "Bytes held, by what for.", kinds, by="kind")
+        yield gauge("in_flight_bytes_max", "Most bytes of pushes and pulls held at once.", memory.in_flight_bytes_max)
         pending = sum(shard.num_pending for shard in shards)
         yield gauge("pending_gradients", "Gradients that wait for an update.", pending)
-        late = self._awaited.num_late
-        yield gauge("late_messages", "Messages that have not come for 5 s; gRPC may hold most of each.", late)
-        receipts = sum(shard.num_receipts for shard in shards)
-        yield gauge("ledger_receipts", "Receipts kept for repeated pushes.", receipts)
+        meaning = "Messages that have not come for 5 s; gRPC may hold most of each."
+        yield gauge("late_messages", meaning, memory.late_messages)
+        yield gauge("ledger_receipts", "Receipts kept for repeated pushes.", memory.ledger_entries)
 
 
 class MetricsServer:
@@ -250,11 +241,6 @@ async def _read_request(reader: asyncio.StreamReader) -> dict[str, str]:
 def _response(status: str, headers: Iterable[tuple[str, str]], page: bytes) -> bytes:
     lines = [f"{name}: {value}" for name, value in (*headers, ("Content-Length", len(page)))]
     return "\r\n".join([f"HTTP/1.0 {status}", *lines, "", ""]).encode("latin-1") + page
-
-
-def resident_bytes() -> int:
-    """Memory that the process holds at the moment."""
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _family(kind: Any, name: str, meaning: str, value: float | Mapping[str, float], *, by: str = "") -> Metric:

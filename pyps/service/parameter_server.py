@@ -144,17 +144,16 @@ class ParameterServer:
         # A replica takes steps as one worker.
         name = run.membership.name_of(sender.worker_id)
 
-        def describe() -> str:
-            others = names_in_words(run.rounds.waited_for_by(sender.worker_id))
-            return f"{sender.worker_id} waits to begin step {clock + 1}, for {others}"
+        def waits_for() -> tuple[str, ...]:
+            return run.rounds.waited_for_by(sender.worker_id)
 
         poll = LongPoll(
             run,
             self._work,
             worker_id=sender.worker_id,
             wait_seconds=request.wait_milliseconds / 1000,
-            describe=describe,
-            waits_for=lambda: run.rounds.waited_for_by(sender.worker_id),
+            describe=lambda: f"{sender.worker_id} waits to begin step {clock + 1}, for {names_in_words(waits_for())}",
+            waits_for=waits_for,
         )
         ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
         cancelled = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from pyps import _kernels
@@ -15,6 +16,7 @@ from pyps.core.shard import Shard
 from pyps.core.warmup import Staged
 from pyps.run.run import SOFTWARE, Run
 from pyps.service.convert import settings_to
+from pyps.service.transport import Host, Transport
 from pyps.statistics import Tally
 from pyps.storage.folder import CheckpointFolder
 from pyps.storage.plain import checksum_of
@@ -62,6 +64,25 @@ def status_of(run: Run, addresses: Addresses, checkpoints: CheckpointFolder | No
     return status
 
 
+def memory_of(host: Host, transports: Sequence[Transport]) -> pb.Memory:
+    """Where the server's memory goes."""
+    shards = list(host.run.shards.values())
+    return pb.Memory(
+        parameters_bytes=4 * sum(shard.length for shard in shards),
+        slots_bytes=sum(shard.slots_bytes for shard in shards),
+        in_flight_bytes=host.budget.bytes_held,
+        in_flight_bytes_max=host.budget.bytes_max,
+        ledger_entries=sum(shard.num_receipts for shard in shards),
+        resident_bytes=int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE,
+        pending_bytes=sum(shard.pending_bytes for shard in shards),
+        shared_bytes=sum(transport.shared_bytes for transport in transports),
+        first_parameters_bytes=host.run.incoming_bytes,
+        ledger_bytes=sum(shard.ledger_bytes for shard in shards),
+        serialized_bytes=host.serializations.bytes_held,
+        late_messages=host.awaited.num_late,
+    )
+
+
 def learning_rates_of(run: Run) -> list[pb.LearningRate]:
     """The learning rate of each parameter group that has a shard here, as its first shard has it."""
     partition, shards = run.partition, run.shards
@@ -99,8 +120,13 @@ def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
     )
 
 
-def tensor_info(tensor: Tensor, summary: TensorSummary) -> pb.TensorInfo:
-    """A tensor, or one block of a tensor that is cut over parts, and what is held of it here."""
+def tensor_info(tensor: Tensor, tensor_places: Sequence[Place], shards: Mapping[int, Shard]) -> pb.TensorInfo:
+    """A tensor, or one block of a tensor that is cut over parts, and what is held of it here.
+
+    It is read piece by piece, holding one shard's lock at a time.
+    """
+    parts = [_read(shards[place.shard_id], place.piece) for place in tensor_places]
+    first = [value for part in parts for value in part.first_values]
     return pb.TensorInfo(
         name=tensor.name,
         shape=tensor.shape,
@@ -108,7 +134,13 @@ def tensor_info(tensor: Tensor, summary: TensorSummary) -> pb.TensorInfo:
         whole_shape=tensor.whole_shape,
         offset=tensor.offset,
         part=tensor.part,
-        **dataclasses.asdict(summary),
+        held_parameters=sum(place.piece.length for place in tensor_places),
+        version_min=min(part.version for part in parts),
+        version_max=max(part.version for part in parts),
+        norm=math.sqrt(math.fsum(part.sum_of_squares for part in parts)),
+        min=min(part.min for part in parts),
+        max=max(part.max for part in parts),
+        first_values=first[:FIRST_VALUES],
     )
 
 
@@ -207,19 +239,6 @@ class Place(NamedTuple):
     piece: Piece
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSummary:
-    """What is held of one tensor."""
-
-    held_parameters: int
-    version_min: int
-    version_max: int
-    norm: float
-    min: float
-    max: float
-    first_values: tuple[float, ...]
-
-
 def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[Place]]:
     """The pieces of each tensor in these shards, by the tensor's index, in the tensor's order."""
     found: dict[int, list[Place]] = {}
@@ -229,21 +248,6 @@ def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[Pla
     for tensor_places in found.values():
         tensor_places.sort(key=lambda place: place.piece.tensor_offset)
     return dict(sorted(found.items()))
-
-
-def summarise(tensor_places: Sequence[Place], shards: Mapping[int, Shard]) -> TensorSummary:
-    """Reads a tensor piece by piece, holding one shard's lock at a time."""
-    parts = [_read(shards[place.shard_id], place.piece) for place in tensor_places]
-    first = [value for part in parts for value in part.first_values]
-    return TensorSummary(
-        held_parameters=sum(place.piece.length for place in tensor_places),
-        version_min=min(part.version for part in parts),
-        version_max=max(part.version for part in parts),
-        norm=math.sqrt(math.fsum(part.sum_of_squares for part in parts)),
-        min=min(part.min for part in parts),
-        max=max(part.max for part in parts),
-        first_values=tuple(first[:FIRST_VALUES]),
-    )
 
 
 class _Part(NamedTuple):

@@ -5,6 +5,7 @@ A call that waits for a portion or for the end of a pass is a coroutine, never a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import grpc
@@ -150,18 +151,15 @@ class WorkQueueService:
 
     async def _awaited(self, request: wire.AwaitPassRequest, queue: WorkQueue) -> PassOutcome:
         run, pass_, wait_seconds = self._run, pass_of(request), request.wait_milliseconds / 1000
-
-        def describe() -> str:
-            what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
-            return f"the coordinator waits for {what}, for {in_words(queue.waits_for(''))}"
-
+        what = f"the end of pass {pass_}" if pass_ else "workers that open a data set"
+        waits_for = partial(queue.waits_for, "")
         poll = LongPoll(
             run,
             self._work,
             worker_id="",
             wait_seconds=wait_seconds,
-            describe=describe,
-            waits_for=lambda: queue.waits_for(""),
+            describe=lambda: f"the coordinator waits for {what}, for {in_words(waits_for())}",
+            waits_for=waits_for,
         )
         try:
             while True:
