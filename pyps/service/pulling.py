@@ -13,7 +13,7 @@ from pyps.service.calls import Call
 from pyps.service.executor import KernelExecutor
 from pyps.service.leasing import Ask, LeaseCall
 from pyps.service.limits import ByteBudget
-from pyps.service.responses import ALL_SHARDS, OrderedResponses
+from pyps.service.responses import OrderedResponses
 from pyps.service.serializations import Serializations, Wanted
 from pyps.service.waiting import VersionWait
 from pyps.service.work_messages import lease_reply
@@ -88,9 +88,11 @@ class PullStream:
         with self._account.holding(sum(map(len, frames))):
             await self._send([_lease_frame(answer), *frames])
 
-    async def _send(self, messages: Sequence[bytes]) -> None:
-        for message in messages:
-            await self._context.write(message)
+    async def _send(self, messages: list[bytes]) -> None:
+        messages.reverse()
+        while messages:
+            # What was sent is free before the next is.
+            await self._context.write(messages.pop())
 
     async def _send_each(self) -> None:
         replies = OrderedResponses(self._context, self._work, self._account, ahead_max=FRAMES_MAX)
@@ -118,9 +120,8 @@ class PullStream:
         wanted = self._all_wanted()
         num_bytes = sum(each.payload_bytes for each in wanted)
         work_bytes = num_bytes + sum(each.shard.pending_bytes for each in wanted)
-        async with OrderedResponses(self._context, self._work, self._account, ahead_max=1) as replies:
-            job = partial(self._take_whole, whole, wanted)
-            await replies.add(ALL_SHARDS, job, num_bytes=work_bytes, held_bytes=num_bytes)
+        with self._account.holding(num_bytes):
+            await self._send(await self._work.compute(work_bytes, partial(self._take_whole, whole, wanted)))
 
     def _lease_and_take(self, whole: WholeModel, wanted: Sequence[Wanted], ask: Ask) -> tuple[LeaseAnswer, list[bytes]]:
         answers: list[LeaseAnswer] = []

@@ -120,12 +120,12 @@ def shard_info(run: Run, shard: Shard, partition: Partition) -> pb.ShardInfo:
     )
 
 
-def tensor_info(tensor: Tensor, tensor_places: Sequence[Place], shards: Mapping[int, Shard]) -> pb.TensorInfo:
+def tensor_info(tensor: Tensor, pieces: Sequence[tuple[int, Piece]], shards: Mapping[int, Shard]) -> pb.TensorInfo:
     """A tensor, or one block of a tensor that is cut over parts, and what is held of it here.
 
     It is read piece by piece, holding one shard's lock at a time.
     """
-    parts = [_read(shards[place.shard_id], place.piece) for place in tensor_places]
+    parts = [_read(shards[shard_id], piece) for shard_id, piece in pieces]
     first = [value for part in parts for value in part.first_values]
     return pb.TensorInfo(
         name=tensor.name,
@@ -134,7 +134,7 @@ def tensor_info(tensor: Tensor, tensor_places: Sequence[Place], shards: Mapping[
         whole_shape=tensor.whole_shape,
         offset=tensor.offset,
         part=tensor.part,
-        held_parameters=sum(place.piece.length for place in tensor_places),
+        held_parameters=sum(piece.length for _, piece in pieces),
         version_min=min(part.version for part in parts),
         version_max=max(part.version for part in parts),
         norm=math.sqrt(math.fsum(part.sum_of_squares for part in parts)),
@@ -232,21 +232,14 @@ def _tell_behaviour(status: pb.Status, run: Run) -> None:
 FIRST_VALUES = 8
 
 
-class Place(NamedTuple):
-    """Where a piece of a tensor lies."""
-
-    shard_id: int
-    piece: Piece
-
-
-def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[Place]]:
-    """The pieces of each tensor in these shards, by the tensor's index, in the tensor's order."""
-    found: dict[int, list[Place]] = {}
+def places(partition: Partition, shard_ids: Iterable[int]) -> dict[int, list[tuple[int, Piece]]]:
+    """The pieces of each tensor in these shards, each with its shard, by the tensor's index, in the tensor's order."""
+    found: dict[int, list[tuple[int, Piece]]] = {}
     for shard_id in shard_ids:
         for piece in partition.pieces(shard_id):
-            found.setdefault(piece.tensor_index, []).append(Place(shard_id, piece))
+            found.setdefault(piece.tensor_index, []).append((shard_id, piece))
     for tensor_places in found.values():
-        tensor_places.sort(key=lambda place: place.piece.tensor_offset)
+        tensor_places.sort(key=lambda place: place[1].tensor_offset)
     return dict(sorted(found.items()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from pyps.service.convert import for_people
@@ -18,15 +18,8 @@ FIGURES = (
 
 def spec_from(message: wire.DataSpec) -> DataSpec:
     """A data set as a worker describes it."""
-    return DataSpec(
-        name=for_people(message.name),
-        num_examples=message.num_examples,
-        portion_examples=message.portion_examples,
-        batch_size=message.batch_size,
-        shuffle=message.shuffle,
-        seed=message.seed,
-        coordinated=message.coordinated,
-    )
+    told: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(DataSpec)}
+    return DataSpec(**told | {"name": for_people(message.name)})
 
 
 def spec_to(spec: DataSpec) -> wire.DataSpec:

@@ -5,6 +5,7 @@ A call that waits for a portion or for the end of a pass is a coroutine, never a
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -131,14 +132,8 @@ class WorkQueueService:
         request = convert.parse(wire.AwaitPassRequest, message)
         queue = self._coordinated_by(request.sender)
         outcome = await self._awaited(request, queue)
-        reply = wire.AwaitPassReply(
-            complete=outcome.complete,
-            loss_sum=outcome.loss_sum,
-            example_count=outcome.example_count,
-            stage_ids=outcome.stage_ids,
-            progress=progress_to(queue.progress()),
-        )
-        return reply.SerializeToString()
+        progress = progress_to(queue.progress())
+        return wire.AwaitPassReply(**asdict(outcome), progress=progress).SerializeToString()
 
     async def end_work(self, message: bytes, context: Call) -> bytes:
         """Ends the work."""

@@ -91,11 +91,6 @@ class Connection:
         """Whether the caller has gone, though what it sent before may not be read yet."""
         return bool(self._hang_up.poll(0))
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the caller has gone while its request is worked on, which is not heard behind a further request."""
-        return self.task is not None and self.is_hung_up
-
     def close(self) -> None:
         """Ends the connection and its request; memory that a thread still works in is unmapped when it is done."""
         if self.closed:

@@ -251,7 +251,8 @@ class SharedMemory(Transport):
             for connection in list(self._connections):
                 if (
                     connection.is_overdue(loop.time())
-                    or connection.is_abandoned
+                    # Behind a further request that is not heard while one is worked on.
+                    or (connection.task is not None and connection.is_hung_up)
                     or (connection.idle and self._is_forgotten(connection))
                 ):
                     connection.close()
