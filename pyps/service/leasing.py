@@ -51,7 +51,7 @@ class LeaseCall:
             self._work,
             worker_id=sender.worker_id,
             wait_seconds=wait_seconds,
-            describe=lambda: f"{sender.worker_id} waits for a portion, for {in_words(waits_for())}",
+            describe=lambda: f"{sender.worker_id} waits for a portion, for {names_in_words(waits_for()) or 'workers'}",
             waits_for=waits_for,
         )
         # Of its first question: a later one knows no better.
@@ -125,8 +125,3 @@ def pass_of(message: wire.LeaseRequest | wire.BeginPassRequest | wire.AwaitPassR
     """The message's pass."""
     # The field's name is a keyword of Python's.
     return int(getattr(message, "pass"))
-
-
-def in_words(names: tuple[str, ...]) -> str:
-    """Whom a call waits for."""
-    return names_in_words(names) or "workers"

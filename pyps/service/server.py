@@ -106,15 +106,19 @@ class Server:
             if config.checkpoint_dir
             else None
         )
-        self._update_log = _update_log_of(config)
+        self._update_log = (
+            UpdateLog(
+                config.update_log, log_gradients=config.log_gradients, payload_bytes_max=config.log_gradients_max_bytes
+            )
+            if config.update_log
+            else None
+        )
         self._run = Run(config, clock=clock, recorder=self._update_log)
         self._run.on_ready = self._log_ready
         self._standstill = Standstill(TICK_SECONDS, clock=clock)
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._work = KernelExecutor(self._threads, logged=self._update_log is not None)
-        self._serializations = Serializations()
-        self._health = Health()
         self._host = Host(
             config=config,
             token=token,
@@ -122,8 +126,8 @@ class Server:
             work=self._work,
             budget=self._budget,
             awaited=Awaited(max(config.max_workers, LATE_MIN)),
-            health=self._health,
-            serializations=self._serializations,
+            health=Health(),
+            serializations=Serializations(),
             checkpoints=self._checkpoints,
         )
         self._transports = [transport(self._host) for transport in TRANSPORTS]
@@ -185,7 +189,7 @@ class Server:
     def _add_inspector(self, control: grpc.aio.Server, addresses: Addresses) -> None:
         inspector = Inspector(self._host, addresses=addresses, transports=self._transports)
         add_InspectorServicer_to_server(inspector, control)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, control)
+        health_pb2_grpc.add_HealthServicer_to_server(self._host.health, control)
         channelz.add_channelz_servicer(control)
         add_reflection(control, [INSPECTOR, health.SERVICE_NAME, _CHANNELZ])
 
@@ -270,7 +274,7 @@ class Server:
             self._note_standstill()
             # On a thread, since it may make updates; at the present time: a wait for one counts against nobody.
             await self._work.begin(partial(self._run.tick, self._run.clock()))
-            self._serializations.tidy(self._run.shards)
+            self._host.serializations.tidy(self._run.shards)
             if self._config.exit_when_done and self._run.done:
                 # On a thread too: a shard may still be busy with an update that the last one to leave has completed.
                 await self._work.begin(partial(self._run.finish, "all workers are done"))
@@ -383,7 +387,7 @@ class Server:
 
     async def _set_health(self, status: int) -> None:
         # One for both ports, and that of the whole server: probes need to know one port only.
-        self._health.set(status, "", PARAMETER_SERVER, INSPECTOR)
+        self._host.health.set(status, "", PARAMETER_SERVER, INSPECTOR)
 
 
 def _access(config: ServerConfig) -> str:
@@ -421,14 +425,6 @@ def _update_log_in_words(config: ServerConfig) -> str:
     if not config.log_gradients:
         return f"{config.update_log}, without gradients (--log-gradients)"
     return f"{config.update_log}, with gradients up to {in_bytes(config.log_gradients_max_bytes)}"
-
-
-def _update_log_of(config: ServerConfig) -> UpdateLog | None:
-    if config.update_log is None:
-        return None
-    return UpdateLog(
-        config.update_log, log_gradients=config.log_gradients, payload_bytes_max=config.log_gradients_max_bytes
-    )
 
 
 def _versions(run: Run) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -96,14 +97,7 @@ class VectorMachineService:
             iteration=attached.iteration,
             planned_bytes=attached.planned_bytes,
         )
-        return wire.AttachReply(
-            coordinator_epoch=attached.coordinator_epoch,
-            iteration=attached.iteration,
-            state=attached.state,
-            vectors=attached.vectors,
-            num_parameters=attached.num_parameters,
-            planned_bytes=attached.planned_bytes,
-        ).SerializeToString()
+        return wire.AttachReply(**asdict(attached)).SerializeToString()
 
     async def execute(self, message: bytes, context: Call) -> bytes:
         """Executes a program."""

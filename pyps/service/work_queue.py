@@ -20,13 +20,12 @@ from pyps.service.leasing import (
     LEASES_MAX,
     LeaseCall,
     check_few,
-    in_words,
     of_first_server,
     pass_of,
     queue_of,
     refuse_when_replaced,
 )
-from pyps.service.waiting import LongPoll
+from pyps.service.waiting import LongPoll, names_in_words
 from pyps.service.work_messages import lease_reply, progress_to, spec_from, spec_to
 from pyps.work import PassOutcome, WorkQueue
 from pyps_wire import work_pb2 as wire
@@ -153,7 +152,7 @@ class WorkQueueService:
             self._work,
             worker_id="",
             wait_seconds=wait_seconds,
-            describe=lambda: f"the coordinator waits for {what}, for {in_words(waits_for())}",
+            describe=lambda: f"the coordinator waits for {what}, for {names_in_words(waits_for()) or 'workers'}",
             waits_for=waits_for,
         )
         try:

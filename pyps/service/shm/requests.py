@@ -222,7 +222,18 @@ class Requests:
 
     async def attach(self, request: local.LocalAttach, map_it: Callable[[], Memory]) -> Attachment:
         """Takes a worker's memory in, once `map_it`, on a thread, has brought it into reach."""
-        content = self._content(request)
+        run, sender = self._run, request.sender
+        if run.state == RunState.DRAINING:
+            raise ServerUnavailable("this server is shutting down: try again once it is back")
+        # As one state of the run.
+        shards, plan, epoch = run.shards, run.partition, run.epoch
+        # It renews its lease, and refuses strangers.
+        run.shards_to_pull(sender.run_id, sender.worker_id, sender.incarnation, observer=False, shard_ids=())
+        if plan is None or run.shards is not shards:
+            raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
+        member = run.membership.get(sender.worker_id)
+        own = plan.of_parts(member.parts) if member is not None and member.parts else plan
+        content = Content(run.run_id, epoch, plan, own, run.server_index, shards)
         check_layout(request, content)
 
         def lay_out() -> Attachment:
@@ -270,20 +281,6 @@ class Requests:
     def serves(self, attachment: Attachment) -> bool:
         """Whether the run still has the shards that the memory was laid out for."""
         return self._run.shards is attachment.content.shards
-
-    def _content(self, request: local.LocalAttach) -> Content:
-        """The shards that the memory is for, as one state of the run."""
-        run, sender = self._run, request.sender
-        if run.state == RunState.DRAINING:
-            raise ServerUnavailable("this server is shutting down: try again once it is back")
-        shards, plan, epoch = run.shards, run.partition, run.epoch
-        # It renews its lease, and refuses strangers.
-        run.shards_to_pull(sender.run_id, sender.worker_id, sender.incarnation, observer=False, shard_ids=())
-        if plan is None or run.shards is not shards:
-            raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
-        member = run.membership.get(sender.worker_id)
-        own = plan.of_parts(member.parts) if member is not None and member.parts else plan
-        return Content(run.run_id, epoch, plan, own, run.server_index, shards)
 
 
 def _together(gradient: Gradient, shard: Shard) -> bytes:
