@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pyps_wire.errors import ForkedClient
 
 # Grows in each forked child, so that objects made before the fork can tell.
-_generation = 0
+generation = 0
 
 # What the parent's connections are made of. A child must not free it either: freeing talks to threads it has
 # not got.
@@ -23,8 +23,8 @@ def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Calla
 
 
 def _count_fork() -> None:
-    global _generation
-    _generation += 1
+    global generation
+    generation += 1
 
 
 at_fork(after_in_child=_count_fork)
@@ -34,12 +34,12 @@ class ForkGuard:
     """Remembers the process that made it."""
 
     def __init__(self) -> None:
-        self._generation = _generation
+        self._generation = generation
 
     @property
     def in_child(self) -> bool:
         """True in a process forked after this guard was made."""
-        return self._generation != _generation
+        return self._generation != generation
 
     def check(self) -> None:
         """Raises ForkedClient in a forked child."""

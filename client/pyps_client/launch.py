@@ -11,19 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyps_client.in_process import InProcess
-from pyps_client.local_link import SharedMemory
-from pyps_client.transport import Transport
+from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.errors import BadRequest
 
 DEFAULT_PORT = 7610
-TRANSPORTS: Mapping[str, Transport] = {
-    "auto": SharedMemory(insists=False),
-    "shm": SharedMemory(insists=True),
-    "grpc": Transport(),
-    "in_process": InProcess(),
-}
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WORDS = {
     "1": True,
@@ -75,8 +67,7 @@ class Launch:
         object.__setattr__(self, "servers", parse_servers(self.servers))
         codec_of(self.codec)
         codec_of(self.pull_codec)
-        if self.transport not in TRANSPORTS:
-            raise BadRequest(f"transport is {self.transport!r}; expected one of {', '.join(TRANSPORTS)}.")
+        check_transport(self.transport)
         _check_place(self.worker_index, self.worker_count)
         if self.parts < 1:
             raise BadRequest(f"parts (PYPS_PARTS) is {self.parts}; expected 1 or more.")
@@ -89,7 +80,7 @@ class Launch:
     @property
     def way(self) -> Transport:
         """The transport itself."""
-        return TRANSPORTS[self.transport]
+        return named(self.transport)
 
     @classmethod
     def from_environment(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import operator
 import os
@@ -20,9 +19,8 @@ import numpy as np
 import pytest
 
 from client_support import addresses, gradients_like, make_client, small_model, start_servers
-from pyps_client.crew import Crew
-from pyps_client.local_link import LocalLink
-from pyps_client.torch.overlap import Lane
+from pyps_client.transport.shared_memory import SharedMemoryLink
+from pyps_client.transport.threads import Threads
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
 from pyps_wire.local_pb2 import LocalRequest
 from support import PythonProcess, ServerProcess, inspect, wait_until
@@ -150,13 +148,12 @@ class PressedSocket(socket.socket):
 
 class PressedLock:
     def __init__(self, press: Press) -> None:
-        self._press, self._lock = press, _thread.allocate_lock()
+        self._press, self._lock = press, threading.Lock()
+        self._lock.acquire()
         self.release = self._lock.release
 
-    def acquire(self, *arguments: Any) -> bool:
-        if not self._lock.locked():
-            return self._lock.acquire()
-        acquired: bool = self._press.before(self._lock.acquire, *arguments)
+    def acquire(self, *, timeout: float) -> bool:
+        acquired: bool = self._press.before(self._lock.acquire, True, timeout)
         return acquired
 
 
@@ -164,7 +161,7 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait() -> None
     near, far = socket.socketpair()
     pressed = PressedSocket(fileno=near.detach())
     pressed.press = Press()
-    link = LocalLink(pressed, name="server 0")
+    link = SharedMemoryLink(pressed, name="server 0")
     link.begin()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -174,27 +171,13 @@ def test_ctrl_c_just_before_the_wait_for_a_reply_is_seen_amid_the_wait() -> None
     far.close()
 
 
-@pytest.mark.parametrize("kind", ["a push on a thread", "another server's answer"])
-def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    release = threading.Event()
-    lane, crew = Lane[bool]("lane"), Crew()
-    lane.start(lambda: release.wait(100))
-    # Its thread is there already, else the start of one would be waited for first.
-    crew.run([lambda _: True] * 2)
-    wait_until(lambda: crew._idle._value, what="an idle thread")
-    waits: dict[str, Callable[[], object]] = {
-        "a push on a thread": lane.wait,
-        "another server's answer": lambda: crew.run([lambda _: True, lambda _: release.wait(100)], cut=release.set),
-    }
-    press = Press()
-    monkeypatch.setattr("threading._allocate_lock", lambda: PressedLock(press))
+def test_ctrl_c_just_before_the_wait_for_a_thread_is_seen_amid_the_wait() -> None:
+    threads, release = Threads(), threading.Event()
+    future = threads.submit(lambda: release.wait(100))
+    future._under_way = PressedLock(Press())  # type: ignore[assignment]
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        waits[kind]()
+        future.wait()
     assert time.monotonic() - began < 50
-    monkeypatch.undo()
     release.set()
-    lane.stop()
-    crew.close()
+    threads.close()

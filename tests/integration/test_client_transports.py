@@ -150,10 +150,10 @@ def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
     tensors = small_model()
     reference = Reference(tensors)
     server = start_server_process()
-    monkeypatch.setattr("pyps_client.connection.CALL_SECONDS", 0.5)
-    monkeypatch.setattr("pyps_client.watchdog.NAP_SECONDS", 0.5)
+    monkeypatch.setattr("pyps_client.transport.connection.CALL_SECONDS", 0.5)
+    monkeypatch.setattr("pyps_client.transport.grpc.NAP_SECONDS", 0.5)
     quick_to_tell = partial(RetryPolicy, report_first_seconds=0, call_seconds_max=0.5)
-    monkeypatch.setattr("pyps_client.servers.RetryPolicy", quick_to_tell)
+    monkeypatch.setattr("pyps_client.transport.connection.RetryPolicy", quick_to_tell)
     with make_client(server.data, transport=transport) as client, ThreadPoolExecutor(1) as pool:
         gradients = gradients_like(tensors, 0)
         client.exchange(gradients)

@@ -14,7 +14,7 @@ OUTSIDE_WORLD = (
     *("subprocess", "signal", "multiprocessing", "logging"),
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_channelz", "grpc_status")
-CLIENT_TRANSPORT = ("pyps_client.channel", "pyps_client.lease", "pyps_client.open_stream")
+CLIENT_TRANSPORT = ("pyps_client.transport.grpc", "pyps_client.lease")
 
 
 @dataclass(frozen=True)

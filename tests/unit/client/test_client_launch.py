@@ -147,7 +147,7 @@ def test_a_wrong_variable_is_refused_by_name() -> None:
 
 
 def test_a_worker_may_choose_each_transport_that_servers_have() -> None:
-    assert {transport.name for transport in server.TRANSPORTS} == launch.TRANSPORTS.keys() - {"auto"}
+    assert {transport.name for transport in server.TRANSPORTS} == set(launch.TRANSPORTS) - {"auto"}
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:

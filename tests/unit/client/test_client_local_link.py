@@ -1,4 +1,4 @@
-"""pyps_client.local_link over real sockets: turns, replies in pieces, losses."""
+"""pyps_client.transport.shared_memory over real sockets: turns, replies in pieces, losses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps_client.lent import Layout, Lending, segment_bytes
-from pyps_client.local_link import LocalLink
 from pyps_client.retry import Busy, LocalLost
-from pyps_client.segment import Segment
+from pyps_client.transport.lent import Layout, Lending, segment_bytes
+from pyps_client.transport.shared_memory import Segment, SharedMemoryLink
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError, UnknownWorker, WaitTimedOut
@@ -29,9 +28,9 @@ PULLED.pulled.SetInParent()
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[LocalLink, socket.socket]]:
+def ends() -> Iterator[tuple[SharedMemoryLink, socket.socket]]:
     near, far = socket.socketpair()
-    link = LocalLink(near, name="server 0")
+    link = SharedMemoryLink(near, name="server 0")
     yield link, far
     link.close()
     far.close()
@@ -48,7 +47,7 @@ def refusal(status: str, name: str) -> LocalReply:
     return reply
 
 
-def ask(link: LocalLink, seconds: float = 20.0) -> LocalReply:
+def ask(link: SharedMemoryLink, seconds: float = 20.0) -> LocalReply:
     assert link.begin()
     try:
         return link.request(PULL, timeout_seconds=seconds)
@@ -56,7 +55,7 @@ def ask(link: LocalLink, seconds: float = 20.0) -> LocalReply:
         link.end()
 
 
-def test_requests_are_framed_and_replies_may_come_in_pieces(ends: tuple[LocalLink, socket.socket]) -> None:
+def test_requests_are_framed_and_replies_may_come_in_pieces(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, far = ends
     reply = LocalReply()
     for shard_id in range(20_000):
@@ -80,7 +79,9 @@ REFUSALS: list[tuple[str, str, type[Exception]]] = [
 ]
 
 
-def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(ends: tuple[LocalLink, socket.socket]) -> None:
+def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(
+    ends: tuple[SharedMemoryLink, socket.socket],
+) -> None:
     link, far = ends
     for status, name, error in REFUSALS:
         far.sendall(framed(refusal(status, name)))
@@ -92,7 +93,7 @@ def test_a_refusal_is_the_error_that_it_names_and_leaves_the_link_open(ends: tup
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x05\0", LENGTH.pack(3) + b"\xff\xff\xff"])
-def test_an_end_without_an_answer_is_a_loss(ends: tuple[LocalLink, socket.socket], answer: bytes) -> None:
+def test_an_end_without_an_answer_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket], answer: bytes) -> None:
     link, far = ends
     far.sendall(answer)
     far.shutdown(socket.SHUT_WR)
@@ -101,14 +102,14 @@ def test_an_end_without_an_answer_is_a_loss(ends: tuple[LocalLink, socket.socket
     assert link.lost
 
 
-def test_silence_is_a_loss(ends: tuple[LocalLink, socket.socket]) -> None:
+def test_silence_is_a_loss(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, _ = ends
     with pytest.raises(LocalLost, match="no answer within the call's deadline"):
         ask(link, 0.05)
     assert link.lost
 
 
-def test_closing_ends_a_request_under_way(ends: tuple[LocalLink, socket.socket]) -> None:
+def test_closing_ends_a_request_under_way(ends: tuple[SharedMemoryLink, socket.socket]) -> None:
     link, far = ends
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask, link)
@@ -118,7 +119,9 @@ def test_closing_ends_a_request_under_way(ends: tuple[LocalLink, socket.socket])
             asking.result(20)
 
 
-def test_a_link_that_is_closed_just_before_a_turn_ends_keeps_no_socket(ends: tuple[LocalLink, socket.socket]) -> None:
+def test_a_link_that_is_closed_just_before_a_turn_ends_keeps_no_socket(
+    ends: tuple[SharedMemoryLink, socket.socket],
+) -> None:
     link, _ = ends
 
     class ClosedMeanwhile:
@@ -142,7 +145,7 @@ def test_a_link_that_is_closed_just_before_a_turn_ends_keeps_no_socket(ends: tup
 
 
 def test_who_would_wait_for_a_held_request_is_sent_elsewhere_and_who_waits_for_a_quick_one_gets_its_turn(
-    ends: tuple[LocalLink, socket.socket],
+    ends: tuple[SharedMemoryLink, socket.socket],
 ) -> None:
     link, _ = ends
     assert link.begin(parks=True)
@@ -176,8 +179,8 @@ def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
     thread = threading.Thread(target=liar)
     thread.start()
     with pytest.raises(LocalLost, match="does not see this worker's memory"):
-        LocalLink.attach(offer, lending, Sender(), name="server 0")
+        SharedMemoryLink.attach(offer, lending, Sender(), name="server 0")
     thread.join(20)
     listener.close()
     with pytest.raises(LocalLost, match="refused"):
-        LocalLink.attach(offer, lending, Sender(), name="server 0")
+        SharedMemoryLink.attach(offer, lending, Sender(), name="server 0")

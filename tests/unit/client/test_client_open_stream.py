@@ -1,4 +1,4 @@
-"""pyps_client.open_stream and the channel's exchange: rounds on one call, over real gRPC servers."""
+"""Rounds on a call that stays open, over real gRPC servers: pyps_client.transport.grpc."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from pyps_client import open_stream, watchdog
-from pyps_client.channel import GrpcChannel
-from pyps_client.open_stream import DirectStream, QueuedStream
 from pyps_client.retry import Busy, LinkLost
+from pyps_client.transport import grpc as transport
+from pyps_client.transport.grpc import DirectStream, GrpcChannel, QueuedStream
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import METADATA_KEY, LimitExceeded, PypsError, UnknownWorker
 from support import PythonProcess
@@ -31,7 +30,7 @@ class EchoServer:
         self.hushed: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         # More threads than calls: a stream that was given up holds its own until the server notices.
         self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.max_receive_message_length", -1)])
-        handlers = {"Exchange": grpc.stream_stream_rpc_method_handler(self._exchange)}
+        handlers = dict.fromkeys(("Exchange", "Push"), grpc.stream_stream_rpc_method_handler(self._exchange))
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PARAMETER_SERVER, handlers),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
@@ -68,13 +67,13 @@ def channel(
     request: pytest.FixtureRequest, server: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[GrpcChannel]:
     if request.param == "queued":
-        monkeypatch.setattr(open_stream, "cygrpc", None)
+        monkeypatch.setattr(transport, "cygrpc", None)
     made = GrpcChannel(server.address, token="secret", use_proxy=False)
     yield made
     made.close()
 
 
-def echo(channel: GrpcChannel, *messages: bytes, seconds: float = 20.0) -> list[bytes]:
+def echo(channel: GrpcChannel, *messages: bytes, seconds: float = 20.0, push: bool = False) -> list[bytes]:
     """One round."""
     replies: list[bytes] = []
 
@@ -82,14 +81,14 @@ def echo(channel: GrpcChannel, *messages: bytes, seconds: float = 20.0) -> list[
         replies.append(message)
         return len(replies) == len(messages)
 
-    channel.exchange(iter(messages), take, timeout_seconds=seconds)
+    (channel.push if push else channel.exchange)(iter(messages), take, timeout_seconds=seconds)
     return replies
 
 
 def test_this_grpcio_has_what_the_direct_stream_is_built_from(server: EchoServer) -> None:
     """A newer one that lacks it is served by the other stream, at twice the cost: time to look for another way."""
     with grpc.insecure_channel(server.address) as channel:
-        stream = open_stream.open_stream(channel, "/x/Y", ())
+        stream = transport.open_stream(channel, "/x/Y", ())
         assert isinstance(stream, DirectStream)
         stream.close()
 
@@ -99,6 +98,22 @@ def test_many_rounds_are_one_call(server: EchoServer, channel: GrpcChannel) -> N
         message = str(number).encode()
         assert echo(channel, message, message * 2) == [message, message * 2]
     assert server.calls == 1
+
+
+def test_pushes_go_beside_an_exchange_on_a_call_of_their_own(server: EchoServer, channel: GrpcChannel) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(echo, channel, b"hush")
+        server.hushed.get(timeout=20)
+        for number in range(3):
+            assert echo(channel, b"%d" % number, push=True) == [b"%d" % number]
+        assert not asking.done()
+        with pytest.raises(UnknownWorker):
+            echo(channel, b"fail UnknownWorker", push=True)
+        assert echo(channel, b"after", push=True) == [b"after"]
+        assert server.calls == 3, "one of exchanges, and one of pushes before and after the verdict"
+        channel.close()
+        with pytest.raises(LinkLost):
+            asking.result(20)
 
 
 def test_both_directions_are_busy_at_once(channel: GrpcChannel) -> None:
@@ -143,7 +158,7 @@ def test_a_verdict_ends_the_round_and_the_next_has_a_call_of_its_own(
 def test_a_round_that_lasts_too_long_is_a_loss(
     server: EchoServer, channel: GrpcChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "NAP_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "NAP_SECONDS", 0.1)
     assert echo(channel, b"quick", seconds=20.0) == [b"quick"]
     with pytest.raises(LinkLost, match="no answer within the call's deadline"):
         echo(channel, b"hush", seconds=0.3)
@@ -185,8 +200,7 @@ def test_a_frame_that_cannot_be_made_ends_the_round(channel: GrpcChannel) -> Non
 # Rounds without a pause, each with a signal at some instant of it, also where gRPC has fetched an event just then.
 INTERRUPTED = """
 import random, signal, sys
-from pyps_client import open_stream
-from pyps_client.channel import GrpcChannel
+from pyps_client.transport.grpc import GrpcChannel
 
 class Alarm(Exception):
     pass
@@ -228,11 +242,11 @@ def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
         """grpcio's inner module or channel, in which one name means something else."""
         return SimpleNamespace(**{each: getattr(real, each) for each in dir(real) if each != name}, **other)
 
-    monkeypatch.setattr(open_stream, "cygrpc", differing(open_stream.cygrpc))
+    monkeypatch.setattr(transport, "cygrpc", differing(transport.cygrpc))
     channel = GrpcChannel(server.address, token="", use_proxy=False)
     channel._grpc._channel = differing(channel._grpc._channel)
     assert echo(channel, b"a", b"b") == [b"a", b"b"]
-    assert isinstance(channel._stream, QueuedStream)
+    assert isinstance(channel._streams["Exchange"], QueuedStream)
     channel.close()
 
 
@@ -241,17 +255,17 @@ def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
 def test_a_direct_stream_that_fails_amid_its_life_has_all_go_on_by_queued_ones(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
 ) -> None:
-    monkeypatch.setattr(open_stream, "cygrpc", open_stream.cygrpc)
+    monkeypatch.setattr(transport, "cygrpc", transport.cygrpc)
     channels = [GrpcChannel(server.address, token="secret", use_proxy=False) for _ in range(2)]
     assert [echo(channel, b"one") for channel in channels] == [[b"one"], [b"one"]]
-    stream = channels[0]._stream
+    stream = channels[0]._streams["Exchange"]
     assert isinstance(stream, DirectStream)
     stream._call = FailingCall(stream._call, name, error, module="grpc._cython.cygrpc")
     for channel in channels:
         with pytest.raises(LinkLost, match="the direct stream failed"):
             echo(channel, b"two")
         assert echo(channel, b"three") == [b"three"]
-        assert isinstance(channel._stream, QueuedStream)
+        assert isinstance(channel._streams["Exchange"], QueuedStream)
         channel.close()
 
 
@@ -260,13 +274,13 @@ def test_what_a_signals_handler_raises_amid_a_direct_stream_is_the_programs(serv
     """Torch's for a loader whose process died raises RuntimeError."""
     channel = GrpcChannel(server.address, token="secret", use_proxy=False)
     assert echo(channel, b"one") == [b"one"]
-    stream = channel._stream
+    stream = channel._streams["Exchange"]
     assert isinstance(stream, DirectStream)
     stream._call = FailingCall(stream._call, name, RuntimeError, module="torch.utils.data._utils.signal_handling")
     with pytest.raises(RuntimeError, match="as was asked for"):
         echo(channel, b"two")
     assert echo(channel, b"three") == [b"three"]
-    assert isinstance(channel._stream, DirectStream)
+    assert isinstance(channel._streams["Exchange"], DirectStream)
     channel.close()
 
 

@@ -13,8 +13,8 @@ import weakref
 import numpy as np
 import pytest
 
-from pyps_client.lent import ALIGNMENT_BYTES, Layout, Lending, segment_bytes
-from pyps_client.segment import Segment
+from pyps_client.transport.lent import ALIGNMENT_BYTES, Layout, Lending, segment_bytes
+from pyps_client.transport.shared_memory import Segment
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.partition import Model, Tensor

@@ -1,0 +1,199 @@
+"""The ways to a server: what each makes of calls and of lent vectors, and which there are."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from google.protobuf.message import Message
+
+from pyps_client.retry import LocalLost
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.errors import BadRequest, ServerUnavailable
+from pyps_wire.local_pb2 import LocalReply, LocalRequest
+from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
+
+if TYPE_CHECKING:
+    from pyps_client.transport.lent import Lending, Memory
+
+Reply = TypeVar("Reply", bound=Message)
+# Takes a reply; True once it was the round's last.
+Take = Callable[[bytes], bool]
+
+# How often a thread that waits for its turn looks whether that may take long.
+LOOK_SECONDS = 0.005
+
+NO_OFFER = "it offers no shared memory"
+
+
+class Channel(ABC):
+    """A connection of its own to one server. Calls raise the server's own error, LinkLost or Busy."""
+
+    # The transport, by its name.
+    transport: ClassVar[str]
+    address: str
+
+    @abstractmethod
+    def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Calls a method with one request and one reply."""
+
+    @abstractmethod
+    def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
+        """Begins such a call and returns a future of its reply; gRPC's has gRPC's errors."""
+
+    @abstractmethod
+    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
+        """Sends messages from an iterator, on another thread, and yields the answers as bytes."""
+
+    @abstractmethod
+    def exchange(
+        self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
+    ) -> None:
+        """Sends one round of a method, and hands the answers to `take` until it says that all are there.
+
+        One round of a method at a time.
+        """
+
+    def push(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        """Does the same with `Push`: also while a round of `Exchange` is under way."""
+        self.exchange(frames, take, timeout_seconds=timeout_seconds, method="Push")
+
+    @abstractmethod
+    def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
+        """Sends one request and yields the answers as bytes."""
+
+    @abstractmethod
+    def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        """Sends messages from an iterator and returns the one reply."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+
+
+class Link(ABC):
+    """A way for lent vectors, which the server sees too: requests without numbers.
+
+    Requests and replies alternate, so one thread at a time has it.
+    """
+
+    # The transport, by its name.
+    transport: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        # Whether the request under way is one that the server holds until it is time.
+        self._parked = False
+        self.lost = False
+
+    def begin(self, *, parks: bool = False) -> bool:
+        """Takes the link for one request. False where the server holds another thread's until it is time.
+
+        `parks` tells that this request may be held so.
+        """
+        if not self._turn.acquire(blocking=False):
+            while not self._turn.acquire(timeout=LOOK_SECONDS):
+                if self._parked:
+                    return False
+        self._parked = parks
+        return True
+
+    def end(self) -> None:
+        """Leaves the link to others."""
+        self._parked = False
+        self._turn.release()
+        if self.lost:
+            # Looked at after the release: who closes the link meanwhile finds it free, or has set this before.
+            self.close()
+
+    @abstractmethod
+    def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
+        """Asks within one's turn. Raises LocalLost, Busy or the server's own error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the link, also once more; a thread that waits for a reply is told."""
+
+
+class Transport(ABC):
+    """A transport that a worker may choose."""
+
+    # Whether vectors are lent in memory that the server may see.
+    shares = False
+    # Whether the worker ends rather than go on by calls where a server does not share them.
+    insists = False
+
+    @abstractmethod
+    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
+        """A way for calls; what is wrong with it, calls tell."""
+
+    def memory(self, num_bytes: int) -> Memory:
+        """Memory for vectors that are lent. Raises OSError where it cannot be had."""
+        raise OSError("this transport shares no memory")
+
+    def offer(self, reply: HelloReply, address: str) -> LocalTransport | None:
+        """Where to attach that memory, by what the server at this address says; None for nowhere."""
+        return None
+
+    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> Link:
+        """Attaches it to a server of that name. Raises LinkLost or a PypsError that says why it cannot be."""
+        raise LocalLost(f"{name} cannot see this worker's memory")
+
+    def hindrance(self, reply: HelloReply) -> str:
+        """Why no memory can be shared with the server that gave this reply; empty where nothing speaks against it."""
+        return NO_OFFER
+
+    def check_shareable(self, server: str, reply: HelloReply) -> None:
+        """Raises ServerUnavailable where no memory can be shared with the server that gave this reply."""
+        if reason := self.hindrance(reply):
+            raise cannot_share(server, reason)
+
+
+# Loaded when they are used: one of them needs what only Linux has, another may have no server to call.
+_CLASSES = {
+    "auto": "pyps_client.transport.shared_memory:SharedMemory",
+    "shm": "pyps_client.transport.shared_memory:OnlySharedMemory",
+    "grpc": "pyps_client.transport.grpc:Grpc",
+    "in_process": "pyps_client.transport.in_process:InProcess",
+}
+TRANSPORTS = tuple(_CLASSES)
+
+
+def check_transport(name: str) -> None:
+    """Refuses a name that is none, or of what this system has not got."""
+    if name not in TRANSPORTS:
+        raise BadRequest(f"transport is {name!r}; expected one of {', '.join(TRANSPORTS)}.")
+    if name == "shm" and not _has_shared_memory():
+        raise BadRequest(
+            "transport is 'shm', but workers share memory with servers on Linux only; set transport (PYPS_TRANSPORT) "
+            "to 'auto' or 'grpc'."
+        )
+
+
+@functools.cache
+def named(name: str) -> Transport:
+    """The transport of that name."""
+    if name == "auto" and not _has_shared_memory():
+        name = "grpc"
+    module, _, of_module = _CLASSES[name].partition(":")
+    made: Transport = getattr(importlib.import_module(module), of_module)()
+    return made
+
+
+def cannot_share(server: str, reason: str) -> ServerUnavailable:
+    """The error for a worker that insists on shared memory which a server does not share."""
+    return ServerUnavailable(
+        f"transport is 'shm', but no memory can be shared with {server}: {reason}. Run worker and "
+        "server on one machine, as one user, with the server's --local-socket where both see it; or set "
+        "transport (PYPS_TRANSPORT) to 'auto'."
+    )
+
+
+def _has_shared_memory() -> bool:
+    return hasattr(os, "memfd_create") and hasattr(socket, "AF_UNIX")

@@ -1,0 +1,353 @@
+"""The servers of a run as a caller sees them, each through losses of its connection."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from pyps_client import fork
+from pyps_client.fork import ForkGuard
+from pyps_client.launch import Launch
+from pyps_client.outage import Outage
+from pyps_client.retry import Busy, LinkLost, LocalLost, RetryPolicy, Wait
+from pyps_client.transport import Channel, Link
+from pyps_client.transport.threads import Threads
+from pyps_client.vectors import Vectors, check_vectors, dtype_of
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import Role, Sender
+from pyps_wire.errors import NotInitialized, PypsError, RunFinished, UnknownWorker
+from pyps_wire.parameter_server_pb2 import LocalTransport
+from pyps_wire.partition import Partition
+
+if TYPE_CHECKING:
+    from pyps_client.conversion import Converter
+    from pyps_client.holdings import Holdings
+    from pyps_client.intake import Intake
+    from pyps_client.parking import Parking
+    from pyps_client.transport.lent import Lending
+
+T = TypeVar("T")
+Operation = Callable[[Channel, threading.Event], T]
+
+# A call with tensors may take this long, and longer by its size. A slow link that still moves is not cut:
+# what came through before the deadline counts, and the next call goes on from there.
+CALL_SECONDS = 60.0
+BYTES_PER_SECOND_MIN = 1_000_000
+
+# An operation that loses a local link so often goes by gRPC.
+LINKS_LOST_MAX = 3
+
+# How long an interrupted caller waits for a server to be done with its memory.
+SETTLE_SECONDS = 3.0
+
+ADVICE = "Check that `pyps serve` runs there, that this is its data port, and that no firewall stands between. "
+
+
+class Connection:
+    """The way to one server. `persist` carries an operation through lost connections and restarts."""
+
+    def __init__(self, index: int, *, launch: Launch, outage: Outage | None = None) -> None:
+        """`outage`: what is told of all of the caller's servers together."""
+        self.index = index
+        self.address = launch.servers[index]
+        self.name = f"server {index} ({self.address})"
+        # The server's epoch, as last heard.
+        self.epoch = 0
+        # Since when it has not answered, heartbeats included.
+        self.outage = outage or Outage()
+        # Whether it was ever left to the server to look through lent gradients, all before it applies any.
+        self.left_to_look = False
+        self._launch = launch
+        self._guard = ForkGuard()
+        self._generation = fork.generation
+        self._cut_because = ""
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._channel: Channel | None = None
+        self._link: Link | None = None
+        self._closed = False
+        # Whether a local link was lost so often that it is not tried again.
+        self._link_is_given_up = False
+
+    @property
+    def channel(self) -> Channel:
+        """The channel in use, made on first use. Raises ForkedClient in a forked child."""
+        self._guard.check()
+        with self._lock:
+            if self._closed:
+                raise RunFinished("The client was closed: make a new one to go on.")
+            if self._channel is None:
+                launch = self._launch
+                self._channel = launch.way.channel(self.address, token=launch.token, use_proxy=launch.use_proxy)
+            return self._channel
+
+    def renew(self, failed: Channel) -> None:
+        """Drops a channel that failed, unless another thread already did."""
+        with self._lock:
+            if self._channel is not failed:
+                return
+            self._channel = None
+        failed.close()
+
+    def cut(self, problem: str = "") -> None:
+        """Makes fail what is under way, on whichever thread, because of that; what comes next connects anew."""
+        self._cut_because = problem
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if self._link is not None:
+            self._link.close()
+        if channel is not None:
+            channel.close()
+
+    @property
+    def link(self) -> Link | None:
+        """The way through memory that this process and the server share, where it is open."""
+        link = self._link
+        return None if link is None or link.lost else link
+
+    @property
+    def is_local(self) -> bool:
+        """Whether lent vectors go through shared memory: the link is open, or lost and to be opened anew."""
+        return self._link is not None
+
+    def link_to_use(self) -> Link | None:
+        """The way of lent vectors: None for gRPC. Raises LocalLost where the link is to be opened anew first."""
+        link = self._link
+        if link is not None and link.lost:
+            # A lost link is never passed over in silence: whoever rejoins opens it again, or detaches.
+            raise LocalLost("the local connection was lost")
+        return link
+
+    def detach(self) -> None:
+        """Gives up the local link: lent vectors go by gRPC."""
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender) -> None:
+        """Opens the local link anew, if it is not open. Raises LinkLost or a PypsError that says why it cannot be."""
+        if self.link is not None:
+            return
+        if self._link_is_given_up:
+            raise LocalLost("it was lost again and again")
+        link = self._launch.way.attach(offer, lending, sender, name=self.name)
+        spare: Link | None = link
+        with self._lock:
+            if not self._closed and self.link is None:
+                spare, self._link = self._link, link
+        if spare is not None:
+            spare.close()
+
+    def close(self) -> None:
+        """Ends the connection for good; in a forked child only forgets it."""
+        if self._guard.in_child:
+            return
+        with self._lock:
+            channel, self._channel, self._closed = self._channel, None, True
+            link, self._link = self._link, None
+        if link is not None:
+            link.close()
+        if channel is not None:
+            channel.close()
+
+    def persist(
+        self,
+        operation: Operation[T],
+        *,
+        rejoin: Callable[[Connection, Channel, float], object],
+        stop: threading.Event,
+        policy: RetryPolicy,
+    ) -> T:
+        """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
+
+        An operation that is run again goes on where it was: it remembers what was answered. It gets `stop`, and
+        gives up a wait of its own when that is set; it is not run again then.
+        """
+        wait: Wait | None = None
+        known = True
+        num_links_lost = 0
+        try:
+            while True:
+                channel = self._channel
+                if channel is None or self._generation != fork.generation:
+                    channel = self.channel
+                try:
+                    if wait is not None and not known:
+                        rejoin(self, channel, wait.call_seconds)
+                        known = True
+                        if stop.is_set():
+                            raise RunFinished(f"The client was closed while it came back to {self.name}.")
+                    self._cut_because = ""
+                    result = operation(channel, stop)
+                except Busy as busy:
+                    problem, progress = str(busy), busy.answered > 0
+                except LocalLost as lost:
+                    # The gRPC connection may be sound: Hello tells, and how to attach anew.
+                    problem, progress, known = str(lost), lost.answered > 0, False
+                    num_links_lost += 1
+                    self._link_is_given_up = num_links_lost >= LINKS_LOST_MAX
+                except LinkLost as lost:
+                    self.renew(channel)
+                    problem, progress, known = str(lost), lost.answered > 0, False
+                except (UnknownWorker, NotInitialized) as refused:
+                    problem, progress, known = str(refused), False, False
+                else:
+                    if wait is None:
+                        self.outage.heard(self.name)
+                    else:
+                        wait.end()
+                    return result
+                if wait is None:
+                    wait = policy.begin(self.name, stop=stop, advice=ADVICE, outage=self.outage)
+                if progress:
+                    wait.restart()
+                wait.pause(self._cut_because or problem)
+        finally:
+            if wait is not None:
+                wait.give_up()
+
+
+class Servers:
+    """A connection a server. Operations on several run at once, each through losses of its connection.
+
+    Where something is given or returned server by server, it is for those of `connections`, in their order.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        rejoin: Callable[[Connection, Channel, float], object],
+        contacts: Sequence[int] | None = None,
+    ) -> None:
+        """`rejoin` introduces the caller again to a server that was lost.
+
+        `contacts`: the indices of the servers that the caller has to do with, 0 first; by default all. No other is
+        ever called.
+        """
+        indices = range(len(launch.servers)) if contacts is None else contacts
+        outage = Outage()
+        self.connections = [Connection(index, launch=launch, outage=outage) for index in indices]
+        self._rejoin = rejoin
+        self._loss = RetryPolicy(launch.loss_wait_seconds, "loss_wait_seconds")
+        self._threads = Threads()
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self.connections)
+
+    def on_all(self, operations: Sequence[Operation[T]]) -> list[T]:
+        """Runs one operation a server and returns their results, in the servers' order; raises the first failure."""
+        try:
+            if len(operations) == 1:
+                # On this thread: nobody else's failure could end it.
+                [operation], stop = operations, self._threads.closed
+                return [self.connections[0].persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)]
+            pairs = zip(self.connections, operations, strict=True)
+            tasks = [partial(self._persist, connection, operation) for connection, operation in pairs]
+            return self._threads.run(tasks, cut=self._cut)
+        except Exception:
+            raise
+        except BaseException:
+            # Ctrl-C. Nobody may write into the caller's vectors once this has left.
+            self._cut()
+            self._settle()
+            raise
+
+    def on_first(self, operation: Operation[T]) -> T:
+        """Runs an operation on server 0."""
+        return self.on_all([operation])[0]
+
+    def intakes(
+        self, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter | None = None
+    ) -> list[Intake]:
+        """The way of each server's parameters into the vectors, one a group, which travel in that codec.
+
+        The vectors are of the codec's type, or float32, into which they are converted.
+        """
+        from pyps_client.intake import Intake
+
+        dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
+        check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
+        converting = {} if converter is None else {"converter": converter}
+        return [
+            Intake(vectors, holdings.of_server[each.index], codec=codec, name=each.name, **converting)
+            for each in self.connections
+        ]
+
+    def read(
+        self,
+        sender: Sender,
+        role: Role,
+        intakes: Sequence[Intake],
+        *,
+        parking: Parking,
+        min_versions: Sequence[Mapping[int, int]],
+        lent: bool = False,
+    ) -> set[int]:
+        """Brings what is newer than held; returns changed shard ids.
+
+        Waits for `min_versions`, shard id to version for each server, while `parking` lasts. `lent`: the vectors are.
+        """
+        from pyps_client.pulling import IncomingPull
+
+        pulls = [
+            IncomingPull(
+                *(sender, role, intake), connection=connection, min_versions=wanted, parking=parking, lent=lent
+            )
+            for connection, intake, wanted in zip(self.connections, intakes, min_versions, strict=True)
+        ]
+        return set().union(*self.on_all(pulls))
+
+    def hurry(self, seconds: float) -> None:
+        """Ends waits for lost servers, those under way too, so long after they were lost: the worker ends."""
+        self._loss.hurry(seconds)
+
+    def give_up(self) -> None:
+        """Ends waits under way and lets nothing new begin; the connections stay."""
+        self._threads.close()
+
+    def close(self) -> None:
+        """Ends the connections for good."""
+        self._threads.close()
+        for connection in self.connections:
+            connection.close()
+
+    def _persist(self, connection: Connection, operation: Operation[T], stop: threading.Event) -> T:
+        return connection.persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)
+
+    def _cut(self) -> None:
+        for connection in self.connections:
+            connection.cut()
+
+    def _settle(self) -> None:
+        """Waits, for SETTLE_SECONDS, until servers are done with memory that they share; opens the links anew."""
+        local = [connection for connection in self.connections if connection.is_local]
+        self._threads.run([partial(self._greet, connection) for connection in local], cut=self._cut)
+
+    def _greet(self, connection: Connection, _: threading.Event) -> None:
+        # A server answers Hello when no earlier request of the caller works in its memory any more.
+        with contextlib.suppress(LinkLost, PypsError):
+            self._rejoin(connection, connection.channel, SETTLE_SECONDS)
+
+
+def contacts_of(own: Partition, whole: Partition, *, leads: bool) -> list[int]:
+    """The servers that a process of a replica has to do with: server 0 and those that hold shards of its parts.
+
+    The leader, which a worker of one process is, has to do with those that hold nobody's, too: they are of the run.
+    """
+    return [
+        index
+        for index in range(whole.num_servers)
+        if index == 0 or own.of_server(index) or (leads and not whole.of_server(index))
+    ]
+
+
+def call_seconds(num_bytes: int) -> float:
+    """The deadline of one call that moves so many bytes."""
+    return CALL_SECONDS + num_bytes / BYTES_PER_SECOND_MIN

@@ -1,0 +1,508 @@
+"""gRPC: calls, streams that stay open from one round to the next, and its errors told in ours."""
+
+from __future__ import annotations
+
+import _thread
+import math
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from pyps_client import fork
+from pyps_client.log import logger
+from pyps_client.retry import Busy, LinkLost
+from pyps_client.transport import Channel, Reply, Take, Transport
+from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
+from pyps_wire.errors import (
+    METADATA_KEY,
+    LimitExceeded,
+    ProtocolMismatch,
+    PypsError,
+    ServerUnavailable,
+    from_status,
+)
+
+try:
+    from grpc._cython import cygrpc  # type: ignore[attr-defined]
+except ImportError:
+    cygrpc = None
+
+Metadata = tuple[tuple[str, str], ...]
+
+# The server allows pings this often; more often it would answer "too many pings".
+KEEPALIVE_SECONDS = 60
+KEEPALIVE_TIMEOUT_SECONDS = 20
+
+# Up to this size a message that is alone is sent in one operation with the wait for its answer.
+SMALL_BYTES = 1 << 16
+
+# A watch sleeps no longer than this while nothing is under way, so that a deadline set meanwhile is not missed by more.
+NAP_SECONDS = 5.0
+
+# Codes with which gRPC itself reports trouble on the way, while the server's verdict is unknown.
+_LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "INTERNAL")
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+# The operations of a stream.
+_OPENED, _GREETED, _SENT, _RECEIVED, _ENDED = range(5)
+
+
+class Grpc(Transport):
+    """gRPC, by which all goes as calls."""
+
+    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
+        return GrpcChannel(address, token=token, use_proxy=use_proxy)
+
+
+class GrpcChannel(Channel):
+    """A channel of gRPC's; a new one resolves the address again."""
+
+    transport = "grpc"
+
+    def __init__(self, address: str, *, token: str, use_proxy: bool) -> None:
+        self.address = address
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._grpc = grpc.insecure_channel(address, options=_options(use_proxy))
+        fork.keep_alive(self._grpc)
+        self._lock = threading.Lock()
+        # By method; changed under _lock, and read without.
+        self._streams: dict[str, DirectStream | QueuedStream] = {}
+
+    def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        message: Reply = self._verdict(self._unary(method, request, reply), request, timeout_seconds)
+        return message
+
+    def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
+        return self._unary(method, request, reply).future(request, timeout=timeout_seconds, metadata=self._metadata)
+
+    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
+        start: Any = self._grpc.stream_stream(METHODS[method])
+        return self._answers(start, iter(requests), timeout_seconds)
+
+    def exchange(
+        self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
+    ) -> None:
+        # On a stream that stays open; after any failure the next round opens another.
+        stream = self._streams.get(method) or self._open_stream(method)
+        try:
+            stream.round(frames, take, timeout_seconds=timeout_seconds)
+        except StreamEnded as ended:
+            self._forget(method, stream)
+            verdict = _verdict_of(ended.code, ended.details, ended.metadata, self.address)
+            raise (Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict) from None
+        except BaseException:
+            self._forget(method, stream)
+            raise
+
+    def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
+        start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
+        return self._answers(start, request, timeout_seconds)
+
+    def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
+        message: Reply = self._verdict(start, iter(requests), timeout_seconds)
+        return message
+
+    def close(self) -> None:
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close()
+        self._grpc.close()
+        fork.let_go(self._grpc)
+
+    def _unary(self, method: str, request: Message, reply: type[Reply]) -> Any:
+        return self._grpc.unary_unary(
+            METHODS[method],
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+
+    def _open_stream(self, method: str) -> DirectStream | QueuedStream:
+        with self._lock:
+            stream = self._streams.get(method)
+            if stream is None:
+                try:
+                    stream = self._streams[method] = open_stream(self._grpc, METHODS[method], self._metadata)
+                except ValueError:
+                    raise LinkLost("the channel was closed") from None
+            return stream
+
+    def _forget(self, method: str, stream: DirectStream | QueuedStream) -> None:
+        with self._lock:
+            if self._streams.get(method) is stream:
+                del self._streams[method]
+        stream.close()
+
+    def _verdict(self, start: Any, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return start(request, timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise translate(error, self.address) from None
+        except ValueError:
+            raise LinkLost("the channel was closed") from None
+
+    def _answers(self, start: Any, request: Any, timeout_seconds: float) -> Iterator[bytes]:
+        answered = 0
+        try:
+            call = start(request, timeout=timeout_seconds, metadata=self._metadata)
+        except ValueError:
+            raise LinkLost("the channel was closed") from None
+        try:
+            for message in call:
+                answered += 1
+                yield message
+        except grpc.RpcError as error:
+            verdict = translate(error, self.address, answered=answered)
+            if isinstance(verdict, LimitExceeded):
+                # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
+                verdict = Busy(str(verdict), answered=answered)
+            raise verdict from None
+        finally:
+            call.cancel()
+
+
+class StreamEnded(Exception):
+    """The stream ended before its round did. Never leaves this package."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+        self.metadata = metadata
+
+
+def open_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> DirectStream | QueuedStream:
+    """Starts a call that takes messages and answers with messages, in the best way that this grpcio has."""
+    core = getattr(channel, "_channel", None)
+    if cygrpc is not None and hasattr(core, "segregated_call"):
+        try:
+            return DirectStream(core, path, metadata)
+        except Exception as error:
+            if not _is_of_grpcio(error):
+                raise
+            # Or the channel was closed, of which the stable interface tells.
+            logger.debug("grpcio %s has no direct stream: %r", grpc.__version__, error)
+    return QueuedStream(channel, path, metadata)
+
+
+class DirectStream:
+    """A stream driven by the caller's own thread alone. One round at a time.
+
+    grpcio's stable interface iterates requests on one thread and waits for events on another: four hand-overs in a
+    round of one message, which cost more than the message. What it is built from, and its single-threaded calls
+    use too, needs none; `QueuedStream` is there in case that changes.
+    """
+
+    def __init__(self, core: Any, path: str, metadata: Metadata) -> None:
+        self._turn = threading.Lock()
+        # Made for nothing but to know now, not amid a round, that they can be.
+        _ = cygrpc.SendMessageOperation(b"", 0), cygrpc.ReceiveMessageOperation(0)
+        begin = (
+            ((cygrpc.SendInitialMetadataOperation(metadata, 0),), _OPENED),
+            ((cygrpc.ReceiveStatusOnClientOperation(0),), _ENDED),
+            ((cygrpc.ReceiveInitialMetadataOperation(0),), _GREETED),
+        )
+        self._call = core.segregated_call(0, path.encode(), None, None, metadata, None, begin, None)
+        fork.keep_alive(self._call)
+        # Operations begun whose ends have not been fetched: as long as there is one there is something to wait for.
+        self._due = {_OPENED, _ENDED, _GREETED}
+        self._end: StreamEnded | None = None
+        self._watchdog = Watchdog(self._expire)
+
+    def round(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        """Sends the frames, each made when the one before has left, and hands replies to `take` until it says so.
+
+        Sending and reading go on at the same time. Raises StreamEnded; after any exception the stream is of no use.
+        """
+        watchdog, due = self._watchdog, self._due
+        with self._turn:
+            watchdog.deadline = time.monotonic() + timeout_seconds
+            if not watchdog.started:
+                watchdog.start(timeout_seconds)
+            try:
+                upcoming = next(frames, None)
+                if upcoming is not None and len(upcoming) <= SMALL_BYTES and _SENT not in due and _RECEIVED not in due:
+                    first, upcoming = upcoming, next(frames, None)
+                    sending = cygrpc.SendMessageOperation(first, 0)
+                    if upcoming is None:
+                        # All there is, and short: sent in one operation with the wait for its answer.
+                        self._begin((sending, cygrpc.ReceiveMessageOperation(0)), _RECEIVED)
+                    else:
+                        self._begin((sending,), _SENT)
+                while True:
+                    if upcoming is not None and _SENT not in due:
+                        self._begin((cygrpc.SendMessageOperation(upcoming, 0),), _SENT)
+                        # Made while the one before it leaves.
+                        upcoming = next(frames, None)
+                    if _RECEIVED not in due:
+                        self._begin((cygrpc.ReceiveMessageOperation(0),), _RECEIVED)
+                    event = self._fetch()
+                    message = event.batch_operations[-1].message() if event.tag == _RECEIVED else None
+                    if message is not None:
+                        if take(message):
+                            break
+                    elif event.tag in (_RECEIVED, _ENDED):
+                        self._drain()
+                        raise self._ended()
+            except StreamEnded:
+                raise
+            except Exception as error:
+                if not _is_of_grpcio(error):
+                    raise
+                raise _given_up(error) from None
+            watchdog.deadline = math.inf
+
+    def close(self) -> None:
+        """Gives up the call; from any thread, also amid a round."""
+        self._watchdog.end()
+        try:
+            # gRPC does nothing where it has let go of the call itself.
+            self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "the client gave up")
+            # Amid a round its own thread fetches what is due; a signal's handler may run in that very thread.
+            if self._turn.acquire(blocking=False):
+                try:
+                    self._drain()
+                finally:
+                    self._turn.release()
+        except Exception as error:
+            if not _is_of_grpcio(error):
+                raise
+            _given_up(error)
+        fork.let_go(self._call)
+
+    def _begin(self, operations: tuple[Any, ...], tag: int) -> None:
+        begun = False
+        try:
+            # Noted before it is begun: a signal must not come between.
+            self._due.add(tag)
+            begun = self._call.operate(operations, tag)
+        finally:
+            if not begun:
+                self._due.discard(tag)
+        if not begun:
+            # The call is over; its end says why.
+            self._drain()
+            raise self._ended()
+
+    def _fetch(self) -> Any:
+        """Waits for the end of one operation, and notes the call's own.
+
+        An exception is a signal's: gRPC may have let go of the call and its queue, or of this event alone. Nothing can
+        be told to be due then, and to wait for what is not would never end, or use memory that was freed.
+        """
+        try:
+            event = self._call.next_event()
+            self._due.discard(event.tag)
+        except BaseException:
+            self._due.clear()
+            raise
+        if event.tag == _ENDED:
+            end = event.batch_operations[0]
+            code = _CODES.get(end.code(), grpc.StatusCode.UNKNOWN)
+            self._end = StreamEnded(code, end.details() or "", end.trailing_metadata())
+        return event
+
+    def _drain(self) -> None:
+        """Fetches all that is due, so that nothing of the call is left; only once it has ended, or was given up."""
+        while self._due:
+            self._fetch()
+
+    def _ended(self) -> StreamEnded:
+        return self._end or StreamEnded(grpc.StatusCode.CANCELLED, "the stream was closed", ())
+
+    def _expire(self) -> None:
+        self._call.cancel(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "no answer in time")
+
+
+class QueuedStream:
+    """A stream by grpcio's stable interface, which iterates over the frames on a thread of its own."""
+
+    def __init__(self, channel: grpc.Channel, path: str, metadata: Metadata) -> None:
+        self._turn = threading.Lock()
+        self._rounds: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
+        start: Any = channel.stream_stream(path)
+        self._call = start(_frames_of(self._rounds), metadata=metadata)
+        fork.keep_alive(self._call)
+        self._expired = False
+        self._watchdog = Watchdog(self._expire)
+
+    def round(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        with self._turn:
+            self._watchdog.deadline = time.monotonic() + timeout_seconds
+            if not self._watchdog.started:
+                self._watchdog.start(timeout_seconds)
+            self._rounds.put(frames)
+            try:
+                while not take(next(self._call)):
+                    continue
+            except StopIteration:
+                raise StreamEnded(grpc.StatusCode.OK, "", ()) from None
+            except grpc.RpcError as error:
+                raise self._ended(error) from None
+            self._watchdog.deadline = math.inf
+
+    def close(self) -> None:
+        self._watchdog.end()
+        self._rounds.put(None)
+        self._call.cancel()
+        fork.let_go(self._call)
+
+    def _ended(self, error: Any) -> StreamEnded:
+        if self._expired:
+            return StreamEnded(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time", ())
+        return StreamEnded(error.code(), error.details() or "", error.trailing_metadata() or ())
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._call.cancel()
+
+
+def _frames_of(rounds: queue.SimpleQueue[Iterator[bytes] | None]) -> Iterator[bytes]:
+    while (frames := rounds.get()) is not None:
+        yield from frames
+
+
+def _is_of_grpcio(error: Exception) -> bool:
+    """Whether grpcio raised it, or our use of its private parts, as with another one than this was written for.
+
+    Whoever makes frames or takes replies may raise the same, and so may a signal's handler, amid anything.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    module = str(frame.f_globals.get("__name__"))
+    return module == __name__ or module.partition(".")[0] == "grpc"
+
+
+def _given_up(error: Exception) -> StreamEnded:
+    """Has every stream go the public way, live ones by failing too; the end of this, whose round is tried again."""
+    global cygrpc
+    if cygrpc is not None:
+        cygrpc = None
+        logger.warning("grpcio %s: the direct stream failed (%r): the slower way from now on", grpc.__version__, error)
+    return StreamEnded(grpc.StatusCode.UNAVAILABLE, "the direct stream failed", ())
+
+
+class Watchdog:
+    """Calls `expire` when a round lasts longer than it was given, on a thread of its own that mostly sleeps.
+
+    To begin and to end a round costs an assignment: the thread looks at the deadline when the one that it saw last
+    has passed.
+    """
+
+    def __init__(self, expire: Callable[[], None]) -> None:
+        """`expire` is a method, held weakly: its object's end is the watch's."""
+        # When the round under way is to be over.
+        self.deadline = math.inf
+        self.started = False
+        self._expire = weakref.WeakMethod(expire)
+        self._ended = threading.Event()
+
+    def start(self, seconds: float) -> None:
+        """Begins to look at the deadline, which is so far away."""
+        # A signal's handler that raises amid the start of a threading.Thread breaks both: the new thread, and what
+        # it raised. After this call the watch runs, whatever is raised; a second one would do no harm.
+        _thread.start_new_thread(_watch, (weakref.ref(self), self._ended, min(seconds, NAP_SECONDS)))
+        self.started = True
+
+    def end(self) -> None:
+        """Ends the watch for good."""
+        self._ended.set()
+
+    def look(self) -> float:
+        """How long the thread may sleep now; calls `expire` where the deadline has passed, once."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            self.deadline = math.inf
+            expire = self._expire()
+            if expire is not None:
+                expire()
+        return min(max(left, 0.0), NAP_SECONDS)
+
+
+def _watch(watchdog: weakref.ref[Watchdog], ended: threading.Event, seconds: float) -> None:
+    while not ended.wait(seconds):
+        watched = watchdog()
+        if watched is None:
+            return
+        seconds = watched.look()
+        del watched
+
+
+def problem_of(call: Any) -> Exception | None:
+    """What went wrong with a call that `Channel.start` began, once it is over; None for nothing."""
+    try:
+        problem: Exception | None = call.exception()
+    except grpc.FutureCancelledError as error:
+        return error
+    return problem
+
+
+def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
+    """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
+    return _verdict_of(error.code(), error.details() or "", error.trailing_metadata(), address, answered=answered)
+
+
+def _verdict_of(
+    code: grpc.StatusCode, details: str, metadata: Any, address: str, *, answered: int = 0
+) -> PypsError | LinkLost:
+    status = code.name
+    if code is grpc.StatusCode.OK:
+        return LinkLost("the server ended the stream", answered=answered)
+    name = next((str(value) for key, value in metadata or () if key == METADATA_KEY), None)
+    if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
+        return LinkLost(_reason(status, details), answered=answered)
+    if name is None and status == "UNIMPLEMENTED":
+        return ProtocolMismatch(
+            f"{address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default "
+            f"{DATA_PORT}), "
+            f"not the control port ({CONTROL_PORT})."
+        )
+    return from_status(status, f"{details} (server {address})", name)
+
+
+def _reason(status: str, details: str) -> str:
+    """gRPC's long-winded details in a few words, where the cause is a known one."""
+    known = {
+        "connection refused": "connection refused, nothing listens there",
+        "dns resolution failed": "the host name cannot be resolved",
+        "errors resolving": "the host name cannot be resolved",
+        "name resolution": "the host name cannot be resolved",
+        "no route to host": "no route to the host",
+        "network is unreachable": "the network is unreachable",
+        "connection reset": "the connection was reset",
+        "socket closed": "the connection was closed",
+    }
+    for sign, words in known.items():
+        if sign in details.lower():
+            return words
+    if status == "DEADLINE_EXCEEDED":
+        return "no answer within the call's deadline"
+    return f"{details or 'no details'} ({status})"
+
+
+def _options(use_proxy: bool) -> list[tuple[str, int]]:
+    return [
+        # The server states and enforces the bounds on messages; here they would only be a second setting to
+        # raise.
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_SECONDS * 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_http_proxy", int(use_proxy)),
+        # No sharing of connections with other channels of this process, nor lookups of service
+        # configurations.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.service_config_disable_resolution", 1),
+        # Pushes are sent again by us, from the buffers: gRPC need not keep copies for retries of its own.
+        ("grpc.enable_retries", 0),
+    ]

@@ -1,0 +1,281 @@
+"""Vectors that are lent to a worker's program: where a server runs on the worker's machine, both see them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client.launch import Launch
+from pyps_client.log import logger
+from pyps_client.retry import LinkLost
+from pyps_client.transport import NO_OFFER, cannot_share
+from pyps_client.transport.connection import Connection
+from pyps_client.vectors import Vectors, dtype_of
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.contract import GRADIENT_BUFFERS_MAX
+from pyps_wire.errors import BadRequest, PypsError
+from pyps_wire.local_pb2 import LocalRequest, LocalVectors
+from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
+from pyps_wire.partition import Model, Partition
+
+# Vectors begin at multiples of a page: so a GPU's driver may pin them, and no two share a line of cache.
+ALIGNMENT_BYTES = 4096
+# Numbers begin behind a page that holds only a segment's nonce.
+HEAD_BYTES = mmap.PAGESIZE
+
+
+class Memory:
+    """Memory for lent vectors, of this process alone: a forked child has a copy."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        # Where a system cannot fork, its memory is of one process anyway.
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        self._memory = mmap.mmap(-1, num_bytes, **flags)
+
+    @property
+    def whole(self) -> memoryview:
+        """All of it."""
+        return memoryview(self._memory)
+
+    def vector(self, offset: int, size: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        """The numbers that begin `offset` bytes from the start. The mapping lasts as long as such a vector."""
+        return np.frombuffer(self._memory, dtype, size, offset)
+
+
+@dataclass(frozen=True)
+class Lent:
+    """The flat vectors of one session, one a parameter group; valid as long as somebody holds one of them."""
+
+    # Where parameters arrive: in the type of the pull codec (float32, float16, or uint16, bfloat16's bits), or float32.
+    parameters: list[npt.NDArray[Any]]
+    # Where gradients leave from, in the push codec's type or float32: as many such lists as were asked for.
+    gradients: list[list[npt.NDArray[Any]]]
+    # True where no other process sees the memory: a forked child has a copy of its own.
+    private: bool = False
+    # The codec in which float32 gradients travel; None where all travel as they lie.
+    converted_to: Codec | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which vectors are lent: the model's groups, in what types, how often."""
+
+    model: Model
+    codec: Codec
+    pull_codec: Codec
+    gradient_buffers: int
+    # Whether vectors that no other process sees are float32, converted on their way.
+    converts: bool = False
+
+    def lists(self) -> Iterator[Codec]:
+        """The codec of each list of vectors: the gradients', then the parameters'."""
+        yield from [self.codec] * self.gradient_buffers
+        yield self.pull_codec
+
+
+class Lending:
+    """What one session has lent, in its own memory or in a segment."""
+
+    def __init__(self, layout: Layout, segment: Memory | None = None) -> None:
+        """In a segment of `segment_bytes(layout)`; without one in the process's own memory."""
+        self.segment = segment
+        self._layout = layout
+        self._offsets = _offsets(layout)
+        if segment is None:
+            lists = _own_lists(layout)
+            converted_to = layout.codec if layout.converts else None
+            self.lent = Lent(lists[-1], lists[:-1], private=True, converted_to=converted_to)
+        else:
+            lists = _shared_lists(layout, segment, self._offsets)
+            self.lent = Lent(lists[-1], lists[:-1])
+
+    def index_of(self, vectors: Vectors) -> int | None:
+        """Which of the lent gradients these are; None where they are others."""
+        for index, lent in enumerate(self.lent.gradients):
+            if vectors is lent or _same(vectors, lent):
+                return index
+        return None
+
+    def are_parameters(self, vectors: Vectors) -> bool:
+        """Whether these are the lent parameters."""
+        return vectors is self.lent.parameters or _same(vectors, self.lent.parameters)
+
+    def attach_request(self, sender: Sender, ticket: bytes) -> LocalRequest:
+        """Says to a server where in the segment everything lies."""
+        assert self.segment is not None
+        vectors = [
+            LocalVectors(codec=codec, offsets=offsets)  # type: ignore[arg-type]
+            for codec, offsets in zip(self._layout.lists(), self._offsets, strict=True)
+        ]
+        request = LocalRequest()
+        request.attach.sender.CopyFrom(sender)
+        request.attach.ticket = ticket
+        request.attach.segment_bytes = self.segment.num_bytes
+        request.attach.gradients.extend(vectors[:-1])
+        request.attach.parameters.CopyFrom(vectors[-1])
+        return request
+
+
+class Sharing:
+    """One session's lent vectors, and the local links to servers that share them.
+
+    Where one cannot be had, that server's gradients and parameters go by gRPC; what is said of it is one line.
+    """
+
+    def __init__(self, launch: Launch, partition: Partition, connections: Sequence[Connection], sender: Sender) -> None:
+        self._launch = launch
+        # Those that matter: to servers that hold shards.
+        self._connections = [connection for connection in connections if partition.of_server(connection.index)]
+        self._sender = sender
+        self._lending: Lending | None = None
+        # By server index, what the last Hello said.
+        self._offers: dict[int, LocalTransport] = {}
+
+    def lend(self, layout: Layout) -> Lending:
+        """Lends vectors, in memory that is shared with every server that offers it; once a session."""
+        if self._lending is not None:
+            raise BadRequest("This session has lent its vectors already: keep what lend() returned, or make another.")
+        if not 1 <= layout.gradient_buffers <= GRADIENT_BUFFERS_MAX:
+            raise BadRequest(
+                f"gradient_buffers is {layout.gradient_buffers}; expected 1 to {GRADIENT_BUFFERS_MAX} of them."
+            )
+        lending = self._shared(layout)
+        if lending is not None:
+            attached = [self._attach(connection, lending) for connection in self._connections]
+            if any(attached):
+                self._lending = lending
+                return lending
+        self._lending = Lending(layout)
+        return self._lending
+
+    def greeted(self, connection: Connection, reply: HelloReply) -> None:
+        """Notes a server's offer; one that had been lost and came back is handed the same memory again."""
+        self._offers.pop(connection.index, None)
+        if (offer := self._launch.way.offer(reply, connection.address)) is not None:
+            self._offers[connection.index] = offer
+        lending = self._lending
+        if lending is not None and lending.segment is not None and connection in self._connections:
+            self._attach(connection, lending)
+
+    def gradients(self, vectors: Vectors) -> int | None:
+        """Which of the lent gradients these are; None for others."""
+        return None if self._lending is None else self._lending.index_of(vectors)
+
+    def are_parameters(self, vectors: Vectors) -> bool:
+        """Whether these are the lent parameters."""
+        return self._lending is not None and self._lending.are_parameters(vectors)
+
+    @property
+    def transport(self) -> str:
+        """The way of lent vectors, by its transport's name, or "mixed"."""
+        names = {(connection.link or connection.channel).transport for connection in self._connections}
+        return "mixed" if len(names) > 1 else names.pop()
+
+    @property
+    def checks_first(self) -> bool:
+        """Whether one server sees all that is pushed, before it applies any.
+
+        Where the link is lost before a push is sent, the push is looked through here (see OutgoingPush).
+        """
+        return len(self._connections) == 1 and self._connections[0].is_local
+
+    def _shared(self, layout: Layout) -> Lending | None:
+        """Vectors in a segment; None where nobody would see it, or it cannot be had."""
+        if not self._launch.way.shares:
+            return None
+        offered = [connection for connection in self._connections if connection.index in self._offers]
+        if not offered:
+            self._refuse(self._connections[0], NO_OFFER)
+            return None
+        try:
+            for codec in layout.lists():
+                codec.require_divisible()
+            return Lending(layout, self._launch.way.memory(segment_bytes(layout)))
+        except BadRequest as refused:
+            self._refuse(offered[0], str(refused))
+            return None
+        except OSError as error:
+            self._refuse(offered[0], f"{segment_bytes(layout)} bytes of memory to share cannot be had ({error})")
+            return None
+
+    def _attach(self, connection: Connection, lending: Lending) -> bool:
+        """Hands the memory to a server; False where its gradients and parameters go by gRPC instead."""
+        if connection.link is not None:
+            return True
+        offer = self._offers.get(connection.index)
+        if offer is None:
+            self._refuse(connection, NO_OFFER)
+            return False
+        try:
+            connection.attach(offer, lending, self._sender)
+        except (LinkLost, PypsError) as problem:
+            self._refuse(connection, str(problem))
+            return False
+        connection.left_to_look = len(self._connections) == 1
+        logger.info("sharing memory with %s", connection.name)
+        return True
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        """Says why a server's vectors go by gRPC from now on; raises where the launch forbids it."""
+        if self._launch.way.insists:
+            raise cannot_share(connection.name, reason)
+        connection.detach()
+        logger.info("gradients and parameters go to and from %s by gRPC: %s", connection.name, reason)
+
+
+def segment_bytes(layout: Layout) -> int:
+    """The size of a segment that holds the layout."""
+    *_, (*_, last) = _offsets(layout)
+    return last + _whole_pages(layout.model.group_sizes[-1], layout.pull_codec)
+
+
+def _offsets(layout: Layout) -> list[list[int]]:
+    """Where each vector begins in a segment, list by list."""
+    offsets: list[list[int]] = []
+    end = HEAD_BYTES
+    for codec in layout.lists():
+        offsets.append([])
+        for size in layout.model.group_sizes:
+            offsets[-1].append(end)
+            end += _whole_pages(size, codec)
+    return offsets
+
+
+def _own_lists(layout: Layout) -> list[list[npt.NDArray[Any]]]:
+    """The vectors, list by list, in the process's own memory."""
+    dtypes = [dtype_of(codec, converted=layout.converts) for codec in layout.lists()]
+    return [[_aligned(size, dtype) for size in layout.model.group_sizes] for dtype in dtypes]
+
+
+def _shared_lists(layout: Layout, segment: Memory, offsets: list[list[int]]) -> list[list[npt.NDArray[Any]]]:
+    """The vectors, list by list, where they begin in a segment."""
+    return [
+        [
+            segment.vector(offset, size, dtype_of(codec, converted=False))
+            for size, offset in zip(layout.model.group_sizes, of_list, strict=True)
+        ]
+        for codec, of_list in zip(layout.lists(), offsets, strict=True)
+    ]
+
+
+def _whole_pages(size: int, codec: Codec) -> int:
+    return -(-codec.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _same(vectors: Vectors, lent: Vectors) -> bool:
+    return len(vectors) == len(lent) and all(map(is_, vectors, lent))
+
+
+def _aligned(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    num_bytes = size * dtype.itemsize
+    block = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -block.ctypes.data % ALIGNMENT_BYTES
+    return block[start : start + num_bytes].view(dtype)

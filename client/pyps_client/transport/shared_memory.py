@@ -1,0 +1,254 @@
+"""The way to a server on the worker's own machine: requests over a Unix socket, numbers in memory that both see."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import weakref
+
+from google.protobuf.message import DecodeError
+
+from pyps_client.fork import at_fork
+from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
+from pyps_client.transport import NO_OFFER, Link
+from pyps_client.transport.grpc import Grpc
+from pyps_client.transport.lent import HEAD_BYTES, Lending, Memory
+from pyps_wire.common_pb2 import Sender
+from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
+from pyps_wire.local_pb2 import LocalReply, LocalRequest
+from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
+
+ATTACH_SECONDS = 10.0
+PROBE_SECONDS = 10.0
+_LENGTH = struct.Struct("<I")
+# A C program's struct timeval.
+_TIME = struct.Struct("ll")
+# Linux's struct ucred: process, user, group.
+_PEER = struct.Struct("3i")
+_READ_BYTES = 1 << 16
+# The same on every Linux; Python has no name for it.
+_MAP_FIXED = 0x10
+
+
+class SharedMemory(Grpc):
+    """Memory that worker and server share, where they run on one machine; gRPC for all else."""
+
+    shares = True
+
+    def memory(self, num_bytes: int) -> Memory:
+        return Segment(num_bytes)
+
+    def offer(self, reply: HelloReply, address: str) -> LocalTransport | None:
+        return reply.local if reply.HasField("local") else None
+
+    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> Link:
+        return SharedMemoryLink.attach(offer, lending, sender, name=name)
+
+    def hindrance(self, reply: HelloReply) -> str:
+        if not reply.HasField("local"):
+            return NO_OFFER
+        try:
+            Segment(HEAD_BYTES)
+        except OSError as error:
+            return f"memory to share cannot be had ({error})"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(PROBE_SECONDS)
+            try:
+                probe.connect(_path_of(reply.local))
+                _, user, _ = _PEER.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            except OSError as error:
+                return error.strerror or str(error)
+        # The rule of servers.
+        if os.geteuid() not in (0, user):
+            return f"it runs as user {user}, this worker as user {os.geteuid()}"
+        return ""
+
+
+class OnlySharedMemory(SharedMemory):
+    """The same, for a worker that ends rather than go without."""
+
+    insists = True
+
+
+class SharedMemoryLink(Link):
+    """One attached socket."""
+
+    transport = "shm"
+
+    def __init__(self, connected: socket.socket, *, name: str) -> None:
+        super().__init__()
+        self._socket = connected
+        self._name = name
+        self._timeout_seconds = 0.0
+        _links.add(self)
+
+    @classmethod
+    def attach(cls, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> SharedMemoryLink:
+        """Connects and hands the segment over. Raises LinkLost or a PypsError that says why it cannot be."""
+        assert isinstance(lending.segment, Segment)
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link = cls(connected, name=name)
+        try:
+            connected.settimeout(ATTACH_SECONDS)
+            connected.connect(_path_of(offer))
+            link._allow(ATTACH_SECONDS)
+            # The first byte carries the descriptor; the message follows.
+            request = lending.attach_request(sender, offer.ticket).SerializeToString()
+            message = _LENGTH.pack(len(request)) + request
+            sent = socket.send_fds(connected, [message], [lending.segment.fd])
+            if sent < len(message):
+                # Not for nothing: an empty send to an end that has answered and closed fails, and hides its answer.
+                connected.sendall(message[sent:])
+            reply = link._reply()
+            if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != lending.segment.nonce:
+                raise LocalLost("the process behind the socket does not see this worker's memory")
+        except OSError as error:
+            link.close()
+            raise LocalLost(error.strerror or str(error)) from None
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
+        try:
+            if timeout_seconds != self._timeout_seconds:
+                self._allow(timeout_seconds)
+            message = request.SerializeToString()
+            self._socket.sendall(_LENGTH.pack(len(message)) + message)
+            return self._reply()
+        except BlockingIOError:
+            self.close()
+            raise LocalLost("no answer within the call's deadline") from None
+        except OSError as error:
+            self.close()
+            raise LocalLost(error.strerror or str(error)) from None
+        except (PypsError, Busy):
+            raise
+        except BaseException:
+            # A reply may be under way still, which the next request must not take for its own.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        # A thread that waits for a reply closes the socket when its turn ends.
+        self.lost = True
+        with contextlib.suppress(OSError):
+            # It may not be connected, or the other end may have closed it.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._turn.acquire(blocking=False):
+            self._socket.close()
+            self._turn.release()
+
+    def forget(self) -> None:
+        """In a forked child: lets go of the socket, which stays its parent's."""
+        self.lost = True
+        self._socket.close()
+
+    def _allow(self, timeout_seconds: float) -> None:
+        """Sets how long the socket may wait: by the system's own means, since Python's cost a call each time."""
+        self._timeout_seconds = timeout_seconds
+        self._socket.setblocking(True)
+        for direction, seconds in (
+            (socket.SO_RCVTIMEO, min(timeout_seconds, SIGNAL_SECONDS)),
+            (socket.SO_SNDTIMEO, timeout_seconds),
+        ):
+            microseconds = max(round(seconds * 1e6), 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
+
+    def _reply(self) -> LocalReply:
+        """Reads a reply; BlockingIOError when nothing comes for as long as the socket may wait."""
+        data, num_bytes, waited_seconds = b"", _LENGTH.size, 0.0
+        while len(data) < num_bytes:
+            try:
+                more = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                waited_seconds += SIGNAL_SECONDS
+                if waited_seconds >= self._timeout_seconds:
+                    raise
+                continue
+            if not more:
+                self.close()
+                raise LocalLost("the server closed the local connection")
+            data, waited_seconds = data + more, 0.0
+            if len(data) >= _LENGTH.size:
+                num_bytes = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        try:
+            reply = LocalReply.FromString(data[_LENGTH.size :])
+        except DecodeError:
+            self.close()
+            raise LocalLost("the server's answer is no message of the contract") from None
+        if reply.WhichOneof("reply") != "failure":
+            return reply
+        failure = reply.failure
+        if failure.name == ServerUnavailable.__name__:
+            raise LocalLost(failure.details)
+        error = from_status(failure.status, f"{failure.details} ({self._name})", failure.name or None)
+        raise Busy(str(error)) if isinstance(error, LimitExceeded) else error
+
+
+class Segment(Memory):
+    """A memfd sealed against shrinking and growing, mapped as a whole. It is gone when its last user is.
+
+    A forked child's writes stay its own. Where it has not written it goes on to see what its parent and the servers
+    write.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises OSError where the system has no such thing, or not so much memory."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memfd_create")
+        self.num_bytes = num_bytes
+        self.fd = os.memfd_create("pyps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, num_bytes)
+            # All of it now: memory that is not there must be an error here, not the end of the process later.
+            os.posix_fallocate(self.fd, 0, num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._memory = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.nonce = secrets.randbits(64)
+        self._memory[:8] = self.nonce.to_bytes(8, "little")
+        self._close = weakref.finalize(self, os.close, self.fd)
+        _segments.add(self)
+
+    def keep_own_copy(self) -> None:
+        """In a forked child: from now on writes stay in this process, and the file is let go."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        mapped = libc.mmap(address, self.num_bytes, protection, mmap.MAP_PRIVATE | _MAP_FIXED, self.fd, 0)
+        if mapped != address and libc.mprotect(address, self.num_bytes, mmap.PROT_READ) != 0:
+            # Without a copy to write to, a child that writes must end rather than spoil its parent's run.
+            os.abort()
+        self._close()
+
+
+def _path_of(offer: LocalTransport) -> str:
+    """Where the server listens: a file, or a name of Linux's own."""
+    return "\0" + offer.address[1:] if offer.address.startswith("@") else offer.address
+
+
+_segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+_links: weakref.WeakSet[SharedMemoryLink] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for segment in list(_segments):
+        segment.keep_own_copy()
+    for link in list(_links):
+        link.forget()
+
+
+at_fork(after_in_child=_after_fork)

@@ -1,0 +1,194 @@
+"""Threads for what goes on beside the caller: one task a server, or a push while the next gradient is computed."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from pyps_client.fork import ForkGuard
+from pyps_client.retry import SIGNAL_SECONDS
+
+T = TypeVar("T")
+
+# How long tasks that were cut off may take to end, and how often they are cut off meanwhile.
+END_SECONDS = 3.0
+CUT_SECONDS = 0.1
+
+
+class Future(Generic[T]):
+    """A job that another thread runs, and what came of it."""
+
+    def __init__(self, job: Callable[[], T]) -> None:
+        self._job: Callable[[], T] | None = job
+        # Held by who runs it, or sees to it that nobody will.
+        self._claim = _thread.allocate_lock()
+        # Held until it is over: a bare lock, since an Event costs ten calls.
+        self._under_way = _thread.allocate_lock()
+        self._under_way.acquire()
+        self._is_over = False
+        self._result: T | None = None
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._is_over
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Returns once it is over, or after so long; whether it is over."""
+        until = time.monotonic() + seconds
+        while not self._is_over and (left := until - time.monotonic()) > 0:
+            if self._under_way.acquire(timeout=min(left, SIGNAL_SECONDS)):
+                self._under_way.release()
+        return self._is_over
+
+    def value(self) -> T:
+        """What came of it, once; raises what it raised. Waits for its end."""
+        if not self._is_over:
+            self.wait()
+        if self.error is not None:
+            raise self.error
+        result, self._result = self._result, None
+        return result  # type: ignore[return-value]
+
+    def run(self) -> None:
+        """Runs it, unless it was called off or somebody else does."""
+        if not self._claim.acquire(blocking=False):
+            return
+        assert self._job is not None
+        try:
+            self._result = self._job()
+        except BaseException as error:
+            self.error = error
+            if not isinstance(error, Exception):
+                # A signal's, which its own thread must not miss.
+                raise
+        finally:
+            self._end()
+
+    def call_off(self) -> None:
+        """Ends a job that nobody has begun."""
+        if self._claim.acquire(blocking=False):
+            self._end()
+
+    def _end(self) -> None:
+        # It may hold big buffers.
+        self._job = None
+        self._is_over = True
+        self._under_way.release()
+
+
+class Threads:
+    """Daemon threads, kept for reuse. Unlike a thread pool's, they do not hold up the interpreter's end.
+
+    They are of the process that made this; its forked children have none.
+    """
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        self._guard = ForkGuard()
+        self._jobs: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # Guarded by _lock: the threads that wait for a job that is not under way to them.
+        self._num_idle = 0
+        self._running: set[threading.Event] = set()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Begins to run a job."""
+        future = Future(job)
+        self._start(future)
+        return future
+
+    def run(
+        self, tasks: Sequence[Callable[[threading.Event], T]], *, cut: Callable[[], object] = lambda: None
+    ) -> list[T]:
+        """Runs the tasks, the first on the calling thread, and returns their results in order.
+
+        Each task gets an event that is set when another failed or this was closed: a task that waits
+        should end then. The first failure is raised.
+
+        Ctrl-C in the calling thread leaves only when the others have ended, or after END_SECONDS. `cut` makes what they
+        wait for fail; it is called more than once, from the calling thread, with the event set.
+        """
+        stop = threading.Event()
+        failures: list[Exception] = []
+        jobs = [Future(partial(_attempt, task, stop, failures)) for task in tasks]
+        try:
+            with self._lock:
+                self._running.add(stop)
+                if self.closed.is_set():
+                    stop.set()
+            for job in jobs[1:]:
+                self._start(job)
+            if jobs:
+                jobs[0].run()
+            for job in jobs:
+                job.wait()
+        except BaseException:
+            stop.set()
+            _end(jobs, cut)
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(stop)
+        if failures:
+            # The cause of the others.
+            raise failures[0]
+        return [job.value() for job in jobs]
+
+    def close(self) -> None:
+        """Ends the threads, each after what it is doing, and the waits of tasks under way."""
+        with self._lock:
+            self.closed.set()
+            for stop in self._running:
+                stop.set()
+            # As many as wait for a job that is not under way to them: another would be taken by a later thread.
+            for _ in range(self._num_idle):
+                self._jobs.put(None)
+            self._num_idle = 0
+
+    def _start(self, job: Future[Any]) -> None:
+        self._guard.check()
+        with self._lock:
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        if not has_idle:
+            threading.Thread(target=self._work, name="pyps", daemon=True).start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with contextlib.suppress(BaseException):  # who waits for it raises it
+                job.run()
+            # The calling thread may hold big buffers in the result: keep none of it while idle.
+            del job
+            with self._lock:
+                if self.closed.is_set():
+                    return
+                self._num_idle += 1
+
+
+def _attempt(task: Callable[[threading.Event], T], stop: threading.Event, failures: list[Exception]) -> T:
+    try:
+        return task(stop)
+    except Exception as error:
+        failures.append(error)
+        stop.set()
+        raise
+
+
+def _end(jobs: Sequence[Future[Any]], cut: Callable[[], object]) -> None:
+    """Returns when no job is under way any more, or after END_SECONDS."""
+    for job in jobs:
+        job.call_off()
+    deadline = time.monotonic() + END_SECONDS
+    while not all(job.done() for job in jobs) and time.monotonic() < deadline:
+        cut()
+        for job in jobs:
+            job.wait(CUT_SECONDS)

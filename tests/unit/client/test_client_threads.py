@@ -1,0 +1,92 @@
+"""Tasks and jobs that run beside the caller: pyps_client.transport.threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pyps_client.transport.threads import Threads
+from pyps_wire.errors import RunFinished
+from support import wait_until
+
+
+def test_the_cause_is_raised_and_the_others_are_told_to_end() -> None:
+    threads = Threads()
+
+    def fail(_: threading.Event) -> None:
+        raise ValueError("the cause")
+
+    def wait(stop: threading.Event) -> None:
+        assert stop.wait(60)
+        raise RuntimeError("a consequence")
+
+    with pytest.raises(ValueError, match="the cause"):
+        threads.run([wait, fail])
+    threads.close()
+
+
+def test_ctrl_c_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyps_client.transport.threads.END_SECONDS", 0.3)
+    threads = Threads()
+    waiting = threading.Barrier(2)
+    release = threading.Event()
+
+    def interrupted(_: threading.Event) -> None:
+        waiting.wait(60)
+        raise KeyboardInterrupt
+
+    def deaf(_: threading.Event) -> None:
+        waiting.wait(60)
+        release.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.run([interrupted, deaf])
+
+    assert not release.is_set()
+    release.set()
+    threads.close()
+
+
+def test_a_jobs_result_or_error_is_handed_to_who_asks_and_its_thread_serves_the_next() -> None:
+    threads, release = Threads(), threading.Event()
+    ran_on: list[threading.Thread] = []
+
+    def job() -> bool:
+        ran_on.append(threading.current_thread())
+        return release.wait(60)
+
+    future = threads.submit(job)
+    assert not future.done()
+    assert not future.wait(0.01)
+    release.set()
+    assert future.value() is True
+    assert future.done()
+    for error in (ValueError("no"), KeyboardInterrupt("no")):
+        wait_until(lambda: threads._num_idle == 1, what="the thread to be idle")
+
+        def fail(error: BaseException = error) -> bool:
+            ran_on.append(threading.current_thread())
+            raise error
+
+        with pytest.raises(type(error), match="no"):
+            threads.submit(fail).value()
+    assert len(set(ran_on)) == 1
+    threads.close()
+
+
+def test_what_begins_after_the_end_runs_all_the_same() -> None:
+    """A worker that takes leave makes its last calls when no other begin: they must not wait for threads that ended."""
+    threads, release = Threads(), threading.Event()
+    under_way = threads.submit(lambda: release.wait(60))
+    threads.close()
+    release.set()
+    assert under_way.value()
+
+    def told_to_end(stop: threading.Event) -> None:
+        assert stop.is_set()
+        raise RunFinished("the end")
+
+    with pytest.raises(RunFinished):
+        threads.run([told_to_end] * 3)
+    assert threads.submit(lambda: 3).value() == 3
