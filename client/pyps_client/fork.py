@@ -34,16 +34,16 @@ class ForkGuard:
     """Remembers the process that made it."""
 
     def __init__(self) -> None:
-        self._generation = generation
+        self.generation = generation
 
     @property
     def in_child(self) -> bool:
         """True in a process forked after this guard was made."""
-        return self._generation != generation
+        return self.generation != generation
 
     def check(self) -> None:
         """Raises ForkedClient in a forked child."""
-        if self.in_child:
+        if self.generation != generation:
             raise ForkedClient(
                 f"This pyps client was made before process {os.getpid()} was forked and works only in the "
                 "parent. Make "

@@ -34,7 +34,13 @@ def join(header: Message | bytes, payload: Buffer) -> bytes:
     view = memoryview(payload)
     if not view.c_contiguous:
         raise BadRequest("a payload must be contiguous in memory; copy it first (numpy.ascontiguousarray)")
-    return b"".join((header, _PAYLOAD_TAG, _varint(view.nbytes), view))
+    # The length's varint, made here: this is on the path of every push.
+    left, length = view.nbytes, bytearray()
+    while left >= 0x80:
+        length.append(left & 0x7F | 0x80)
+        left >>= 7
+    length.append(left)
+    return b"".join((header, _PAYLOAD_TAG, length, view))
 
 
 def split(message: bytes) -> tuple[bytes, memoryview]:
@@ -125,17 +131,9 @@ class _Reader:
         self.offset += count
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def _malformed(reason: str, offset: int) -> MalformedFrame:
     return MalformedFrame(f"the message is no valid protobuf: at byte {offset}, {reason}")
 
 
-_PAYLOAD_TAG = _varint(_PAYLOAD_TAG_NUMBER)
+# As a varint, which takes two bytes.
+_PAYLOAD_TAG = bytes((_PAYLOAD_TAG_NUMBER & 0x7F | 0x80, _PAYLOAD_TAG_NUMBER >> 7))

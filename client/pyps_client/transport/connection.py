@@ -64,7 +64,6 @@ class Connection:
         self.left_to_look = False
         self._launch = launch
         self._guard = ForkGuard()
-        self._generation = fork.generation
         self._cut_because = ""
         self._lock = threading.Lock()
         # Guarded by _lock.
@@ -175,7 +174,7 @@ class Connection:
         try:
             while True:
                 channel = self._channel
-                if channel is None or self._generation != fork.generation:
+                if channel is None or self._guard.generation != fork.generation:
                     channel = self.channel
                 try:
                     if wait is not None and not known:
