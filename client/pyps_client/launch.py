@@ -14,8 +14,11 @@ from typing import Any
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.errors import BadRequest
+from pyps_wire.in_process import local_server
 
 DEFAULT_PORT = 7610
+# Instead of servers: one in the worker's own process, for it alone.
+LOCAL = "local"
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WORDS = {
     "1": True,
@@ -33,7 +36,8 @@ _WORDS = {
 class Launch:
     """How a worker finds its run. Comes from PYPS_ variables, each of which an argument overrides."""
 
-    # Data addresses, host:port, in the order that all workers share.
+    # Data addresses, host:port, in the order that all workers share; or "local" for a server that this process runs
+    # itself, with a new run, until its last worker has left.
     servers: tuple[str, ...]
     # The run to join; empty takes whatever run the servers hold before its first update.
     run_id: str = ""
@@ -64,6 +68,8 @@ class Launch:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.servers in (LOCAL, (LOCAL,), [LOCAL]):
+            self._start_server()
         object.__setattr__(self, "servers", parse_servers(self.servers))
         codec_of(self.codec)
         codec_of(self.pull_codec)
@@ -76,6 +82,16 @@ class Launch:
         for name in ("start_wait_seconds", "loss_wait_seconds", "wait_seconds"):
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+
+    def _start_server(self) -> None:
+        if max(self.parts, self.worker_count or 1) > 1:
+            raise BadRequest(
+                "servers is 'local', a server in this process, but several processes are to share it: start `pyps "
+                "serve` and name it, or train with `pyps run`."
+            )
+        object.__setattr__(self, "servers", (local_server(),))
+        if self.transport == "auto":
+            object.__setattr__(self, "transport", "in_process")
 
     @property
     def way(self) -> Transport:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol
 
+from pyps_wire.errors import BadRequest
 from pyps_wire.local_pb2 import LocalAttach, LocalReply, LocalRequest
 
 
@@ -36,6 +38,23 @@ class Server(Protocol):
 
 # By data address.
 SERVERS: dict[str, Server] = {}
+
+
+def local_server() -> str:
+    """Starts a server in this process, with a run of its own, and returns its address."""
+    try:
+        # Not of this distribution: asked for by name, where somebody has installed it.
+        local = importlib.import_module("pyps.service.local")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "pyps":
+            raise
+        raise BadRequest(
+            "servers='local' runs a server in this process, which needs the package pyps: pip install pyps; or name "
+            "servers."
+        ) from None
+    address: str = local.start()
+    return address
+
 
 # A forked child has their memory, but none of their threads.
 if hasattr(os, "register_at_fork"):

@@ -124,8 +124,10 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "the server's distribution imports the client in cli and launcher only": lambda i: (
         i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher")
     ),
-    "nothing but cli imports cli or the server": lambda i: (
-        i.is_of("pyps.cli", "pyps.service.server") and not i.is_by("pyps.cli", "pyps.service.server", "pyps.__main__")
+    # A client asks for pyps.service.local by name, where it is installed: no import that could be seen here.
+    "nothing but cli and the server within a worker imports cli or the server": lambda i: (
+        i.is_of("pyps.cli", "pyps.service.server")
+        and not i.is_by("pyps.cli", "pyps.service.server", "pyps.service.local", "pyps.__main__")
     ),
     "the client imports no more than its distribution asks for": lambda i: (
         i.is_by("pyps_wire", "pyps_client")

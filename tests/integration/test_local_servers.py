@@ -1,0 +1,66 @@
+"""`servers="local"`: a server in the worker's own process, for it alone."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from pyps_client import Client, Launch
+from pyps_wire.errors import BadRequest
+from pyps_wire.in_process import SERVERS
+from support import PythonProcess, wait_until
+
+SGD = ("sgd", {"learning_rate": 1.0})
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYPS_SERVERS", raising=False)
+
+
+def ones(value: float) -> dict[str, np.ndarray]:
+    return {"w": np.full(3, value, np.float32)}
+
+
+def test_a_worker_has_a_server_of_its_own_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(SERVERS)
+    monkeypatch.setenv("PYPS_SERVERS", "local")
+    with Client(ones(1), SGD) as first, Client(ones(5), SGD, servers="local") as second:
+        assert (first.session.transport, second.session.transport) == ("in_process", "in_process")
+        for _ in range(2):
+            newer = first.exchange(ones(0.25)), second.exchange(ones(0.25))
+        assert [float(each["w"][0]) for each in newer] == [0.5, 4.5], "each trains a run of its own"
+        assert len(set(SERVERS) - before) == 2
+    wait_until(lambda: set(SERVERS) == before, what="the end of servers whose worker has left")
+
+
+def test_who_is_not_alone_is_told_to_start_a_server() -> None:
+    for others in ({"worker_count": 2, "worker_index": 0}, {"parts": 2}):
+        with pytest.raises(BadRequest, match="several processes are to share it: start `pyps serve`"):
+            Launch.from_environment("local", environment={}, **others)
+
+
+def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyps.service.local", "pyps.service"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "pyps", None)
+    with pytest.raises(BadRequest, match="pip install pyps"):
+        Launch.from_environment("local", environment={})
+
+
+WITHOUT_A_WORD = """
+import numpy as np
+from pyps_client import Client
+
+client = Client({"w": np.zeros(3, np.float32)}, ("sgd", {"learning_rate": 1.0}), servers="local")
+client.exchange({"w": np.ones(3, np.float32)})
+raise SystemExit(3)
+"""
+
+
+def test_a_program_may_end_without_a_word() -> None:
+    with PythonProcess("-c", WITHOUT_A_WORD) as process:
+        assert process.wait() == 3
+        assert all(line.startswith("pyps: ") for line in process.output().splitlines()), process.output()
