@@ -11,6 +11,8 @@ from pyps_client.session import Session
 from pyps_client.version import VERSION as __version__
 from pyps_wire.errors import (
     BadRequest,
+    ConfigurationError,
+    ConnectionFailed,
     ForkedClient,
     LimitExceeded,
     ModelMismatch,
@@ -21,6 +23,7 @@ from pyps_wire.errors import (
     ProtocolMismatch,
     PypsError,
     ReplicaLost,
+    RunEnded,
     RunFinished,
     RunMismatch,
     ScheduleOwned,
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BadRequest",
     "Client",
+    "ConfigurationError",
+    "ConnectionFailed",
     "ForkedClient",
     "Launch",
     "LimitExceeded",
@@ -51,6 +56,7 @@ __all__ = [
     "PypsError",
     "RemoteOptimizer",
     "ReplicaLost",
+    "RunEnded",
     "RunFinished",
     "RunMismatch",
     "SandblasterResult",

@@ -1,33 +1,35 @@
 """The errors of pyps, each with the gRPC status under which it crosses the wire.
 
     PypsError
-    ├── BadRequest              INVALID_ARGUMENT     the request itself is wrong
-    │   ├── MalformedFrame                           its bytes are no message of the contract
-    │   └── WrongSize                                its payload has another length than it should
-    ├── ModelMismatch           FAILED_PRECONDITION  another model than the run's
-    ├── OptimizerMismatch       FAILED_PRECONDITION  other optimizer settings than those in force
-    ├── UnsupportedOptimizer    FAILED_PRECONDITION  a rule or setting that servers lack
-    ├── RunMismatch             FAILED_PRECONDITION  another run than the server's
-    ├── NotInitialized          FAILED_PRECONDITION  the server holds no parameters yet
-    ├── UnknownWorker           FAILED_PRECONDITION  a worker that has not said Hello
-    ├── ScheduleOwned           FAILED_PRECONDITION  a learning rate from somebody who does not own the schedule
-    ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
-    ├── Superseded              ABORTED              a newer process took the worker's name
-    ├── ReplicaLost             ABORTED              another process of the worker's replica is gone
-    ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
-    ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
-    ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
-    │   └── NoRoom                                   for as long as things stand: waiting does not help
-    ├── WaitTimedOut            DEADLINE_EXCEEDED    what was waited for did not come in time
-    ├── ServerUnavailable       UNAVAILABLE          the server cannot be reached
-    ├── StateLost               DATA_LOSS            updates that had been acknowledged are gone
-    │
-    │   raised by the client itself, never sent:
-    ├── ForkedClient            FAILED_PRECONDITION  a client used in a forked child
-    ├── NotFinite               INVALID_ARGUMENT     too many gradients with NaN or infinity
-    ├── RunFinished             FAILED_PRECONDITION  a push to a run that is over
-    └── SettingsChanged         FAILED_PRECONDITION  optimizer settings changed after the start
+    ├── ConfigurationError          FAILED_PRECONDITION  change the program or its settings: another try fails alike
+    │   ├── BadRequest              INVALID_ARGUMENT     the request itself is wrong
+    │   │   ├── MalformedFrame                           its bytes are no message of the contract
+    │   │   └── WrongSize                                its payload has another length than it should
+    │   ├── ModelMismatch           FAILED_PRECONDITION  another model than the run's
+    │   ├── OptimizerMismatch       FAILED_PRECONDITION  other optimizer settings than those in force
+    │   ├── UnsupportedOptimizer    FAILED_PRECONDITION  a rule or setting that servers lack
+    │   ├── RunMismatch             FAILED_PRECONDITION  another run than the server's
+    │   ├── ScheduleOwned           FAILED_PRECONDITION  a learning rate from somebody who does not own the schedule
+    │   ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
+    │   ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
+    │   ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
+    │   ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
+    │   │   └── NoRoom                                   for as long as things stand: waiting does not help
+    │   ├── SettingsChanged         FAILED_PRECONDITION  optimizer settings changed after the start
+    │   └── ForkedClient            FAILED_PRECONDITION  a client used in a forked child
+    ├── ConnectionFailed            UNAVAILABLE          see to the servers or the way to them, then start again
+    │   ├── ServerUnavailable       UNAVAILABLE          the server cannot be reached
+    │   ├── WaitTimedOut            DEADLINE_EXCEEDED    what was waited for did not come in time
+    │   ├── NotInitialized          FAILED_PRECONDITION  the server holds no parameters yet
+    │   └── UnknownWorker           FAILED_PRECONDITION  a worker that has not said Hello
+    ├── RunEnded                    FAILED_PRECONDITION  leave the loop: this worker's part is over
+    │   ├── RunFinished             FAILED_PRECONDITION  the run has come to its end
+    │   ├── Superseded              ABORTED              a newer process took the worker's name
+    │   ├── ReplicaLost             ABORTED              another process of the worker's replica is gone
+    │   └── StateLost               DATA_LOSS            updates that had been acknowledged are gone
+    └── NotFinite                   INVALID_ARGUMENT     too many gradients with NaN or infinity
 
+The kinds, ConfigurationError (a ValueError too), ConnectionFailed and RunEnded, say what a caller does about an error.
 A server ends a call with `status` and the message, and names the class in trailing metadata under
 METADATA_KEY; `from_status` makes the same error again at the other end.
 """
@@ -43,7 +45,13 @@ class PypsError(Exception):
     status: str = "UNKNOWN"  # a grpc.StatusCode's name
 
 
-class BadRequest(PypsError):
+class ConfigurationError(PypsError, ValueError):
+    """The program or its settings are wrong: another try fails alike. The message says what to change."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class BadRequest(ConfigurationError):
     """Raised when a request holds a value outside of its bounds. Correct the caller; a retry fails alike."""
 
     status = "INVALID_ARGUMENT"
@@ -57,79 +65,43 @@ class WrongSize(BadRequest):
     """Raised when a payload or vector has another length than its shard. Send exactly that length."""
 
 
-class ModelMismatch(PypsError):
+class ModelMismatch(ConfigurationError):
     """Raised when a worker's model is not the run's. Give all workers one model, or start another run."""
 
-    status = "FAILED_PRECONDITION"
 
-
-class OptimizerMismatch(PypsError):
+class OptimizerMismatch(ConfigurationError):
     """Raised when a worker states other settings than those in force. Align those that are listed."""
 
-    status = "FAILED_PRECONDITION"
 
-
-class UnsupportedOptimizer(PypsError):
+class UnsupportedOptimizer(ConfigurationError):
     """Raised for a rule or a setting that servers lack. Choose one that the message lists."""
 
-    status = "FAILED_PRECONDITION"
 
-
-class RunMismatch(PypsError):
+class RunMismatch(ConfigurationError):
     """Raised when the server holds another run than is meant. Join that by name, or reset the server."""
 
-    status = "FAILED_PRECONDITION"
 
-
-class NotInitialized(PypsError):
-    """Raised when a server without parameters is asked for them. Start a worker, or wait until one did."""
-
-    status = "FAILED_PRECONDITION"
-
-
-class UnknownWorker(PypsError):
-    """Raised for a worker that the server does not know. Say Hello, then send the same frames again."""
-
-    status = "FAILED_PRECONDITION"
-
-
-class ScheduleOwned(PypsError):
+class ScheduleOwned(ConfigurationError):
     """Raised for a learning rate where another sets it. Let one worker or the server own the schedule."""
 
-    status = "FAILED_PRECONDITION"
 
-
-class ProtocolMismatch(PypsError):
+class ProtocolMismatch(ConfigurationError):
     """Raised when client and server speak different contracts. Install the same version at both ends."""
 
-    status = "FAILED_PRECONDITION"
 
-
-class Superseded(PypsError):
-    """Raised when a newer process goes by this worker's name. Stop this one, or give it another name."""
-
-    status = "ABORTED"
-
-
-class ReplicaLost(PypsError):
-    """Raised when another process of this worker's replica is gone. A replica ends as a whole; start it anew."""
-
-    status = "ABORTED"
-
-
-class NotAuthenticated(PypsError):
+class NotAuthenticated(ConfigurationError):
     """Raised without the server's token. Set PYPS_TOKEN_FILE to the file that the server was started with."""
 
     status = "UNAUTHENTICATED"
 
 
-class NotAllowed(PypsError):
+class NotAllowed(ConfigurationError):
     """Raised for a call that this caller may not make. Calls that change a server come from its own host."""
 
     status = "PERMISSION_DENIED"
 
 
-class LimitExceeded(PypsError):
+class LimitExceeded(ConfigurationError):
     """Raised beyond a bound that a server enforces. Send less, or raise the setting in the message."""
 
     status = "RESOURCE_EXHAUSTED"
@@ -139,46 +111,74 @@ class NoRoom(LimitExceeded):
     """Raised where a server has no memory for what is to stay there. Waiting does not help; the message says what."""
 
 
-class WaitTimedOut(PypsError):
+class SettingsChanged(ConfigurationError):
+    """Raised when optimizer settings changed after the start. Servers keep the first; start another run."""
+
+
+class ForkedClient(ConfigurationError):
+    """Raised when a forked child uses its parent's client. Make a client of its own in the child."""
+
+
+class ConnectionFailed(PypsError):
+    """The servers, or the way to them, are not what training needs now. See to them, then start again."""
+
+    status = "UNAVAILABLE"
+
+
+class ServerUnavailable(ConnectionFailed):
+    """Raised when a server could not be reached in the time allowed. Check its address and that it runs."""
+
+
+class WaitTimedOut(ConnectionFailed):
     """Raised when a wait ended at its deadline; the message says for whom. Look there, or wait longer."""
 
     status = "DEADLINE_EXCEEDED"
 
 
-class ServerUnavailable(PypsError):
-    """Raised when a server could not be reached in the time allowed. Check its address and that it runs."""
+class NotInitialized(ConnectionFailed):
+    """Raised when a server without parameters is asked for them. Start a worker, or wait until one did."""
 
-    status = "UNAVAILABLE"
+    status = "FAILED_PRECONDITION"
 
 
-class StateLost(PypsError):
+class UnknownWorker(ConnectionFailed):
+    """Raised for a worker that the server does not know. Say Hello, then send the same frames again."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class RunEnded(PypsError):
+    """This worker's part in the run is over, whatever it tries. Leave the loop."""
+
+    status = "FAILED_PRECONDITION"
+
+
+class RunFinished(RunEnded):
+    """Raised when a finished run is asked for more training. Leave the loop; the parameters can be pulled."""
+
+
+class Superseded(RunEnded):
+    """Raised when a newer process goes by this worker's name. Stop this one, or give it another name."""
+
+    status = "ABORTED"
+
+
+class ReplicaLost(RunEnded):
+    """Raised when another process of this worker's replica is gone. A replica ends as a whole; start it anew."""
+
+    status = "ABORTED"
+
+
+class StateLost(RunEnded):
     """Raised when a server lost updates that it had acknowledged. Restore a checkpoint, or start anew."""
 
     status = "DATA_LOSS"
-
-
-class ForkedClient(PypsError):
-    """Raised when a forked child uses its parent's client. Make a client of its own in the child."""
-
-    status = "FAILED_PRECONDITION"
 
 
 class NotFinite(PypsError):
     """Raised after too many gradients in a row with NaN or infinity. Lower the rate, check the data."""
 
     status = "INVALID_ARGUMENT"
-
-
-class RunFinished(PypsError):
-    """Raised when a finished run is asked for more training. Leave the loop; the parameters can be pulled."""
-
-    status = "FAILED_PRECONDITION"
-
-
-class SettingsChanged(PypsError):
-    """Raised when optimizer settings changed after the start. Servers keep the first; start another run."""
-
-    status = "FAILED_PRECONDITION"
 
 
 def from_status(status: str, message: str, name: str | None = None) -> PypsError:

@@ -209,11 +209,12 @@ class Piecewise(Curve):
         """Returns the curve of "time=factor;time=factor"."""
         pairs = [item.partition("=") for item in settings.split(";") if item.strip()]
         try:
-            return cls(tuple((float(time), float(factor)) for time, _, factor in pairs))
+            points = tuple((float(time), float(factor)) for time, _, factor in pairs)
         except ValueError:
             raise BadRequest(
                 f"schedule 'piecewise' has the points {settings!r}; expected time=factor;time=factor"
             ) from None
+        return cls(points)
 
     def _spelled(self) -> str:
         return ";".join(f"{spec.spell_value(time)}={spec.spell_value(factor)}" for time, factor in self.points)

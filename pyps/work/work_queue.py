@@ -270,6 +270,8 @@ class WorkQueue:
                     queue = self._plain(spec, first_lease=first_lease)
                 queue.spec = spec
                 queue.restore(plain)
+            except BadRequest:
+                raise
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 raise BadRequest(
                     f"the checkpoint's work queue cannot be read ({type(error).__name__}: {error}):"

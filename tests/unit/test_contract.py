@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 import grpc
+import pytest
 
+import pyps_client
 from pyps_wire import contract, errors
 from pyps_wire.errors import BadRequest, PypsError, from_status
 
@@ -79,6 +81,15 @@ def test_the_drawn_tree_tells_the_real_statuses():
         name, *rest = line.replace("│", " ").replace("├──", " ").replace("└──", " ").split()
         status = getattr(errors, name).status
         assert status in rest or getattr(errors, name).__mro__[1].status == status, line
+
+
+def test_an_error_says_by_its_kind_what_its_caller_does_about_it():
+    kinds = (errors.ConfigurationError, errors.ConnectionFailed, errors.RunEnded, errors.NotFinite)
+    for error_class in CLASSES:
+        if error_class is not PypsError:
+            assert sum(issubclass(error_class, kind) for kind in kinds) == 1, error_class
+    with pytest.raises(ValueError, match="port 99999"):
+        pyps_client.Launch(servers=("host:99999",))
 
 
 def test_an_error_without_a_name_of_ours_keeps_its_status_and_message():
