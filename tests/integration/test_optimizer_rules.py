@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from client_support import addresses
 from pyps_client import RemoteOptimizer
-from pyps_client.torch.translate import translate
+from pyps_client.torch.rules import translate
 from pyps_wire.errors import ScheduleOwned
 from support import status_of
 from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of

@@ -1,23 +1,30 @@
-"""The learning rates and momenta in an optimizer's parameter groups, which schedulers move, and who hears of it."""
+"""What an optimizer's parameter groups say while a run goes on: what may change and who hears of it, what may not."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 from pyps_client.learning_rates import GroupRate
 from pyps_client.log import logger
-from pyps_client.torch.translate import Translation, text_of, value_of
+from pyps_client.torch.rules import TorchName, Translation, refuse_changes, text_of
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest
 
 # Group -> the learning rate and momentum that the push which begins now must carry.
 RateChanges = Callable[[], Mapping[int, GroupRate]]
 
+_NO_CHANGES: Mapping[int, GroupRate] = {}
+_learning_rate = itemgetter("lr")
+# Settings that do not belong to what workers agree on: which parameters a group holds is fixed otherwise.
+_FREE = frozenset({"lr", "params"})
 
-class GroupRates:
-    """Reads the groups' learning rates, and momenta where the rule has one; tells which the next push must carry.
+
+class Rates:
+    """The groups' learning rates, and momenta where the rule has one, which schedulers move; all else must stay.
 
     One worker owns the schedule; what it sends is in force for the push that carries it. Another worker's changes
     count only until that one has pushed, which is said once.
@@ -30,94 +37,122 @@ class GroupRates:
         joined_with: OptimizerSettings,
         *,
         owns_schedule: bool,
+        local_rate: float | None = None,
+        groups_of_vectors: Sequence[int] | None = None,
     ) -> None:
-        self._torch_momentum = translation.hyperparameters.get(translation.momentum)
+        """`local_rate`: the size of the worker's own steps between pulls, if it was asked for.
+
+        `groups_of_vectors`: the group of each of the worker's vectors, where a cut model has more or fewer of them.
+        """
+        self._translation = translation
         # The optimizer's own list, so that its groups always hold the present rates.
         self._param_groups = param_groups
+        self._joined_with = joined_with
         self._owns_schedule = owns_schedule
-        # What the servers were last told of each group.
+        self._local_rate = local_rate
+        self._groups = groups_of_vectors
+        self._torch_momentum: TorchName = translation.hyperparameters.get(translation.momentum, "")
+        names = (self._torch_momentum,) if isinstance(self._torch_momentum, str) else self._torch_momentum
+        # How a group's momentum is reached, if the rule has one.
+        self._momentum = [itemgetter(name) for name in names if name != ""]
+        # Rate and momentum that the servers were last told of each group.
         settings = [group.hyperparameters for group in joined_with.groups]
-        self._told = [GroupRate(group["learning_rate"], group.get(translation.momentum)) for group in settings]
+        self._told = [(group["learning_rate"], group.get(translation.momentum)) for group in settings]
         # True once the first change was sent.
         self._moved = False
-
-    def now(self) -> list[float]:
-        """The rate of each group."""
-        return [rate.learning_rate for rate in self._now()]
+        # The groups as they were found in order, which are looked at again only where they are others.
+        self._checked: list[Mapping[str, Any]] = [{}] * len(param_groups)
 
     @property
-    def are_the_servers(self) -> bool:
-        """Whether the servers go by them, or will from the next push on: this worker moves the schedule it owns."""
-        return self._owns_schedule and (self._moved or self._now() != self._told)
+    def takes_local_steps(self) -> bool:
+        """Whether the worker takes steps of its own between pulls: by default under plain SGD only."""
+        return not self._translation.stateful if self._local_rate is None else self._local_rate > 0
 
-    def take_changes(self) -> dict[int, GroupRate]:
-        """Group -> rate, for the push that begins now; empty where the servers have been told all."""
+    def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises SettingsChanged where a group no longer says what the run was joined with."""
+        for group, checked in zip(param_groups, self._checked, strict=True):
+            if len(group) != len(checked):
+                return self._check_anew(param_groups)
+            for name, value in group.items():
+                if name not in _FREE and checked.get(name) != value:
+                    return self._check_anew(param_groups)
+        return None
+
+    def changes(self) -> Mapping[int, GroupRate]:
+        """Own vector -> rate, for the push that begins now; empty where the servers have been told all."""
         now = self._now()
-        changes = {index: rate for index, rate in enumerate(now) if rate != self._told[index]}
-        has_scheduler = any("initial_lr" in group for group in self._param_groups)
-        if not self._moved and has_scheduler:
-            # A scheduler is there: claims the schedule before it first moves, so that a second owner is refused at
-            # once.
-            changes = dict(enumerate(now))
-        if not self._owns_schedule and changes and not self._moved:
+        has_scheduler = False
+        for group in self._param_groups:
+            has_scheduler = has_scheduler or "initial_lr" in group
+        claims = has_scheduler and not self._moved
+        if now == self._told and not claims:
+            return _NO_CHANGES
+        if not self._owns_schedule and not self._moved:
             logger.info(
                 "the learning rate or momentum moves here too, which has no effect on the servers%s: another worker "
                 "owns the schedule (owns_schedule=True would make it this one)",
                 " once that one's scheduler has" if has_scheduler else "",
             )
-        self._moved = self._moved or bool(changes)
+        # A scheduler claims the schedule before it first moves, so that a second owner is refused at once. What is
+        # moved by hand, or by a plateau, on a worker that does not own it is that worker's alone: nobody else's need
+        # move at all.
+        changes = {
+            index: GroupRate(*rate, provisional=not self._owns_schedule)
+            for index, (rate, told) in enumerate(zip(now, self._told, strict=True))
+            if (claims or rate != told) and (self._owns_schedule or has_scheduler)
+        }
+        self._moved = True
         self._told = now
-        if not self._owns_schedule:
-            # What is moved by hand, or by a plateau, is this worker's alone: nobody else's need move at all.
-            return {index: rate._replace(provisional=True) for index, rate in changes.items() if has_scheduler}
-        return changes
+        if self._groups is None:
+            return changes
+        return {vector: changes[group] for vector, group in enumerate(self._groups) if group in changes}
 
-    def _now(self) -> list[GroupRate]:
-        return [self._of(index, group) for index, group in enumerate(self._param_groups)]
+    def sizes(self, told: Mapping[int, float]) -> Sequence[float]:
+        """The sizes of the worker's own step now, one a vector; none where it takes no such steps.
 
-    def _of(self, index: int, group: Mapping[str, Any]) -> GroupRate:
-        rate = float(group["lr"])
+        By default the servers' present learning rates; `told`: those by vector, as far as they are known.
+        """
+        if not self.takes_local_steps:
+            return ()
+        now = self._now()
+        own = [now[group][0] for group in (self._groups or range(len(now)))]
+        if self._local_rate is not None:
+            return [self._local_rate] * len(own)
+        if self._owns_schedule and (self._moved or now != self._told):
+            # The servers go by them, or will from the next push on.
+            return own
+        return [told.get(vector, rate) for vector, rate in enumerate(own)]
+
+    def _check_anew(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        refuse_changes(self._translation, self._joined_with, param_groups)
+        # A list may be changed in its place, and would be compared with itself.
+        values = [value for group in param_groups for name, value in group.items() if name not in _FREE]
+        changeable = any(isinstance(value, list) for value in values)
+        self._checked = [{} if changeable else dict(group) for group in param_groups]
+
+    def _now(self) -> list[tuple[float, float | None]]:
+        """Rate and momentum of each group."""
+        momenta: Iterable[Any] = self._param_groups
+        for item in self._momentum:
+            momenta = map(item, momenta)
+        rates = map(float, map(_learning_rate, self._param_groups))
+        now: list[tuple[float, float | None]] = list(
+            zip(rates, map(float, momenta) if self._momentum else repeat(None), strict=False)
+        )
+        if now != self._told:
+            for index, (rate, momentum) in enumerate(now):
+                self._refuse(index, rate, momentum)
+        return now
+
+    def _refuse(self, index: int, rate: float, momentum: float | None) -> None:
+        """Refuses what no group can have."""
         if not 0 <= rate < math.inf:
             raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
-        if self._torch_momentum is None:
-            return GroupRate(rate)
-        momentum = value_of(group, self._torch_momentum)
-        if not 0 <= momentum < 1:
+        if momentum is not None and not 0 <= momentum < 1:
             raise BadRequest(
                 f"{text_of(self._torch_momentum)} of parameter group {index} is {momentum!r}; expected a number of at "
                 "least 0 and less than 1."
             )
-        return GroupRate(rate, momentum)
-
-
-class LocalRates:
-    """The sizes of the worker's own step between pulls, one a group.
-
-    By default the servers' present learning rates under plain SGD, and no steps under other rules.
-    """
-
-    def __init__(self, translation: Translation, rates: GroupRates, *, asked: float | None) -> None:
-        self._translation = translation
-        self._rates = rates
-        self._asked = asked
-
-    @property
-    def may_be_other_than_zero(self) -> bool:
-        """Whether there are steps at all."""
-        return not self._translation.stateful if self._asked is None else self._asked > 0
-
-    def __call__(
-        self, told: Mapping[int, float], spread: Callable[[Sequence[float]], Sequence[float]] = list
-    ) -> list[float]:
-        """`told`: the servers' rates by vector, as far as they are known. `spread`: gives a number a vector."""
-        rates = spread(self._rates.now())
-        if self._asked is not None:
-            return [self._asked] * len(rates)
-        if self._translation.stateful:
-            return [0.0] * len(rates)
-        if self._rates.are_the_servers:
-            return list(rates)
-        return [told.get(vector, rate) for vector, rate in enumerate(rates)]
 
 
 def check_local_rate(asked: float | None) -> None:
@@ -133,3 +168,38 @@ def check_read_my_writes(translation: Translation, *, asked: float | None) -> No
             "read_my_writes takes the worker's own steps on what was pulled, but there are no local steps: pass "
             "local_learning_rate, the size of a plain SGD step."
         )
+
+
+# As they were called, until nobody calls them so.
+
+
+class GroupRates(Rates):
+    def take_changes(self) -> Mapping[int, GroupRate]:
+        return self.changes()
+
+
+class LocalRates:
+    def __init__(self, translation: Translation, rates: Rates, *, asked: float | None) -> None:
+        self._rates = rates
+        rates._local_rate = asked
+
+    @property
+    def may_be_other_than_zero(self) -> bool:
+        return self._rates.takes_local_steps
+
+    def __call__(self, told: Mapping[int, float], spread: Callable[[Sequence[Any]], Sequence[Any]] = list) -> list[Any]:
+        groups = spread(range(len(self._rates._param_groups)))
+        self._rates._groups = groups
+        sizes = self._rates.sizes(told)
+        self._rates._groups = None
+        return list(sizes) or [0.0] * len(groups)
+
+
+class Agreement:
+    def __init__(self, translation: Translation, settings: OptimizerSettings) -> None:
+        self._of = translation, settings
+        self._rates: Rates | None = None
+
+    def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._rates = self._rates or Rates(self._of[0], param_groups, self._of[1], owns_schedule=True)
+        self._rates.check(param_groups)

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from pyps_client.torch.rates import GroupRates, LocalRates, check_read_my_writes
-from pyps_client.torch.translate import translate, translation_of
-from pyps_wire.errors import BadRequest
+from pyps_client.torch.rates import Rates, check_read_my_writes
+from pyps_client.torch.rules import translate, translation_of
+from pyps_wire.errors import BadRequest, SettingsChanged
 
 
 def sgd(**settings) -> torch.optim.Optimizer:
@@ -15,21 +15,23 @@ def sgd(**settings) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, **({"lr": 0.5} | settings))
 
 
-def rates_of(optimizer: torch.optim.Optimizer, *, owns_schedule: bool = True) -> GroupRates:
-    return GroupRates(
-        *(translation_of(optimizer), optimizer.param_groups, translate(optimizer)), owns_schedule=owns_schedule
+def rates_of(optimizer: torch.optim.Optimizer, *, owns_schedule: bool = True, **options) -> Rates:
+    return Rates(
+        *(translation_of(optimizer), optimizer.param_groups, translate(optimizer)),
+        owns_schedule=owns_schedule,
+        **options,
     )
 
 
 def test_only_the_group_that_changed_is_sent_and_only_once() -> None:
     optimizer = sgd()
     rates = rates_of(optimizer)
-    assert [rates.take_changes() for _ in range(3)] == [{}, {}, {}]
+    assert [rates.changes() for _ in range(3)] == [{}, {}, {}]
     optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
-    assert rates.take_changes() == {1: (0.25, None, False)}
-    assert rates.take_changes() == {}
+    assert rates.changes() == {1: (0.25, None, False)}
+    assert rates.changes() == {}
     optimizer.param_groups[1]["lr"] = 0.5
-    assert rates.take_changes() == {1: (0.5, None, False)}
+    assert rates.changes() == {1: (0.5, None, False)}
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -41,7 +43,7 @@ def test_a_scheduler_is_claimed_with_the_first_push_and_moves_the_rates_then(bef
     optimizer.step()
     sent = []
     for _ in range(4):
-        sent.append(rates.take_changes())
+        sent.append(rates.changes())
         scheduler.step()
     assert sent == [
         {0: (0.5, None, False), 1: (0.5, None, False)},
@@ -61,7 +63,7 @@ def test_a_cycled_momentum_goes_with_the_rate_from_where_its_cycle_began(before)
     scheduler = early or torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=2)
     optimizer.step()
     for rate, momentum in ((0.1, 0.9), (0.3, 0.85), (0.5, 0.8)):
-        assert rates.take_changes() == {group: pytest.approx((rate, momentum, False)) for group in (0, 1)}
+        assert rates.changes() == {group: pytest.approx((rate, momentum, False)) for group in (0, 1)}
         scheduler.step()
 
 
@@ -71,13 +73,13 @@ def test_another_workers_change_is_sent_as_provisional_where_a_scheduler_makes_i
         rates = rates_of(optimizer, owns_schedule=False)
         if by_scheduler:
             optimizer.param_groups[0]["initial_lr"] = 0.5
-            rates.take_changes()
+            rates.changes()
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="pyps_client"):
             for rate in (0.25, 0.125):
                 optimizer.param_groups[0].update(lr=rate, momentum=rate)
                 # Nobody else's need move by hand.
-                assert rates.take_changes() == ({0: (rate, rate, True)} if by_scheduler else {})
+                assert rates.changes() == ({0: (rate, rate, True)} if by_scheduler else {})
         said = [record.getMessage() for record in caplog.records if "no effect on the servers" in record.getMessage()]
         assert len(said) == (not by_scheduler)
 
@@ -88,7 +90,7 @@ def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
         rates = rates_of(optimizer)
         optimizer.param_groups[1]["lr"] = rate
         with pytest.raises(BadRequest, match=r"lr of parameter group 1 is .*; expected a finite number, 0 or more"):
-            rates.take_changes()
+            rates.changes()
     for momentum in (-0.1, 1.5, float("nan")):
         adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
         rates = rates_of(adam)
@@ -96,20 +98,49 @@ def test_a_rate_that_cannot_be_is_refused_with_its_group() -> None:
         with pytest.raises(
             BadRequest, match=r"betas\[0\] of parameter group 0 is .*; expected a number of at least 0 and"
         ):
-            rates.take_changes()
+            rates.changes()
 
 
 def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it() -> None:
-    cases = (({}, None, [0.125, 0.5]), ({}, 0.75, [0.75, 0.75]), ({"momentum": 0.9}, None, [0.0, 0.0]))
+    cases = (({}, None, [0.125, 0.5]), ({}, 0.75, [0.75, 0.75]), ({"momentum": 0.9}, None, []), ({}, 0.0, []))
     for settings, asked, expected in cases:
         optimizer = sgd(**settings)
-        local = LocalRates(translation_of(optimizer), rates_of(optimizer), asked=asked)
+        rates = rates_of(optimizer, local_rate=asked)
         optimizer.param_groups[0]["lr"] = 0.125
-        assert local({}) == expected
+        assert list(rates.sizes({})) == expected
+        assert rates.takes_local_steps == bool(expected)
         # Another worker's changes, and the servers' own schedule.
-        assert LocalRates(translation_of(optimizer), rates_of(optimizer, owns_schedule=False), asked=asked)(
-            {0: 0.25}
-        ) == [0.25 if rate == 0.125 else rate for rate in expected]
+        theirs = rates_of(optimizer, owns_schedule=False, local_rate=asked)
+        assert list(theirs.sizes({0: 0.25})) == [0.25 if rate == 0.125 else rate for rate in expected]
     for settings, asked in (({"momentum": 0.9}, None), ({}, 0.0)):
         with pytest.raises(BadRequest, match=r"read_my_writes .* pass local_learning_rate"):
             check_read_my_writes(translation_of(sgd(**settings)), asked=asked)
+
+
+def test_rates_of_a_cut_model_are_told_of_each_vector() -> None:
+    optimizer = sgd()
+    rates = rates_of(optimizer, groups_of_vectors=[1, 0, 1])
+    optimizer.param_groups[1]["lr"] = 0.25
+    assert rates.sizes({}) == [0.25, 0.5, 0.25]
+    assert rates.changes() == {0: (0.25, None, False), 2: (0.25, None, False)}
+
+
+def test_settings_that_workers_share_are_looked_at_whenever_they_are_others() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))])
+    rates = rates_of(optimizer)
+    group = optimizer.param_groups[0]
+    group["betas"] = [0.9, 0.999]
+    rates.check([group])
+    group["lr"], group["betas"][0] = 0.25, 0.8
+    rates.check([group])
+    # In its place.
+    group["betas"][1] = 0.5
+    with pytest.raises(SettingsChanged, match=r"betas\[1\] of parameter group 0 was changed from 0.999 to 0.5"):
+        rates.check([group])
+    group["betas"][1] = 0.999
+    rates.check([group])
+    group["max_momentum"] = 0.9
+    rates.check([group])
+    group["weight_decay"] = 0.5
+    with pytest.raises(SettingsChanged, match="weight_decay of parameter group 0"):
+        rates.check([group])

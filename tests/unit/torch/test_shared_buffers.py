@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from client_support import RecordingSession, values_of
+from pyps_client.torch.buffers import shared_buffers
 from pyps_client.torch.downpour import BEHIND_MAX, Downpour
 from pyps_client.torch.layout import plan
 from pyps_client.torch.pace import Pace
-from pyps_client.torch.shared_buffers import shared_buffers
 from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
 

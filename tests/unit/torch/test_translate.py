@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyps.core.rules import RULES
-from pyps_client.torch.translate import TRANSLATIONS, refuse_changes, settings_of, translate, translation_of
+from pyps_client.torch.rules import TRANSLATIONS, refuse_changes, settings_of, translate, translation_of
 from pyps_wire.errors import SettingsChanged, UnsupportedOptimizer
 
 

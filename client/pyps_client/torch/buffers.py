@@ -1,0 +1,93 @@
+"""Buffers that workers share, such as batch norm's statistics: pushed as how far they moved, pulled as they stand.
+
+Servers add what is pushed, weighed as the protocol and the staleness policy weigh gradients: under hardsync all
+workers' moves are averaged, so that the servers' buffers are the mean of the workers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pyps_client.torch.layout import Layout, shareable_buffers
+from pyps_wire.errors import BadRequest
+
+MODES = ("local", "average", "first")
+
+
+def shared_buffers(
+    module: torch.nn.Module, layout: Layout, *, mode: str, is_first: bool, overlaps: bool
+) -> SharedBuffers | None:
+    """What a worker does with the buffers under a mode; None where there are none to share."""
+    if layout.kinds is None:
+        return None
+    keeps_own = mode == "first" and is_first
+    return SharedBuffers(module, layout, pushes=mode == "average" or is_first, keeps_own=keeps_own, overlaps=overlaps)
+
+
+class SharedBuffers:
+    """How far the buffers of one model moved since the servers' values, as one more gradient of each.
+
+    "average": every worker pushes its moves and goes on from the servers' values. "first": one worker keeps its
+    own statistics and moves the servers' towards them; the others follow. Each push then makes up for what was
+    lost of the one before, however it was weighed.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, layout: Layout, *, pushes: bool, keeps_own: bool, overlaps: bool
+    ) -> None:
+        self._module = module
+        self._buffers = layout.parameters[layout.first_buffer :]
+        self._names = list(shareable_buffers(module))
+        self._pushes = pushes
+        self._keeps_own = keeps_own
+        # Where pushes overlap, a pull may lack the newest one, which is then pushed twice: half the way each time
+        # settles, the whole way would swing for ever.
+        self._gain = 0.5 if keeps_own and overlaps else 1.0
+        # The servers' values, as far as this worker knows, with what it pushed since; None before the first pull.
+        self._base: list[torch.Tensor] | None = None
+        # This worker's own values after the newest minibatch that was accepted.
+        self._own = self._copies()
+
+    @torch.no_grad()
+    def moves(self) -> list[torch.Tensor | None]:
+        """How far each buffer is from the servers' value; None for each where this worker pushes none."""
+        if not self._pushes or self._base is None:
+            return [None] * len(self._buffers)
+        for name, buffer in zip(self._names, self._buffers, strict=True):
+            if self._module.get_buffer(name) is not buffer:
+                raise BadRequest(
+                    f"The buffer {name!r} was replaced by another tensor, so that it cannot be shared: change it "
+                    f"in place (copy_), or pass buffers='local'."
+                )
+        pairs = zip(self._buffers, self._base, strict=True)
+        return [(buffer.float() - base) * self._gain for buffer, base in pairs]
+
+    @torch.no_grad()
+    def accepted(self, moves: Sequence[torch.Tensor | None]) -> None:
+        """Notes that these moves were gathered for the next push."""
+        self._own = self._copies()
+        for base, move in zip(self._base or (), moves, strict=False):
+            if move is not None:
+                base += move
+
+    @torch.no_grad()
+    def skipped(self) -> None:
+        """Undoes what a minibatch did whose gradient is not used: its NaN may have spread into the buffers."""
+        for buffer, own in zip(self._buffers, self._own, strict=True):
+            buffer.copy_(own)
+
+    @torch.no_grad()
+    def pulled(self) -> None:
+        """Notes that the servers' values, and what is on its way to them, were written into the model."""
+        is_first = self._base is None
+        self._base = self._copies()
+        if self._keeps_own and not is_first:
+            self.skipped()
+        else:
+            self._own = self._copies()
+
+    def _copies(self) -> list[torch.Tensor]:
+        # In float32, whatever the model's type: a delta of half precision would lose what it says.
+        return [buffer.detach().to(torch.float32, copy=True) for buffer in self._buffers]

@@ -1,0 +1,248 @@
+"""What a torch optimizer says, in the servers' words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
+from pyps_wire.errors import PypsError, SettingsChanged, UnsupportedOptimizer
+
+# Torch's name for a setting; with an index where torch keeps it in a tuple, as Adam's betas.
+TorchName = str | tuple[str, int]
+
+
+# How the arithmetic is carried out, not what it is.
+_EXECUTION = frozenset({"foreach", "fused", "capturable"})
+_PLAIN = {"maximize": False, "differentiable": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """How one torch optimizer class is said in the servers' words."""
+
+    optimizer: type[torch.optim.Optimizer]
+    # The servers' rule.
+    rule: str
+    # True where a step depends on earlier gradients, so that no worker can take it by itself.
+    stateful: bool = True
+    # The servers' hyperparameter -> torch's name for it.
+    hyperparameters: Mapping[str, TorchName]
+    # Settings of a class with several rules that choose this one: every group must have exactly these.
+    when: Mapping[str, object] = field(default_factory=dict)
+    # Torch settings that the rule lacks -> the only value that is the rule.
+    fixed: Mapping[str, object] = field(default_factory=lambda: _PLAIN)
+    # Torch settings that do not change what is computed.
+    ignored: frozenset[str] = _EXECUTION
+
+    @property
+    def momentum(self) -> str:
+        """The hyperparameter that schedulers cycle against the learning rate; empty where the rule has none."""
+        return next((name for name in ("momentum", "beta1") if name in self.hyperparameters), "")
+
+
+_SGD: Mapping[str, TorchName] = {"learning_rate": "lr", "weight_decay": "weight_decay"}
+_ADAM: Mapping[str, TorchName] = {**_SGD, "beta1": ("betas", 0), "beta2": ("betas", 1), "eps": "eps"}
+_NO_AMSGRAD = {**_PLAIN, "amsgrad": False}
+
+# A rule that the servers learn is one more row here. Of a class with several, the first that fits is taken.
+TRANSLATIONS: tuple[Translation, ...] = (
+    Translation(
+        optimizer=torch.optim.SGD,
+        rule="sgd",
+        stateful=False,
+        hyperparameters=_SGD,
+        when={"momentum": 0, "nesterov": False},
+        # Dampening only acts through momentum.
+        ignored=_EXECUTION | {"dampening"},
+    ),
+    Translation(
+        optimizer=torch.optim.SGD,
+        rule="momentum",
+        hyperparameters={**_SGD, "momentum": "momentum", "dampening": "dampening"},
+        when={"nesterov": False},
+    ),
+    Translation(
+        optimizer=torch.optim.SGD,
+        rule="nesterov",
+        hyperparameters={**_SGD, "momentum": "momentum"},
+        when={"nesterov": True},
+        fixed={**_PLAIN, "dampening": 0},
+    ),
+    Translation(
+        optimizer=torch.optim.Adagrad,
+        rule="adagrad",
+        hyperparameters={
+            **_SGD,
+            "eps": "eps",
+            "initial_accumulator_value": "initial_accumulator_value",
+            "lr_decay": "lr_decay",
+        },
+    ),
+    Translation(
+        optimizer=torch.optim.RMSprop,
+        rule="rmsprop",
+        hyperparameters={**_SGD, "decay": "alpha", "eps": "eps"},
+        fixed={**_PLAIN, "momentum": 0, "centered": False},
+    ),
+    Translation(
+        optimizer=torch.optim.Adam,
+        rule="adam",
+        hyperparameters=_ADAM,
+        when={"decoupled_weight_decay": False},
+        fixed=_NO_AMSGRAD,
+    ),
+    Translation(
+        optimizer=torch.optim.Adam,
+        rule="adamw",
+        hyperparameters=_ADAM,
+        when={"decoupled_weight_decay": True},
+        fixed=_NO_AMSGRAD,
+    ),
+    Translation(
+        optimizer=torch.optim.AdamW,
+        rule="adamw",
+        hyperparameters=_ADAM,
+        fixed=_NO_AMSGRAD,
+        ignored=_EXECUTION | {"decoupled_weight_decay"},
+    ),
+)
+
+
+def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
+    """The table's entry for an optimizer; a class that is not there is refused by name.
+
+    A subclass is refused too: it may compute something else.
+    """
+    of_class = [translation for translation in TRANSLATIONS if type(optimizer) is translation.optimizer]
+    if not of_class:
+        names = list(dict.fromkeys(f"torch.optim.{translation.optimizer.__name__}" for translation in TRANSLATIONS))
+        raise UnsupportedOptimizer(
+            f"The servers have no update rule for {_class_name(type(optimizer))}; they have rules for "
+            f"{', '.join(names[:-1])} and {names[-1]}."
+        )
+    for translation in of_class:
+        if all(_has(group, translation.when) for group in optimizer.param_groups):
+            return translation
+    choice = next(iter(of_class[-1].when))
+    values = [repr(group.get(choice)) for group in optimizer.param_groups]
+    raise UnsupportedOptimizer(
+        f"{_class_name(type(optimizer))} has {choice}={', '.join(values)} in its parameter groups; the servers have "
+        f"one rule for all groups: give all of them the same {choice}."
+    )
+
+
+def translate(optimizer: torch.optim.Optimizer) -> OptimizerSettings:
+    """The servers' settings for a torch optimizer, one entry a parameter group."""
+    translation = translation_of(optimizer)
+    _refuse_used(optimizer)
+    _refuse_cycled_momentum(translation, optimizer.param_groups, UnsupportedOptimizer)
+    _refuse_unknown(translation, optimizer)
+    return settings_of(translation, optimizer.param_groups)
+
+
+def settings_of(translation: Translation, param_groups: Sequence[Mapping[str, Any]]) -> OptimizerSettings:
+    """The servers' settings for torch parameter groups; a setting that the rule lacks is refused by name."""
+    groups = [_group_settings(translation, index, group) for index, group in enumerate(param_groups)]
+    return OptimizerSettings(rule=translation.rule, groups=groups)
+
+
+def refuse_changes(
+    translation: Translation, asked: OptimizerSettings, param_groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises SettingsChanged where a group no longer says what the run was joined with, but for lr and momentum."""
+    _refuse_cycled_momentum(translation, param_groups, SettingsChanged)
+    for index, group in enumerate(param_groups):
+        settings = asked.groups[index].hyperparameters
+        for ours, torchs in translation.hyperparameters.items():
+            if ours in ("learning_rate", translation.momentum):
+                continue
+            value = value_of(group, torchs)
+            if value != settings[ours]:
+                raise SettingsChanged(
+                    f"{text_of(torchs)} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "
+                    f"but this run's {ours} is held by the servers, for all workers: only lr and momentum (betas[0]) "
+                    f"may change while a run goes on. Remove what changes it, or start a run with "
+                    f"{text_of(torchs)}={value:g}."
+                )
+        for torchs, required in {**translation.when, **translation.fixed}.items():
+            if torchs in group and group[torchs] != required:
+                raise SettingsChanged(
+                    f"{torchs} of parameter group {index} was changed to {group[torchs]!r}; the servers' "
+                    f"rule {translation.rule!r} has only {torchs}={required!r}."
+                )
+
+
+def _group_settings(translation: Translation, index: int, group: Mapping[str, Any]) -> GroupSettings:
+    name = translation.optimizer.__name__
+    for setting, required in translation.fixed.items():
+        value = group.get(setting, required)
+        if value != required:
+            raise UnsupportedOptimizer(
+                f"torch.optim.{name} has {setting}={value!r} in parameter group {index}; the servers' {name} "
+                f"has no {setting}: use {setting}={required!r}."
+            )
+    settings = {ours: value_of(group, torchs) for ours, torchs in translation.hyperparameters.items()}
+    # A scheduler that was made before has begun to move lr and momentum, at a pace of its own on every worker: the run
+    # is agreed upon where it began.
+    settings["learning_rate"] = float(group.get("initial_lr", group["lr"]))
+    if translation.momentum and "max_momentum" in group:
+        settings[translation.momentum] = float(group["max_momentum"])
+    return GroupSettings(hyperparameters=settings)
+
+
+def value_of(group: Mapping[str, Any], name: TorchName) -> float:
+    return float(group[name] if isinstance(name, str) else group[name[0]][name[1]])
+
+
+def text_of(name: TorchName) -> str:
+    return name if isinstance(name, str) else f"{name[0]}[{name[1]}]"
+
+
+def _has(group: Mapping[str, Any], settings: Mapping[str, object]) -> bool:
+    return all(group.get(name, value) == value for name, value in settings.items())
+
+
+def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses settings of a newer torch that were unknown here, unless they are off."""
+    of_rule = {name if isinstance(name, str) else name[0] for name in translation.hyperparameters.values()}
+    known = {*of_rule, *translation.when, *translation.fixed, *translation.ignored}
+    for index, group in enumerate(optimizer.param_groups):
+        for setting in optimizer.defaults.keys() - known:
+            if group.get(setting):
+                raise UnsupportedOptimizer(
+                    f"{_class_name(type(optimizer))} has {setting}={group[setting]!r} in parameter group "
+                    f"{index}, which this version of pyps does not know; leave {setting} out."
+                )
+
+
+def _refuse_cycled_momentum(
+    translation: Translation, param_groups: Sequence[Mapping[str, Any]], error_class: type[PypsError]
+) -> None:
+    """Refuses groups whose momentum a scheduler moves, leaving its bounds in them, where the rule has none."""
+    for index, group in enumerate(param_groups):
+        if "max_momentum" in group and not translation.momentum:
+            raise error_class(
+                f"A learning-rate scheduler moves the momentum of parameter group {index} too, which the servers' rule "
+                f"{translation.rule!r} does not have: make the scheduler with cycle_momentum=False, or take SGD with "
+                f"momentum, Adam or AdamW."
+            )
+
+
+def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that has taken steps: the servers start with fresh slots."""
+    for state in optimizer.state.values():
+        # SGD counts no steps.
+        if float(state.get("step", 0)) > 0 or state.get("momentum_buffer") is not None:
+            raise UnsupportedOptimizer(
+                f"The {_class_name(type(optimizer))} has taken steps already ({', '.join(state)}), and the servers "
+                f"cannot take over what it gathered: create a fresh optimizer for RemoteOptimizer."
+            )
+
+
+def _class_name(kind: type) -> str:
+    module = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
