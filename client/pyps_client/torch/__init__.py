@@ -1,7 +1,26 @@
 """Training a torch model through parameter servers."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pyps_client.torch.remote_optimizer import RemoteOptimizer
-from pyps_client.torch.replica import Block, Replica
-from pyps_client.torch.sandblasting import SandblasterResult, sandblaster
+
+if TYPE_CHECKING:
+    from pyps_client.torch.replica import Block, Replica
+    from pyps_client.torch.sandblasting import SandblasterResult, sandblaster
 
 __all__ = ["Block", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
+
+_LATER = {
+    "Block": "pyps_client.torch.replica",
+    "Replica": "pyps_client.torch.replica",
+    "SandblasterResult": "pyps_client.torch.sandblasting",
+    "sandblaster": "pyps_client.torch.sandblasting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what most programs do without."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
