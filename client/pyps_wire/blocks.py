@@ -93,6 +93,15 @@ def first_overlap(blocks: Sequence[B]) -> tuple[B, B] | None:
     return None
 
 
+def lack(blocks: Sequence[Placed]) -> str:
+    """What there is of a tensor, in words, where blocks of it that do not overlap leave some of it out; else ""."""
+    covered, size = sum(math.prod(block.shape) for block in blocks), math.prod(blocks[0].whole_shape)
+    if covered == size:
+        return ""
+    present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4])
+    return f"there are only {present}{' and more' if len(blocks) > 4 else ''}, {covered} of its {size} numbers"
+
+
 def check_whole(tensors: Iterable[Placed]) -> None:
     """Refuses a model whose blocks are not, each number once, the whole of every tensor that is cut.
 
@@ -122,10 +131,5 @@ def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
             f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
             f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
         )
-    covered = sum(math.prod(block.shape) for block in blocks)
-    if covered != math.prod(blocks[0].whole_shape):
-        present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4])
-        raise BadRequest(
-            f"parts of tensor {name!r} of shape {blocks[0].whole_shape} are missing: there are only {present}"
-            f"{' and more' if len(blocks) > 4 else ''}, {covered} of its {math.prod(blocks[0].whole_shape)} numbers"
-        )
+    if words := lack(blocks):
+        raise BadRequest(f"parts of tensor {name!r} of shape {blocks[0].whole_shape} are missing: {words}")

@@ -29,10 +29,14 @@ import google.protobuf
 import numpy as np
 import pyps_client, pyps_wire
 
-for package in (pyps_wire, pyps_client):
+on_torch = [f"pyps_client.replica.{name}" for name in ("processes", "dtensor", "steps")]
+on_torch += [f"pyps_client.lbfgs.{name}" for name in ("run", "gradient", "loader")]
+packages = [pyps_wire, pyps_client]
+for package in packages:
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name != "pyps_client.torch":
-            importlib.import_module(module.name)
+        if module.name not in ("pyps_client.torch", *on_torch):
+            loaded = importlib.import_module(module.name)
+            packages += [loaded] if module.ispkg else []
 assert callable(pyps_client.Client) and callable(pyps_client.Observer)
 try:
     pyps_client.RemoteOptimizer

@@ -14,7 +14,16 @@ OUTSIDE_WORLD = (
     *("subprocess", "signal", "multiprocessing", "logging"),
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_channelz", "grpc_status")
-CLIENT_TRANSPORT = ("pyps_client.transport.grpc", "pyps_client.lease")
+CLIENT_TRANSPORT = (
+    *("pyps_client.transport.grpc", "pyps_client.lease"),
+    *("pyps_client.channel", "pyps_client.heartbeat", "pyps_client.open_stream"),
+)
+# What of the client needs torch.
+ON_TORCH = (
+    "pyps_client.torch",
+    *(f"pyps_client.replica.{module}" for module in ("processes", "dtensor", "steps")),
+    *(f"pyps_client.lbfgs.{module}" for module in ("run", "gradient", "loader")),
+)
 
 
 @dataclass(frozen=True)
@@ -109,14 +118,12 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "pyps_wire imports neither torch nor the packages above it": lambda i: (
         i.is_by("pyps_wire") and i.is_of("torch", "pyps", "pyps_client")
     ),
-    "torch stays in pyps_client.torch, and lazily in pyps_client.data": lambda i: (
-        i.is_of("torch", "pyps_client.torch") and not i.is_by("pyps_client.torch") and not (i.for_types or i.lazy)
+    "nothing of the client loads what needs torch but what needs it itself": lambda i: (
+        i.is_of("torch", *ON_TORCH) and not i.is_by(*ON_TORCH) and not (i.for_types or i.lazy)
     ),
     # The package itself asks for torch only to say in words that RemoteOptimizer lacks it.
-    "torch is imported by name in pyps_client.torch and pyps_client.data only": lambda i: (
-        i.is_of("torch")
-        and not i.is_by("pyps_client.torch", "pyps_client.data")
-        and not (i.importer == "pyps_client" and i.lazy)
+    "torch is imported by name only where it is needed": lambda i: (
+        i.is_of("torch") and not i.is_by(*ON_TORCH) and not (i.importer == "pyps_client" and i.lazy)
     ),
     "nothing of the client's distribution imports the server's": lambda i: (
         i.is_by("pyps_wire", "pyps_client") and i.is_of("pyps")
@@ -151,6 +158,8 @@ def test_rules_find_what_breaks_them():
         ("pyps.core.shard", "from time import time"),
         ("pyps.run", "def f():\n  import grpc.aio"),
         ("pyps_client", "import pyps_client.torch"),
+        ("pyps_client.replica.group", "from pyps_client.replica.processes import Replica"),
+        ("pyps_client.data.samplers", "def f():\n  import torch"),
         ("pyps_wire.codecs", "import torch"),
         ("pyps_client.client", "from pyps import run"),
         ("pyps.run", "from pyps_client import Client"),
@@ -159,11 +168,7 @@ def test_rules_find_what_breaks_them():
 
 
 def test_the_client_loads_without_torch_and_without_the_server():
-    names = [
-        name
-        for name in modules()
-        if _within(name, ("pyps_wire", "pyps_client")) and not _within(name, ("pyps_client.torch",))
-    ]
+    names = [name for name in modules() if _within(name, ("pyps_wire", "pyps_client")) and not _within(name, ON_TORCH)]
     code = (
         f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\n"
         "print([name for name in ('torch', 'pyps') if name in sys.modules])"

@@ -76,7 +76,7 @@ def check(claims, arrangements):
         assert len({(copy.owner, copy.sizes) for copy in of_owner}) == 1
         owner = of_owner[0].owner
         for index, copy in enumerate(of_owner):
-            for size, given_, taken in zip(copy.sizes, of_owner[owner].spots, copy.spots, strict=True):
+            for size, given_, taken in zip(copy.sizes, of_owner[owner].slices, copy.slices, strict=True):
                 if taken is not None:
                     numbers = local[owner][given_.claim][given_.place]
                     assert numbers.size == size
@@ -250,7 +250,8 @@ NO_MODELS = [
     ),
     (
         [[of] for of in rows("w", (8, 2), 4)][:2],
-        "No process of the replica holds the numbers [4:8, 0:2] of tensor 'w' of shape (8, 2): is a process",
+        "No process of the replica holds the rest of tensor 'w' of shape (8, 2): there are only [0:2, 0:2], "
+        "[2:4, 0:2], 8 of its 16 numbers. Is a process missing",
     ),
     (
         [[of, claim(f"x{index}", (1,), index)] for index, of in enumerate(rows("w", (3, 2), 4))],

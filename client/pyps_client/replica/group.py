@@ -1,0 +1,129 @@
+"""The processes of one replica, as each of them sees the others.
+
+A replica is one worker that consists of several processes, each with a part of the model (Dean et al. 2012, section
+3). Its first process, the leader, decides; the others go by its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from pyps_wire.errors import BadRequest, PypsError, ReplicaLost, from_status
+from pyps_wire.partition import Partition
+
+T = TypeVar("T")
+
+
+class Group(Protocol):
+    """The processes of one replica. Every method is collective: all processes call it, in the same order.
+
+    Raises ReplicaLost where another process is gone.
+    """
+
+    @property
+    def name(self) -> str:
+        """The replica's name, unique in the run."""
+
+    @property
+    def index(self) -> int:
+        """This process's place in the replica; 0 leads."""
+
+    @property
+    def count(self) -> int: ...
+
+    def tell(self, word: T) -> T:
+        """The leader's word, on all processes."""
+
+    def gather(self, word: T) -> list[T]:
+        """Everybody's word, by index. Nobody goes on before all have come."""
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Sums of numbers over the processes, in float64, the same on all."""
+
+
+class Alone:
+    """A worker of one process: its own leader, with nobody to wait for."""
+
+    name = ""
+    index = 0
+    count = 1
+
+    def tell(self, word: T) -> T:
+        return word
+
+    def gather(self, word: T) -> list[T]:
+        return [word]
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        return [float(number) for number in numbers]
+
+
+ALONE = Alone()
+Peers = Group
+
+
+class Failure(NamedTuple):
+    """An error as one process tells it to the others."""
+
+    status: str
+    message: str
+    name: str
+
+    @classmethod
+    def of(cls, error: Exception, peers: Group) -> Failure:
+        """What the others are told; of an error that is not ours, that the process that met it is lost."""
+        if not isinstance(error, PypsError):
+            words = f"{type(error).__name__}: {error}"
+            error = ReplicaLost(f"process {peers.index} of {peers.name} failed ({words}): a replica ends as a whole")
+        return cls(error.status, str(error), type(error).__name__)
+
+    def made(self) -> PypsError:
+        return from_status(self.status, self.message, self.name)
+
+
+def led(peers: Group, action: Callable[[], T]) -> T:
+    """Runs an action on the leader alone; all processes get its result, or its error."""
+    if peers.index > 0:
+        answer: tuple[T | None, Failure | None] = peers.tell((None, None))
+        result, failure = answer
+        if failure is not None:
+            raise failure.made()
+        return result  # type: ignore[return-value]
+    try:
+        result = action()
+    except Exception as error:
+        peers.tell((None, Failure.of(error, peers)))
+        raise
+    peers.tell((result, None))
+    return result
+
+
+def agreed(peers: Group, action: Callable[[], T]) -> T:
+    """Runs an action on every process and waits for all; where it failed on some, all raise the first one's error."""
+    result: T | None = None
+    own: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        own = error
+    failures = peers.gather(None if own is None else Failure.of(own, peers))
+    for index, failure in enumerate(failures):
+        if failure is not None:
+            if own is not None and (index == peers.index or not isinstance(own, PypsError)):
+                raise own
+            raise failure.made()
+    return result  # type: ignore[return-value]
+
+
+def own_partition(whole: Partition, parts: Sequence[int], peers: Group | None) -> Partition:
+    """The partition of a process that holds those parts; of all, the whole itself.
+
+    Raises BadRequest where one of several processes names none.
+    """
+    if peers is not None and peers.count > 1 and not parts:
+        raise BadRequest(
+            f"process {peers.index} of replica {peers.name!r} holds no part of the model: give each of its "
+            f"{peers.count} processes one of its own"
+        )
+    return whole if not parts or len(set(parts)) == whole.model.num_parts else whole.of_parts(parts)
