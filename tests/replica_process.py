@@ -143,7 +143,6 @@ def refusals(replica):
     own = (f"own{replica.index}", torch.zeros(4))
     cases = {
         "partial": (replica, [("partial", partial)]),
-        "too many parts": (replica, [own, *thin.named_parameters()]),
         "one extent": (replica, [("0.weight", torch.zeros(2))]),
         "a part is missing": (
             Replica(blocks={"w": Block((0,), (4,))} if first else {}),

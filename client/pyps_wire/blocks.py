@@ -93,12 +93,12 @@ def first_overlap(blocks: Sequence[B]) -> tuple[B, B] | None:
     return None
 
 
-def lack(blocks: Sequence[Placed]) -> str:
+def lack(blocks: Sequence[Placed], whole_shape: Sequence[int]) -> str:
     """What there is of a tensor, in words, where blocks of it that do not overlap leave some of it out; else ""."""
-    covered, size = sum(math.prod(block.shape) for block in blocks), math.prod(blocks[0].whole_shape)
+    covered, size = sum(math.prod(block.shape) for block in blocks), math.prod(whole_shape)
     if covered == size:
         return ""
-    present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4])
+    present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4]) or "empty blocks"
     return f"there are only {present}{' and more' if len(blocks) > 4 else ''}, {covered} of its {size} numbers"
 
 
@@ -131,5 +131,5 @@ def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
             f"part {a.part} and part {b.part} both claim numbers of tensor {name!r}: "
             f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
         )
-    if words := lack(blocks):
-        raise BadRequest(f"parts of tensor {name!r} of shape {blocks[0].whole_shape} are missing: {words}")
+    if words := lack(blocks, a.whole_shape):
+        raise BadRequest(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words}")

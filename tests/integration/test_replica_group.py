@@ -101,7 +101,6 @@ def test_plain_parameters_are_blocks_copies_or_a_processs_own(two: list[Any]) ->
 def test_what_is_wrong_on_one_process_is_said_by_all(two: list[Any]) -> None:
     for what, words in (
         ("partial", "'partial' has placements (Partial(sum),); servers hold what is cut into one block"),
-        ("too many parts", "Process 1 of the replica holds nothing of tensor 'thin.weight' of shape (1, 4)"),
         ("one extent", "Process 0 and process 1 of the replica both claim numbers of tensor '0.weight'"),
         ("a part is missing", "No process of the replica holds the rest of tensor 'w' of shape (4,): there are only"),
         ("beyond the whole", "the block [2:4] of tensor 'w' reaches beyond the whole, whose shape is (3,)"),

@@ -149,24 +149,20 @@ def extents_of(claims: Sequence[Sequence[Claim]]) -> list[Extent]:
             raise BadRequest(f"Two tensors of process {process} of the replica have one name: names must be unique.")
         for position, claim in enumerate(of_process):
             _check_claim(claim, process, *firsts.setdefault(claim.name, (process, claim)))
-            extent = extents.setdefault(claim.key, Extent(claim, {}))
-            extent.indices[process] = position
-    of_name: dict[str, list[Extent]] = {}
+            # A tensor of fewer rows than processes leaves nothing for some of them.
+            if claim.size or claim.is_whole:
+                extents.setdefault(claim.key, Extent(claim, {})).indices[process] = position
+    of_name: dict[str, list[Extent]] = {name: [] for name in firsts}
     for extent in extents.values():
         _check_holders(extent, claims)
-        of_name.setdefault(extent.claim.name, []).append(extent)
-    for of_tensor in of_name.values():
-        _check_cover(of_tensor)
+        of_name[extent.claim.name].append(extent)
+    for name, of_tensor in of_name.items():
+        _check_cover(name, firsts[name][1].whole_shape, of_tensor)
     return list(extents.values())
 
 
 def _check_claim(claim: Claim, process: int, first_process: int, first: Claim) -> None:
-    """Refuses a claim that holds nothing, or that does not go with the first one of its name."""
-    if claim.size == 0 and not claim.is_whole:
-        raise BadRequest(
-            f"Process {process} of the replica holds nothing of tensor {claim.name!r} of shape {claim.whole_shape}: it "
-            f"is cut into more parts than it has rows or columns. Start fewer processes, or leave it uncut."
-        )
+    """Refuses a claim that does not go with the first one of its name."""
     if claim.whole_shape != first.whole_shape:
         raise BadRequest(
             f"Tensor {claim.name!r} has shape {first.whole_shape} in process {first_process} of the replica, but "
@@ -195,7 +191,7 @@ def _check_holders(extent: Extent, claims: Sequence[Sequence[Claim]]) -> None:
             raise _claimed_twice(here, here, min(process, others[0]), max(process, others[0]))
 
 
-def _check_cover(of_tensor: Sequence[Extent]) -> None:
+def _check_cover(name: str, whole_shape: tuple[int, ...], of_tensor: Sequence[Extent]) -> None:
     """Refuses blocks of one tensor of which two overlap, or that leave some of it out."""
     blocks = [extent.claim for extent in of_tensor]
     pair = first_overlap(blocks)
@@ -203,10 +199,10 @@ def _check_cover(of_tensor: Sequence[Extent]) -> None:
         processes = {id(extent.claim): min(extent.indices) for extent in of_tensor}
         a, b = sorted(pair, key=lambda claim: processes[id(claim)])
         raise _claimed_twice(a, b, processes[id(a)], processes[id(b)])
-    if words := lack(blocks):
+    if words := lack(blocks, whole_shape):
         raise BadRequest(
-            f"No process of the replica holds the rest of tensor {blocks[0].name!r} of shape {blocks[0].whole_shape}: "
-            f"{words}. Is a process missing, or the offset of a block wrong?"
+            f"No process of the replica holds the rest of tensor {name!r} of shape {whole_shape}: {words}. Is a "
+            f"process missing, or the offset of a block wrong?"
         )
 
 

@@ -145,6 +145,18 @@ def test_groups_go_by_part_and_parameter_group_and_empty_ones_are_left_out():
     assert second.held[0].tensor.group == 0
 
 
+def test_a_process_may_hold_nothing_of_a_tensor_that_has_fewer_rows_than_there_are_processes():
+    claims = [[of, claim(f"x{index}", (1,), index)] for index, of in enumerate(rows("w", (3, 2), 4))]
+    arrangements = arranged(claims)
+    check(claims, arrangements)
+    assert [[held.tensor.name for held in a.held] for a in arrangements] == [
+        *([["w", f"x{index}"] for index in range(3)]),
+        ["x3"],
+    ]
+    run = arrangements[0].model
+    check(claims, arranged(claims, run=run))
+
+
 def test_a_tensor_of_several_goes_to_the_one_that_has_least():
     norm, head = copies("norm", (5,), 2), copies("head", (7,), 2)
     claims = [[claim("big", (6,), 0), norm[0], head[0]], [claim("small", (2,), 1), norm[1], head[1]]]
@@ -254,10 +266,10 @@ NO_MODELS = [
         "[2:4, 0:2], 8 of its 16 numbers. Is a process missing",
     ),
     (
-        [[of, claim(f"x{index}", (1,), index)] for index, of in enumerate(rows("w", (3, 2), 4))],
-        "Process 3 of the replica holds nothing of tensor 'w' of shape (3, 2): it is cut into more parts than it "
-        "has rows or columns. Start fewer processes",
+        [[claim("w", (0, 2), 0, whole=(3, 2), offset=(3, 0)), claim("x", (1,), 0)]],
+        "No process of the replica holds the rest of tensor 'w' of shape (3, 2): there are only empty blocks, 0 of",
     ),
+    ([[of] for of in rows("w", (3, 2), 4)], "Process 3 of the replica has nothing to train"),
     ([[claim("w", (2,), 0)], []], "Process 1 of the replica has nothing to train"),
     (
         [[claim("w", (2,), 0, holders=[0, 1])], [claim("x", (2,), 1)]],
