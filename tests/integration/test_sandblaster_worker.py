@@ -419,8 +419,8 @@ def test_servers_of_another_protocol_are_told_of(start_server: Start) -> None:
 def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
     call = {"model": make_model(), "loss": functional.cross_entropy, "dataset": make_dataset()}
     for wrong, words in (
-        ({"dataset": (n for n in range(3))}, r"^The data set \(generator\) has no length"),
-        ({"dataset": []}, r"^The data set \(list\) is empty"),
+        ({"dataset": (n for n in range(3))}, "^The data set, a generator, has no length"),
+        ({"dataset": []}, "^The data set, a list, is empty"),
         ({"model": nn.ReLU()}, r"^The model \(ReLU\) has no parameters that require a gradient"),
         ({"batch_size": 0}, r"^batch_size is 0; expected 1 or more\.$"),
         ({"threads": 0}, r"^threads is 0; expected 1 or more, or None\.$"),

@@ -1,6 +1,7 @@
 """Who may import what: the layers of ARCHITECTURE.md, checked on every module's syntax tree."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -187,3 +188,15 @@ def test_the_commands_help_loads_neither_numpy_nor_the_kernels() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert "serve" in done.stdout
+
+
+def test_no_module_hides_a_public_name_of_its_package():
+    # Loading pyps_client.sandblaster, were there such a module, would put it in the function's place.
+    found = modules()
+    hidden = [
+        name
+        for package in ("pyps_client", "pyps_client.data", "pyps_client.torch")
+        for name in importlib.import_module(package).__all__
+        if f"{package}.{name}" in found
+    ]
+    assert hidden == []

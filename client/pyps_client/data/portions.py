@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client.data.queue import LeaseCall, RemoteQueue
-from pyps_client.data.samplers import permutation
+from pyps_client.data.samplers import length_of, permutation
 from pyps_client.log import logger
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
@@ -117,7 +117,7 @@ class Portions:
         these must be the same in all workers. `epochs`: how many the loop goes through, from the first of the run on;
         without it the worker begins none ahead, as none may come. `name`: for people.
         """
-        length = _length_of(dataset)
+        length = length_of(dataset)
         stepper: Stepper | None = getattr(optimizer, "stepper", None)
         if stepper is None:
             raise BadRequest(
@@ -474,16 +474,3 @@ class _Portion:
         self.last_batch: int | None = None
         # The step up to which gradients are to be answered, once the loop is done with the last batch.
         self.until: int | None = None
-
-
-def _length_of(dataset: Any) -> int:
-    try:
-        length = len(dataset)
-    except (TypeError, NotImplementedError):
-        raise BadRequest(
-            f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__ and __getitem__: "
-            "portions are ranges of its indices."
-        ) from None
-    if length == 0:
-        raise BadRequest(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
-    return length

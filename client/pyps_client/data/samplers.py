@@ -175,6 +175,20 @@ def batch_size(batch: Any) -> int:
     return size
 
 
+def length_of(dataset: Any) -> int:
+    """The number of examples of a data set that can be cut into portions."""
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise BadRequest(
+            f"The data set, a {type(dataset).__name__}, has no length; expected one with __len__ and __getitem__: "
+            "portions are ranges of its indices."
+        ) from None
+    if length == 0:
+        raise BadRequest(f"The data set, a {type(dataset).__name__}, is empty; expected at least one example.")
+    return length
+
+
 def _batch_size(batch: Any) -> int | None:
     shape = getattr(batch, "shape", None)
     if shape is not None:

@@ -66,7 +66,7 @@ class Worker:
     def portion(self, *portions: Batches) -> np.ndarray:
         """The sum over portions as it would be sent."""
         for portion in portions:
-            self.gradient.compute(portion)
+            self.gradient.compute_batches(portion)
             self.gradient.keep()
         sealed = self.gradient.sealed()
         assert sealed is not None
@@ -89,7 +89,7 @@ def test_it_is_the_gradient_of_the_loss_summed_over_examples_whatever_the_sizes_
     expected = reference(worker.model, inputs, targets)
     for size in (50, 16, 7, 1):
         np.testing.assert_allclose(worker.portion(batches(inputs, targets, size)), expected, rtol=1e-4, atol=1e-5)
-    loss_sum = worker.gradient.compute(batches(inputs, targets, 16))
+    loss_sum = worker.gradient.compute_batches(batches(inputs, targets, 16))
     with torch.no_grad():
         summed = functional.cross_entropy(worker.model(inputs), targets, reduction="sum").item()
     assert loss_sum == pytest.approx(summed, rel=1e-6)
@@ -99,9 +99,9 @@ def test_a_portions_loss_has_the_same_bits_in_every_version_of_python(monkeypatc
     # Sums of a few losses of float32 would be exact.
     worker = Worker(make_model(), lambda model, batch: functional.cross_entropy(model(batch[0]).double(), batch[1]))
     portions = [batches(*examples(200, seed=seed), 1) for seed in range(4)]
-    before = [worker.gradient.compute(portion) for portion in portions]
+    before = [worker.gradient.compute_batches(portion) for portion in portions]
     monkeypatch.setattr(portion_gradient, "sum", compensated_sum, raising=False)
-    assert [worker.gradient.compute(portion) for portion in portions] == before
+    assert [worker.gradient.compute_batches(portion) for portion in portions] == before
 
 
 def test_a_portion_has_the_same_bits_whoever_computes_it_and_after_whatever() -> None:
@@ -119,10 +119,10 @@ def test_a_portion_that_another_was_first_with_leaves_no_trace() -> None:
     worker = Worker(make_model(), keep_apart=True)
     expected = worker.portion(first) + worker.portion(second)
 
-    worker.gradient.compute(first)
+    worker.gradient.compute_batches(first)
     worker.gradient.keep()
-    worker.gradient.compute(lost)
-    worker.gradient.compute(second)
+    worker.gradient.compute_batches(lost)
+    worker.gradient.compute_batches(second)
     worker.gradient.keep()
     sealed = worker.gradient.sealed()
 
@@ -132,7 +132,7 @@ def test_a_portion_that_another_was_first_with_leaves_no_trace() -> None:
 
 def test_a_portion_that_goes_alone_is_computed_right_where_it_is_sent_from() -> None:
     worker = Worker(make_model())
-    worker.gradient.compute(batches(*examples(40), 16))
+    worker.gradient.compute_batches(batches(*examples(40), 16))
     begin, end = worker.vectors[0].ctypes.data, worker.vectors[0].ctypes.data + worker.vectors[0].nbytes
     places = [p.grad.data_ptr() for p in worker.model.parameters() if p.grad is not None]
     assert len(places) == 4 and all(begin <= place < end for place in places)

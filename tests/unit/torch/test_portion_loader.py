@@ -109,9 +109,9 @@ def test_a_data_set_that_reads_many_at_once_is_asked_so_and_the_callers_collate_
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        ((n for n in range(3)), "The data set .generator. has no length, so it cannot be cut into portions"),
-        ({1, 2}, "The data set .set. cannot be read by index, so it cannot be cut into portions"),
-        ([], "The data set .list. is empty: there is nothing to train on"),
+        ((n for n in range(3)), "The data set, a generator, has no length; expected one with __len__ and __getitem__"),
+        ({1, 2}, "The data set, a set, cannot be read by index; expected one with __len__ and __getitem__"),
+        ([], "The data set, a list, is empty; expected at least one example"),
     ],
 )
 def test_a_data_set_that_cannot_be_cut_is_told_in_one_sentence(dataset: Any, words: str) -> None:

@@ -1,0 +1,256 @@
+"""The gradient of a portion of the data set: a sum over its examples, the same bits whoever computes it.
+
+A batch goes through the model to its loss, the loss's gradient to the portion's sum, that to the sum that is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from pyps_client.lbfgs.loader import PortionLoader
+from pyps_client.session import Session
+from pyps_client.torch.conversion import TorchConverter
+from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.torch.layout import Layout
+from pyps_client.torch.parameter_buffer import ParameterBuffer
+from pyps_client.torch.pinned import PinnedPages
+from pyps_client.vectors import Vectors
+from pyps_wire.errors import BadRequest
+from pyps_wire.work_pb2 import Portion
+
+
+class PortionGradient:
+    """Sums of a loss's gradients: over the examples of one portion, and over the portions that count.
+
+    The loss is a mean over a batch: backward starts with the number of the batch's examples, so that what autograd adds
+    to `grad` is the sum over them. Batches are added in their order, each parameter in float32 (float64 where it is),
+    whatever the model's type. So the bits depend on the portion, the parameters and the size of a batch alone, as far
+    as torch's own do on the number of threads and the kind of processor.
+
+    Beside the model there is its gradient; the sum over portions takes memory of its own only where they are kept
+    apart, or on a device. The model's `grad` are this object's until `release`.
+    """
+
+    def __init__(self, layout: Layout, gathered: GradientBuffer, loss_of: Callable[[Any], Any]) -> None:
+        """`gathered` is where portions are summed, and sent from. `loss_of(batch)` is the mean loss of a batch."""
+        self._layout = layout
+        self._gathered = gathered
+        self._loss_of = loss_of
+        self._keeps_apart = False
+        for parameter in layout.parameters:
+            parameter.grad = torch.empty_like(parameter, memory_format=torch.preserve_format)
+        # Tensor index -> the sum over batches, where the parameter's own type is too narrow for it.
+        self._wide = {
+            index: torch.empty_like(parameter, dtype=torch.float32)
+            for index, parameter in enumerate(layout.parameters)
+            if parameter.dtype.itemsize < torch.float32.itemsize
+        }
+
+    def begin_pass(self, *, keep_apart: bool) -> None:
+        """Says whether the sum must rest while the next portion is computed."""
+        self._keeps_apart = keep_apart
+        if keep_apart:
+            self._gathered.take_back()
+
+    def compute_batches(self, batches: Iterable[tuple[Any, int]]) -> float:
+        """Computes the gradient over batches, each with its number of examples; returns the sum of their losses.
+
+        The gradient that was computed before is lost, unless it was kept. The sum of losses is in float64.
+        """
+        if not self._keeps_apart:
+            # Computed right where it is sent from.
+            self._gathered.hand_out()
+        self._make_zero([*self._own(), *self._wide.values()])
+        losses: list[tuple[torch.Tensor, int]] = []
+        for batch, count in batches:
+            with torch.enable_grad():
+                loss = _checked(self._loss_of(batch))
+            gradients = self._own()
+            loss.backward(gradient=torch.full_like(loss, count))  # type: ignore[no-untyped-call]
+            self._widen(gradients)
+            losses.append((loss.detach(), count))
+        # Asked for once all is under way: each answer waits for the device. Not by sum(): from Python 3.12 on it rounds
+        # otherwise, and the same portion must have the same loss whoever computes it.
+        loss_sum = 0.0
+        for loss, count in losses:
+            loss_sum += float(loss) * count
+        return loss_sum
+
+    def keep(self) -> None:
+        """Adds the gradient that was computed last to the sum over portions."""
+        gradients = self._own()
+        self._gathered.add([self._wide.get(index, gradient) for index, gradient in enumerate(gradients)], versions={})
+
+    def sealed(self) -> Vectors | None:
+        """The sum over portions as it travels, good until `clear`; None where it is not finite, or not in that form."""
+        if not self._gathered.seal():
+            return None
+        self._gathered.ready()
+        return self._gathered.vectors
+
+    def why_not_sealed(self) -> str:
+        """Says why `sealed` gave None, and what to do."""
+        if not self._gathered.are_finite():
+            return "the gradient is not finite. If every step's is not, look at the loss and at the data."
+        narrow = self._gathered.wire_dtype
+        others = "'bfloat16' or 'float32'" if narrow == torch.float16 else "'float32'"
+        return (
+            f"the gradient, a sum over the examples, exceeds {torch.finfo(narrow).max:g}, the most that "
+            f"{str(narrow).removeprefix('torch.')} holds, in which it travels. Use gradient_dtype={others}."
+        )
+
+    def clear(self) -> None:
+        """Makes the sum over portions empty."""
+        self._gathered.clear()
+
+    def release(self) -> None:
+        """Leaves the model without gradients."""
+        for parameter in self._layout.parameters:
+            parameter.grad = None
+
+    def _own(self) -> list[torch.Tensor]:
+        """The model's own gradients, one a tensor: of zero for one that the loss does not use."""
+        gradients = []
+        for parameter in self._layout.parameters:
+            if parameter.grad is None:
+                raise BadRequest(
+                    "The loss cleared the model's gradients (zero_grad), which are summed over the batches of a "
+                    "portion: let it only compute and return the loss."
+                )
+            gradients.append(parameter.grad)
+        return gradients
+
+    def _widen(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Adds gradients of narrow types to their sums."""
+        if not self._wide:
+            return
+        narrow = [gradients[index] for index in self._wide]
+        with torch.no_grad():
+            torch._foreach_add_(list(self._wide.values()), narrow)
+        self._make_zero(narrow)
+
+    @torch.no_grad()
+    def _make_zero(self, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            torch._foreach_zero_(tensors)
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    """The loss, if a gradient can be had of it."""
+    if not isinstance(loss, torch.Tensor):
+        raise BadRequest(
+            f"The loss is a {type(loss).__name__}; expected a torch tensor with one number, the mean over the batch's "
+            "examples."
+        )
+    if loss.numel() != 1:
+        raise BadRequest(
+            f"The loss is a tensor of shape {list(loss.shape)}; expected one number, the mean over the batch's "
+            "examples (reduction='mean')."
+        )
+    if not loss.requires_grad:
+        raise BadRequest(
+            "The loss does not depend on the model's parameters, so it has no gradient: compute it from the model's "
+            "output, without detach(), item() or no_grad()."
+        )
+    return loss
+
+
+class PortionComputation(PortionGradient):
+    """A worker's portions, computed by torch in memory that its session lends."""
+
+    def __init__(self, session: Session, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
+        self._session = session
+        self._loader = loader
+        on_host = all(block.device.type == "cpu" for block in layout.blocks)
+        lent = session.lend(1, converter=TorchConverter() if on_host else None)
+        self._private = lent.private
+        devices = [block.device for block in layout.blocks if block.on_cuda]
+        self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
+        gathered = GradientBuffer(layout, lent.gradients[0], codec=lent.converted_to)
+        self._parameters = ParameterBuffer(layout, lent.parameters, alias=True, private=lent.private)
+        super().__init__(layout, gathered, loss_of)
+
+    def begin_pass(self, *, keep_apart: bool) -> None:
+        """Brings the servers' parameters into the model.
+
+        `keep_apart`: several portions are summed, so that one's gradient may not lie in the sum before it counts.
+        """
+        super().begin_pass(keep_apart=keep_apart)
+        self.pull()
+
+    def pull(self) -> None:
+        """Brings the servers' parameters into the model."""
+        self._parameters.wait_until_free()
+        self._session.pull(self._parameters.vectors)
+        if self._parameters.written_elsewhere():
+            # The model's parameters were changed, and not all of them came anew just now.
+            self._session.snapshot(self._parameters.vectors)
+            self._parameters.separate()
+        self._parameters.write()
+
+    def compute(self, portion: Portion, upcoming: Portion | None) -> float:
+        """Computes a portion; returns the sum of its examples' losses. `upcoming` is likely the next, to be loaded."""
+        return self.compute_batches(self._loader.batches(portion, upcoming))
+
+    def close(self) -> None:
+        """Ends the use of what the session lent; the model keeps its parameters."""
+        self.release()
+        if not self._private:
+            self._parameters.separate()
+        if self._pinned is not None:
+            self._pinned.release()
+
+
+def loss_function(
+    model: torch.nn.Module,
+    loss: Callable[..., Any] | None,
+    loss_of: Callable[[Any, Any], Any] | None,
+) -> Callable[[Any], Any]:
+    """What computes a batch's loss, from either of the two that a user may give."""
+    if (loss is None) == (loss_of is None):
+        given = "neither" if loss is None else "both"
+        raise BadRequest(
+            f"{given.capitalize()} of loss and loss_of were given; expected one: loss(outputs, targets), or "
+            "loss_of(model, batch) with loss=None."
+        )
+    if not callable(loss or loss_of):
+        raise BadRequest(f"The loss is a {type(loss or loss_of).__name__}; expected a function.")
+    if loss_of is not None:
+        return lambda batch: loss_of(model, to_device(batch, device_of(model)))
+    assert loss is not None
+
+    def of_pair(batch: Any) -> Any:
+        if not isinstance(batch, Sequence) or isinstance(batch, str | bytes) or len(batch) < 2:
+            raise BadRequest(
+                f"The data set gives batches that are a {type(batch).__name__}; expected (input, target) pairs: give "
+                "loss_of=, a function of the model and the batch, for any other."
+            )
+        inputs, *targets = batch
+        outputs = model(to_device(inputs, device_of(model)))
+        # The last layer may lie on another device than the first.
+        device = outputs.device if isinstance(outputs, torch.Tensor) else device_of(model)
+        return loss(outputs, *to_device(targets, device))
+
+    return of_pair
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model takes its input: the device of its first parameter."""
+    return next(model.parameters()).device
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on the device."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

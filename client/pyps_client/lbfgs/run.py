@@ -1,0 +1,176 @@
+"""Sandblaster L-BFGS's worker (Dean et al. 2012, section 4.2): a model, a loss and a data set; no loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyps_client import process_hooks
+from pyps_client.launch import Launch
+from pyps_client.lbfgs.gradient import PortionComputation, loss_function
+from pyps_client.lbfgs.loader import MapDataset, PortionLoader, checked_length
+from pyps_client.lbfgs.staging import Staging
+from pyps_client.lbfgs.worker import CoordinatedWork, Share, joined
+from pyps_client.log import logger
+from pyps_client.session import Session
+from pyps_client.torch.conversion import TorchConverter, dtype_name
+from pyps_client.torch.layout import Layout, plan, shareable_buffers
+from pyps_client.torch.model_state import tell_narrowed
+from pyps_client.torch.parameter_buffer import initial_values
+from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import DEFAULT_SHARD_SIZE
+from pyps_wire.work_pb2 import DataSpec
+
+# Steps are the coordinator's; servers want to know a rule all the same.
+_SETTINGS = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
+
+
+@dataclass
+class SandblasterResult(Share):
+    """What this worker did, and why it ended. The model holds the run's last parameters."""
+
+    # The coordinator's word.
+    message: str = ""
+    run_id: str = ""
+
+
+def sandblaster(
+    model: torch.nn.Module,
+    loss: Callable[..., Any] | None,
+    dataset: MapDataset,
+    *,
+    batch_size: int = 256,
+    loss_of: Callable[[Any, Any], Any] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    on_pass: Callable[[int], object] | None = None,
+    threads: int | None = 1,
+    servers: str | Sequence[str] | None = None,
+    run_id: str | None = None,
+    worker_id: str | None = None,
+    token_file: str | None = None,
+    gradient_dtype: str | torch.dtype | None = None,
+    parameter_dtype: str | torch.dtype | None = None,
+    transport: str | None = None,
+    shard_size: int = DEFAULT_SHARD_SIZE,
+) -> SandblasterResult:
+    """Computes portions of the data set for a coordinator (`pyps sandblaster`) until it ends the work; brings the last
+    parameters into the model.
+
+        pyps_client.sandblaster(model, torch.nn.functional.cross_entropy, dataset)
+
+    `loss(outputs, *targets)` is the mean over a batch of the data set's (input, target) pairs; `loss_of(model, batch)`
+    instead of it, with `loss=None`, serves batches of any other shape. Batches are made by `collate`, as in torch's
+    DataLoader, and moved to the model's device. `batch_size`: examples of a portion that are computed at once; the
+    same for all workers.
+
+    The loss of given parameters must always be the same: call `model.eval()` where there is dropout or batch norm.
+    Parameters that need no gradient, and buffers, are left alone: let all workers have the same.
+
+    `on_pass(number)` is called with the parameters of each new pass in the model; it must leave them as they are.
+    `threads`: torch's threads, on which the last bits of a sum may depend; None leaves them as they are. More workers
+    use more processors.
+    The rest is as for RemoteOptimizer. What the loss raises ends this worker; others compute its portions.
+    """
+    process_hooks.install_where_asked()
+    compute_loss = loss_function(model, loss, loss_of)
+    num_examples = checked_length(dataset)
+    if batch_size < 1:
+        raise BadRequest(f"batch_size is {batch_size}; expected 1 or more.")
+    if threads is not None and threads < 1:
+        raise BadRequest(f"threads is {threads}; expected 1 or more, or None.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise BadRequest(
+            f"The model ({type(model).__name__}) has no parameters that require a gradient: there is nothing to train."
+        )
+    layout = plan(model, [{"params": trained}], shard_size=shard_size)
+    _warn_of_modes(model)
+    _tell_left_alone(model, layout)
+    tell_narrowed(layout)
+    launch = Launch.from_environment(
+        servers,
+        token_file=token_file,
+        run_id=run_id,
+        worker_id=worker_id,
+        codec=dtype_name(gradient_dtype),
+        pull_codec=dtype_name(parameter_dtype),
+        transport=transport,
+    )
+    session = Session(
+        layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices
+    )
+    with joined(session), _threads(threads):
+        loader = PortionLoader(dataset, batch_size=batch_size, collate=collate)
+        computation = PortionComputation(session, layout, compute_loss, loader)
+        try:
+            work = CoordinatedWork(
+                session,
+                data=DataSpec(name="train", num_examples=num_examples, batch_size=batch_size, coordinated=True),
+                staging=Staging(session, converter=TorchConverter()),
+                computation=computation,
+                on_pass=on_pass or (lambda pass_number: None),
+            )
+            message = work.run()
+            session.hurry()
+            computation.pull()
+        finally:
+            loader.close()
+            computation.close()
+        logger.info("the work of run %s is over: %s", session.run_id, message)
+        return SandblasterResult(**vars(work.share), message=message, run_id=session.run_id)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Lets torch compute with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _warn_of_modes(model: torch.nn.Module) -> None:
+    """Says where the same parameters would not give the same loss."""
+    for is_so, why in ((_draws, "draws at random"), (_mixes, "depends on the batch")):
+        names = [name or type(module).__name__ for name, module in model.named_modules() if is_so(module)]
+        if names:
+            logger.warning(
+                "%s: in training mode that %s, and the line search would compare losses of different functions; call "
+                "model.eval() first",
+                *(_several(names), why),
+            )
+
+
+def _draws(module: torch.nn.Module) -> bool:
+    """Whether it is a dropout, or has one."""
+    chance = module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else getattr(module, "dropout", 0)
+    return module.training and isinstance(chance, int | float) and chance > 0
+
+
+def _mixes(module: torch.nn.Module) -> bool:
+    """Whether it makes one example's output depend on the batch's others."""
+    return module.training and isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def _tell_left_alone(model: torch.nn.Module, layout: Layout) -> None:
+    """Says what each worker keeps of its own."""
+    shared = {id(tensor) for tensor in layout.parameters}
+    frozen = [name for name, value in model.named_parameters() if id(value) not in shared]
+    for names, kind in ((frozen, "parameter"), (list(shareable_buffers(model)), "buffer")):
+        if names:
+            logger.warning(
+                "the %s %s not trained and not shared: let all workers begin with the same values",
+                *(kind, f"{_several(names)} is" if len(names) == 1 else f"{_several(names)} are"),
+            )
+
+
+def _several(names: Sequence[str]) -> str:
+    others = len(names) - 1
+    return names[0] + (f" and {others} other{'s' if others > 1 else ''}" if others else "")

@@ -1,0 +1,237 @@
+"""A worker's part in passes that a coordinator begins (Dean et al. 2012, section 4.2 and appendix algorithm 1.2).
+
+The paper's ProcessPortion: pull the parameters once a pass, compute a portion, add its gradient to the local sum, send
+that every few completed portions. The paper leaves open how an example then counts once when several workers compute
+its portion: a worker claims a portion before its gradient enters the sum, sums go to stages on the servers, and count
+once server 0 has accepted their delivery.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from pyps_client import departure
+from pyps_client.data.queue import RemoteQueue
+from pyps_client.lbfgs.staging import Staging
+from pyps_client.log import logger
+from pyps_client.retry import RetryPolicy, Wait
+from pyps_client.session import Session
+from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.work_pb2 import DataSpec, LeaseReply, Portion
+
+if TYPE_CHECKING:
+    from pyps_client.lbfgs.gradient import PortionComputation
+
+PROTOCOL = "sandblaster"
+
+
+@dataclass
+class Share:
+    """What this worker has done so far."""
+
+    # Passes that it computed portions of.
+    num_passes: int = 0
+    # What of its work counts, each time that it was computed; and portions that another was first with, or that came
+    # too late.
+    num_portions: int = 0
+    num_examples: int = 0
+    num_thrown_away: int = 0
+    # The mean loss of the examples that it computed in the last of these passes; NaN where there are none.
+    loss: float = math.nan
+
+
+class _Claimed(NamedTuple):
+    """A portion whose gradient is in the sum."""
+
+    portion: Portion
+    loss_sum: float
+
+    @property
+    def num_examples(self) -> int:
+        return self.portion.stop - self.portion.start
+
+
+class CoordinatedWork:
+    """The walk over portions, until the coordinator ends the work. For one thread."""
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        data: DataSpec,
+        staging: Staging,
+        computation: PortionComputation,
+        on_pass: Callable[[int], object] = lambda pass_number: None,
+    ) -> None:
+        """`on_pass` is called with each pass's number once its parameters are in the model."""
+        self.share = Share()
+        self._session = session
+        self._queue = RemoteQueue(session)
+        self._data = data
+        self._staging = staging
+        self._computation = computation
+        self._on_pass = on_pass
+        # Which pass's parameters are in the model, and in which epoch: a restored server may hold others.
+        self._parameters_of: tuple[int, int] | None = None
+        self._pass = 0
+        self._claimed: list[_Claimed] = []
+        # Of the present pass: delivered losses and examples.
+        self._loss_sum, self._loss_count = 0.0, 0
+        # The pass in which it was told last why a gradient was not sent.
+        self._told_unsent_in = 0
+        # While servers refuse what is computed.
+        self._refusal: Wait | None = None
+
+    def run(self) -> str:
+        """Works until there will be no more; returns why, in words."""
+        self._queue.open(self._data)
+        while True:
+            try:
+                reply = self._queue.lease(wait=not self._claimed)
+            except RunFinished as finished:
+                return str(finished)
+            except BadRequest as refused:
+                # A server that came back from a checkpoint may not know of the data set.
+                self._wait_out(refused)
+                self._queue.open(self._data)
+                continue
+            if reply.outcome == LeaseReply.OUTCOME_ENDED:
+                return reply.message
+            if reply.outcome != LeaseReply.OUTCOME_LEASED:
+                # Others have the rest of the pass: they may wait for what is claimed here.
+                self._deliver()
+                continue
+            self._enter(reply)
+            self._process(reply)
+
+    def _enter(self, reply: LeaseReply) -> None:
+        """Pulls the parameters where the pass is a new one."""
+        pass_number = getattr(reply, "pass")
+        entered = (pass_number, self._session.epoch)
+        if entered == self._parameters_of:
+            return
+        if self._claimed:
+            # Only a coordinator that came back begins a pass before the one before it is done.
+            logger.info("pass %d is over: what this worker had for it is thrown away", self._pass)
+            self._throw_away()
+        self._computation.begin_pass(keep_apart=reply.portions_per_stage > 1)
+        self._parameters_of, self._pass = entered, pass_number
+        self._loss_sum, self._loss_count = 0.0, 0
+        self.share.num_passes += 1
+        self._on_pass(pass_number)
+
+    def _process(self, reply: LeaseReply) -> None:
+        portion = reply.portion
+        loss_sum = self._computation.compute(portion, reply.next if reply.HasField("next") else None)
+        try:
+            claim = self._queue.claim(portion.lease_id)
+        except BadRequest as refused:
+            # A server that came back from a checkpoint may never have heard of the lease.
+            self._queue.give_up([portion.lease_id])
+            self._wait_out(refused)
+            return
+        if not claim.granted:
+            self.share.num_thrown_away += 1
+            logger.debug("portion %d of pass %d is not needed: %s", portion.portion_id, self._pass, claim.message)
+            return
+        self._computation.keep()
+        self._claimed.append(_Claimed(portion, loss_sum))
+        if len(self._claimed) >= reply.portions_per_stage:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        leases = [claimed.portion.lease_id for claimed in self._claimed]
+        loss_sum = 0.0
+        for claimed in self._claimed:
+            # Not by sum(): from Python 3.12 on it rounds otherwise.
+            loss_sum += claimed.loss_sum
+        example_count = sum(claimed.num_examples for claimed in self._claimed)
+        stage_id = 0
+        vectors = self._computation.sealed() if math.isfinite(loss_sum) else None
+        try:
+            if vectors is None:
+                # Told by the loss alone: the coordinator then folds nothing, and takes a shorter step.
+                self._tell_unsent(loss_sum)
+                loss_sum = math.nan
+            else:
+                stage_id = leases[0]
+                first = self._claimed[0].portion.portion_id
+                self._staging.stage(vectors, pass_number=self._pass, portion_id=first, stage_id=stage_id)
+            delivery = self._queue.deliver(leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
+        except BadRequest as refused:
+            self._throw_away()
+            self._wait_out(refused)
+            return
+        if not delivery.accepted:
+            logger.info("%d portions of pass %d came too late: %s", len(leases), self._pass, delivery.message)
+            self._throw_away()
+            return
+        self._computation.clear()
+        self._claimed.clear()
+        self._note(len(leases), loss_sum, example_count)
+
+    def _tell_unsent(self, loss_sum: float) -> None:
+        """Says once a pass why a loss that is a number is told as none: from the coordinator nobody learns it."""
+        if math.isfinite(loss_sum) and self._told_unsent_in != self._pass:
+            self._told_unsent_in = self._pass
+            reason = self._computation.why_not_sealed()
+            logger.warning("the loss of pass %d is told as NaN, though it is a number: %s", self._pass, reason)
+
+    def _note(self, num_portions: int, loss_sum: float, example_count: int) -> None:
+        if self._refusal is not None:
+            self._refusal.end()
+            self._refusal = None
+        share = self.share
+        share.num_portions += num_portions
+        share.num_examples += example_count
+        self._loss_sum += loss_sum
+        self._loss_count += example_count
+        share.loss = self._loss_sum / self._loss_count
+        self._session.clock += num_portions
+        self._session.report(loss=share.loss)
+
+    def _throw_away(self) -> None:
+        """Forgets what is claimed and not delivered: with the next lease it goes back to the queue."""
+        self.share.num_thrown_away += len(self._claimed)
+        self._queue.give_up([claimed.portion.lease_id for claimed in self._claimed])
+        self._claimed.clear()
+        self._computation.clear()
+
+    def _wait_out(self, refused: BadRequest) -> None:
+        """Pauses after a refusal, which ends the worker when nothing else comes for `loss_wait_seconds`.
+
+        A server that came back from its checkpoint knows nothing of the pass: the coordinator will begin another.
+        """
+        if type(refused) is not BadRequest:
+            # What is wrong with the payload itself will not pass.
+            raise refused
+        if self._refusal is None:
+            policy = RetryPolicy(self._session.launch.loss_wait_seconds, "loss_wait_seconds")
+            self._refusal = policy.begin("a pass that takes this worker's portions", stop=threading.Event())
+        self._refusal.pause(str(refused))
+
+
+@contextmanager
+def joined(session: Session) -> Iterator[None]:
+    """Joins the run and leaves it, saying why."""
+    try:
+        session.connect()
+        if session.protocol.partition(":")[0] != PROTOCOL:
+            raise BadRequest(
+                f"The servers of run {session.run_id!r} run the protocol {session.protocol!r}; portions for a "
+                f"coordinator need servers started with --protocol {PROTOCOL}, as `pyps {PROTOCOL}` starts them."
+            )
+        yield
+    except KeyboardInterrupt as interrupt:
+        logger.info("interrupted: leaving run %s; its portions go to other workers", session.run_id)
+        session.close(*departure.cause_of(interrupt))
+        raise
+    except BaseException as error:
+        session.close(*departure.cause_of(error))
+        raise
+    session.close()
