@@ -27,9 +27,10 @@ from client_support import (
 )
 from pyps.core.arrays import Floats
 from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable, open_stream
-from pyps_client.launch import TRANSPORTS, Launch
+from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
 from pyps_client.session import Session
+from pyps_client.transport import named
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import BFLOAT16, FLOAT16, Codec
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
@@ -94,7 +95,7 @@ def test_exchanges_are_what_pushes_and_pulls_are(
     servers = start_servers(start_server, num_servers, "--protocol", protocol)
     with make_client(addresses(servers), transport=transport) as client:
         assert client.session.transport == transport
-        assert client.session.checks_first == (TRANSPORTS[transport].shares and num_servers == 1)
+        assert client.session.checks_first == (named(transport).shares and num_servers == 1)
         for step in range(4):
             gradients = gradients_like(tensors, step)
             if step == 2:

@@ -16,7 +16,7 @@ from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.heartbeat import Heartbeat
 from pyps_client.in_process import InProcess
-from pyps_client.launch import TRANSPORTS, Launch
+from pyps_client.launch import Launch
 from pyps_client.outage import Outage
 from pyps_client.retry import LinkLost, RetryPolicy, Wait
 from pyps_client.servers import Servers
@@ -200,12 +200,13 @@ def test_a_wait_counts_from_the_attempt_that_failed_before_it_but_has_its_whole_
 def test_heartbeats_that_go_by_no_grpc_take_a_new_channel_after_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Channel] = []
 
-    class Kept(InProcess):
-        def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
-            made.append(super().channel(address, token=token, use_proxy=use_proxy))
-            return made[-1]
+    make = InProcess.channel
 
-    monkeypatch.setitem(TRANSPORTS, "in_process", Kept())  # type: ignore[misc]
+    def channel(self: InProcess, address: str, *, token: str, use_proxy: bool) -> Channel:
+        made.append(make(self, address, token=token, use_proxy=use_proxy))
+        return made[-1]
+
+    monkeypatch.setattr(InProcess, "channel", channel)
     launch = Launch(servers=("nobody:1",), transport="in_process")
     beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)
     beats.keep(Connection(0, launch=launch), 0.01)
