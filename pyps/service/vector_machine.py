@@ -126,7 +126,11 @@ class VectorMachineService:
                 self._run.heard(sender.run_id, sender.worker_id, sender.incarnation)
                 machine = self._machine()
                 former, part = part, _stage_part(request, payload)
-                _require_one_stage(former, part)
+                if former is not None and (former.pass_, former.stage_id) != (part.pass_, part.stage_id):
+                    raise BadRequest(
+                        f"a stream holds stage {former.stage_id} of pass {former.pass_} and stage {part.stage_id} of "
+                        f"pass {part.pass_}: send one stage in a stream"
+                    )
                 complete = await self._work.compute(len(payload), partial(machine.stage, part))
         if part is None:
             raise BadRequest("Stage came without a message: send one for each shard of the stage")
@@ -220,11 +224,3 @@ def _stage_part(request: wire.StageRequest, payload: memoryview) -> StagePart:
         codec=codec_numbered(request.codec),
         payload=payload,
     )
-
-
-def _require_one_stage(former: StagePart | None, part: StagePart) -> None:
-    if former is not None and (former.pass_, former.stage_id) != (part.pass_, part.stage_id):
-        raise BadRequest(
-            f"a stream holds stage {former.stage_id} of pass {former.pass_} and stage {part.stage_id} of pass "
-            f"{part.pass_}: send one stage in a stream"
-        )

@@ -218,9 +218,6 @@ class SharedMemory(Transport):
             log.warning("a local caller was turned away", strangers=strangers, own_user=is_own_user(end))
             end.close()
             return
-        self._take_in(end)
-
-    def _take_in(self, end: socket.socket) -> None:
         end.setblocking(False)
         connection = Connection(
             end,

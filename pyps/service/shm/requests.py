@@ -59,7 +59,12 @@ class Exchange:
         if not self._plans:
             raise BadRequest("the exchange names no shard: name those whose gradients lie in the segment")
         if len(request.shards) > 1:
-            self._require_one_push(len(request.shards))
+            gradients = [plan.gradient for plan in self._plans.values()]
+            if len(gradients) < len(request.shards):
+                raise BadRequest("the exchange names a shard twice: name each once")
+            if len({gradient.sequence for gradient in gradients}) > 1:
+                raise BadRequest("the exchange holds parts of several pushes: give all its shards one sequence")
+            require_few_extents(sum(len(gradient.extents) for gradient in gradients))
         if not self.at_once and len(self._plans) != request.shards[0].num_shards:
             raise BadRequest(
                 f"the exchange holds {len(self._plans)} of the push's {request.shards[0].num_shards} shards: under"
@@ -88,14 +93,6 @@ class Exchange:
             epoch=attachment.content.epoch,
             memory=attachment.memory,
         )
-
-    def _require_one_push(self, num_parts: int) -> None:
-        gradients = [plan.gradient for plan in self._plans.values()]
-        if len(gradients) < num_parts:
-            raise BadRequest("the exchange names a shard twice: name each once")
-        if len({gradient.sequence for gradient in gradients}) > 1:
-            raise BadRequest("the exchange holds parts of several pushes: give all its shards one sequence")
-        require_few_extents(sum(len(gradient.extents) for gradient in gradients))
 
     @property
     def held_bytes(self) -> int:
