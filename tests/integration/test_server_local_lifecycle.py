@@ -13,7 +13,7 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import inspector_pb2
 from pyps_wire.errors import NotInitialized, ServerUnavailable
 from pyps_wire.partition import Model, Tensor
-from support import inspect, status_of, wait_until
+from support import inspect, server_loop, status_of, wait_until
 from wire_worker import descriptors_of, local_worker, maps_of
 
 LARGE = Model((Tensor("x", (8_000_000,)),))
@@ -153,3 +153,18 @@ def test_a_vanished_waiter_leaves_nothing_behind(start_server_process):
         wait_until(lambda: not maps_of(server.pid), 60, "the end of the memory")
         wait_until(lambda: len(descriptors_of(server.pid)) <= before, 60, "the end of the socket")
     assert "bug" not in server.output()
+
+
+def test_a_request_whose_caller_has_gone_before_it_is_read_is_not_begun(start_server):
+    """Its memory may be in other use already, and nobody waits for parameters there."""
+    server = start_server()
+    with local_worker(server.data) as worker:
+        held, go_on = threading.Event(), threading.Event()
+        server_loop().call_soon_threadsafe(lambda: (held.set(), go_on.wait(60)))
+        assert held.wait(60)
+        worker.link.send(worker.exchange_request())
+        worker.detach()
+        go_on.set()
+        wait_until(lambda: not inspect(server.control, "GetMemory").shared_bytes, 60, "the end of the connection")
+        assert status_of(server).tally.pushes_applied == 0
+        assert not worker.parameters[0].any()
