@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pyps_client.learning_rates import GroupRate
-from pyps_client.pushes import Description
+from pyps_client.push import Description, Plan
 from pyps_client.session import Session
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.overlap import Lane, ThreadedLink
@@ -65,7 +65,7 @@ class AgreedLink(ThreadedLink):
         described["gradient_norm"] = 0.0
         if self._session.clips:
             gradients.ready()
-            described["gradient_norm"] = self._session.norm(gradients.vectors, **described)
+            described["gradient_norm"] = self._session.norm(Plan(gradients.vectors, **described))
         return described
 
     def _is_over(self, lane: Lane[Any]) -> bool:

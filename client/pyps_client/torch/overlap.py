@@ -8,75 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, Unpack
+from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from pyps_client.conversion import Converter
 from pyps_client.fork import ForkGuard
-from pyps_client.learning_rates import GroupRate
-from pyps_client.lent import Lent
-from pyps_client.pushes import Description
+from pyps_client.push import Description, GroupRate
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_client.torch.gradient_buffer import GradientBuffer
 from pyps_client.torch.parameter_buffer import ParameterBuffer
-from pyps_client.vectors import Vectors
 from pyps_client.work import LeaseCall
+from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.work_pb2 import LeaseReply
 
 T = TypeVar("T")
+SessionLike = Worker
 Versions = Mapping[int, int]
-
-
-class SessionLike(Protocol):
-    """What Downpour asks of a session; pyps_client.session.Session is one."""
-
-    clock: int
-
-    def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent: ...
-
-    def push(self, vectors: Vectors, **described: Unpack[Description]) -> list[Receipt]: ...
-
-    def exchange(self, vectors: Vectors, parameters: Vectors, **described: Unpack[Description]) -> list[Receipt]: ...
-
-    def proceed(self) -> None: ...
-
-    def pull(self, vectors: Sequence[npt.NDArray[Any]]) -> set[int]: ...
-
-    def with_parameters(self, vectors: Sequence[npt.NDArray[Any]]) -> LeaseCall: ...
-
-    def snapshot(self, vectors: Sequence[npt.NDArray[np.float32]]) -> Versions: ...
-
-    def hurry(self) -> None: ...
-
-    @property
-    def held_versions(self) -> Versions: ...
-
-    @property
-    def protocol(self) -> str: ...
-
-    @property
-    def ask_to_proceed(self) -> bool: ...
-
-    @property
-    def accumulate(self) -> int: ...
-
-    @property
-    def current_version_only(self) -> bool: ...
-
-    @property
-    def pull_needed(self) -> bool: ...
-
-    @property
-    def checks_first(self) -> bool: ...
-
-    @property
-    def gives_out_data(self) -> bool: ...
-
-    @property
-    def finished(self) -> bool: ...
 
 
 class Link(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyps_client.learning_rates import GroupRate, LearningRates
+from pyps_client.push import GroupRate, LearningRates
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, OUTCOME_PENDING, OUTCOME_REJECTED, Receipt
 from pyps_wire.errors import BadRequest
 

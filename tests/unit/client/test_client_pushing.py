@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from pyps_client.conversion import NUMPY
-from pyps_client.intake import Held, Intake
-from pyps_client.learning_rates import GroupRate
-from pyps_client.pushing import OutgoingPush, norm_of, pushed_parts
+from pyps_client.pull import Held, Intake
+from pyps_client.push import Cut, GroupRate, Outgoing, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.conversion import TorchConverter
 from pyps_client.vectors import check_vectors
@@ -24,6 +23,7 @@ from pyps_wire.common_pb2 import (
     PAYLOAD_KIND_GRADIENT,
     PAYLOAD_KIND_NOTHING,
     Receipt,
+    Sender,
 )
 from pyps_wire.errors import WrongSize
 from pyps_wire.framing import split
@@ -37,18 +37,18 @@ PLAN = partition(MODEL, num_servers=1)
 GRADIENT = [PAYLOAD_KIND_GRADIENT]
 
 
-def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> OutgoingPush:
+def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing:
     """A push of the third gradient, computed on versions 5 and 6."""
-    codec = described.pop("codec", FLOAT32)
+    codec, kinds = described.pop("codec", FLOAT32), described.pop("kinds", GRADIENT * len(vectors))
     versions = {0: 5, 1: 6}
-    settings = {"kinds": GRADIENT * len(vectors), "learning_rates": {}} | described
-    request = PushRequest(sequence=3, codec=codec)
-    return OutgoingPush(request, parts, vectors, base_versions=versions, newest_base_versions=versions, **settings)
+    cut = Cut(parts, sender=Sender(), codec=codec, kinds=kinds)
+    return Outgoing(cut, vectors, 3, base_versions=versions, newest_base_versions=versions, **described)
 
 
-def frames_of(push: OutgoingPush, parts: Any) -> list[tuple[PushRequest, memoryview]]:
+def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
     """The messages of a push: headers and payloads."""
-    split_frames = [split(frame) for frame in push._frames(parts)]
+    push._fill(push._cut)
+    split_frames = [split(frame) for frame in push._frames(push._cut)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
@@ -72,7 +72,7 @@ def test_frames_hold_the_present_numbers_only() -> None:
     for codec, dtype in ((FLOAT32, np.float32), (FLOAT16, np.float16)):
         push = push_of(parts, [np.arange(64, dtype=dtype)], codec=codec, kinds=[PAYLOAD_KIND_DELTA])
 
-        headers, payloads = zip(*frames_of(push, parts), strict=True)
+        headers, payloads = zip(*frames_of(push), strict=True)
 
         assert [(h.shard_id, h.base_version, h.sequence) for h in headers] == [(0, 5, 3), (1, 6, 3)]
         assert [(e.offset, e.length) for e in headers[0].extents] == [(0, 10), (20, 12)]
@@ -88,7 +88,7 @@ def test_float32_is_converted_as_frames_are_made_and_as_halves_arrive() -> None:
     parts = pushed_parts(PLAN, 0, present=[True, False, True, True])
     for codec, converter in product([FLOAT16, BFLOAT16], [NUMPY, TorchConverter()]):
         words = np.frombuffer(codec.encode(random), np.uint16)
-        frames = frames_of(push_of(parts, [random], codec=codec, converter=converter), parts)
+        frames = frames_of(push_of(parts, [random], codec=codec, converter=converter))
         payloads = [np.frombuffer(payload, np.uint16) for _, payload in frames]
         np.testing.assert_array_equal(payloads[0], [*words[:10], *words[20:32]])
         np.testing.assert_array_equal(payloads[1], words[32:])
@@ -110,7 +110,7 @@ def test_a_shard_without_a_gradient_says_so_and_carries_a_new_rate_all_the_same(
     parts = pushed_parts(plan, 0, present=[False, True])
     push = push_of(parts, [np.zeros(10, np.float32), np.ones(4, np.float32)], learning_rates={0: GroupRate(0.5, 0.9)})
 
-    (absent, nothing), (whole, numbers) = frames_of(push, parts)
+    (absent, nothing), (whole, numbers) = frames_of(push)
 
     assert (absent.kind, nothing.nbytes, absent.num_shards) == (PAYLOAD_KIND_NOTHING, 0, 2)
     assert (absent.learning_rate, absent.momentum) == (0.5, 0.9)

@@ -1,0 +1,581 @@
+"""A worker's pushes, over all servers: described, numbered, checked, cut for each server and sent."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from pyps_client.channel import Channel
+from pyps_client.connection import Connection, call_seconds
+from pyps_client.conversion import NUMPY, Converter
+from pyps_client.finite import first_non_finite
+from pyps_client.peers import ALONE, Peers
+from pyps_client.process_hooks import keep_large_blocks
+from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
+from pyps_client.retry import LinkLost
+from pyps_client.transport import Link
+from pyps_client.vectors import Vectors, check_vectors, dtype_of, part_of
+from pyps_wire.codecs import Codec
+from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
+from pyps_wire.errors import BadRequest, PypsError, WrongSize
+from pyps_wire.framing import join, split
+from pyps_wire.local_pb2 import LocalRequest
+from pyps_wire.parameter_server_pb2 import ExchangeReply
+from pyps_wire.partition import Partition, ShardRange
+
+# What of a shard is pushed: an empty tuple for all of it, None for nothing.
+Extents = tuple[tuple[int, int], ...] | None
+Part = tuple[ShardRange, Extents]
+
+# Up to this size two copies cost less than to look for the payload in Python.
+COPIED_BYTES_MAX = 1 << 16
+
+
+class GroupRate(NamedTuple):
+    """What is set of a parameter group; without a momentum the servers' stays."""
+
+    learning_rate: float
+    momentum: float | None = None
+    # From a worker that does not own the schedule: it holds only while nobody does.
+    provisional: bool = False
+
+
+_NO_RATES: Mapping[int, GroupRate] = MappingProxyType({})
+
+
+class Description(TypedDict, total=False):
+    """What is said of pushed vectors, in arguments: fields of Plan."""
+
+    present: Sequence[bool] | None
+    example_count: int
+    minibatch_count: int
+    base_versions: Mapping[int, int] | None
+    newest_base_versions: Mapping[int, int] | None
+    kinds: Sequence[int] | None
+    learning_rates: Mapping[int, GroupRate] | None
+    gradient_norm: float | None
+
+
+@dataclass(slots=True)
+class Plan:
+    """One push of a worker, and where newer parameters go. All that it names rests until the exchange returns."""
+
+    # One a group: float32, float16, or uint16 (the bits of bfloat16), as the codec says; or float32.
+    gradients: Vectors
+    # Where what is newer arrives, one a group, as for a pull; None for a push alone.
+    parameters: Vectors | None = None
+    # One flag a tensor, in the model's order; numbers of absent tensors are not sent, and a shard with nothing present
+    # only says so. None for all.
+    present: Sequence[bool] | None = None
+    example_count: int = 0
+    minibatch_count: int = 1
+    # A `held_versions` taken when the parameters were pulled that the gradient was computed on (the oldest, where
+    # several are summed, and the newest); None for those held now, and for the same.
+    base_versions: Mapping[int, int] | None = None
+    newest_base_versions: Mapping[int, int] | None = None
+    # A PayloadKind a group, gradients by default.
+    kinds: Sequence[int] | None = None
+    # New ones, and momenta, by group, from the worker that owns the schedule, or provisional ones.
+    learning_rates: Mapping[int, GroupRate] | None = None
+    # What `Worker.norm` gave, or 0, for a thread beside the one that makes a replica's collective calls: there are none
+    # then; `meet` follows. None has it found where servers clip.
+    gradient_norm: float | None = None
+    # The worker's own count of steps; None for that of now.
+    clock: int | None = None
+    # Which of the lent gradients these are, where that is known, and the parameters are the lent ones too.
+    lent_index: int | None = None
+
+
+class LearningRates:
+    """What this worker set, by parameter group, and which server has taken it. Used by the thread that pushes.
+
+    A push that was refused, or a server that was restored, may have left the old rate in force: the new one goes
+    with the next push again.
+    """
+
+    def __init__(self, num_servers: int, *, num_groups: int) -> None:
+        self._num_groups = num_groups
+        # Replaced whole by each change: the same object is known to say the same.
+        self.rates = _NO_RATES
+        self._provisional = _NO_RATES
+        # For each server the epoch and the rates that it took last.
+        self._taken: list[tuple[int, Mapping[int, GroupRate]]] = [(-1, _NO_RATES)] * num_servers
+
+    def change(self, rates: Mapping[int, GroupRate]) -> None:
+        """Sets the learning rates of some groups."""
+        changed = dict(self.rates)
+        for group, (rate, momentum, provisional) in rates.items():
+            if not 0 <= group < self._num_groups:
+                raise BadRequest(f"learning_rates names parameter group {group}; expected 0 to {self._num_groups - 1}.")
+            if not 0 <= rate < float("inf"):
+                raise BadRequest(f"The learning rate of group {group} is {rate!r}; expected a number, 0 or more.")
+            changed[group] = GroupRate(float(rate), momentum, provisional)
+        if changed != self.rates:
+            self.rates = changed
+            self._provisional = {group: rate for group, rate in changed.items() if rate.provisional}
+
+    def owed(self, server_index: int, *, epoch: int) -> Mapping[int, GroupRate]:
+        """What the server's next push has to carry; nothing when it has it all.
+
+        A provisional rate goes with each push: between two of them other workers' may have been in force.
+        """
+        taken_in, taken = self._taken[server_index]
+        return self._provisional if taken_in == epoch and taken is self.rates else self.rates
+
+    def answered(self, server_index: int, *, epoch: int, receipts: Sequence[Receipt]) -> None:
+        """Notes what a push of that epoch, which carried all that was owed, came to."""
+        for receipt in receipts:
+            if receipt.outcome == OUTCOME_REJECTED:
+                return
+        self._taken[server_index] = (epoch, self.rates)
+
+
+class Pushes:
+    """Numbers, checks and cuts pushes, and keeps what they have in common. For one thread at a time."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        *,
+        sender: Sender,
+        codec: Codec,
+        connections: Sequence[Connection],
+        peers: Peers = ALONE,
+    ) -> None:
+        if codec.stateful:
+            raise BadRequest(f"codec {codec.name} carries state from push to push, which no session keeps yet")
+        self._partition = partition = holdings.partition
+        self._num_shards, self._num_groups = partition.num_shards, partition.model.num_groups
+        self._sender = sender
+        self._codec = codec
+        self._connections = connections
+        self._peers = peers
+        self._holdings = holdings
+        self._rates = LearningRates(partition.num_servers, num_groups=self._num_groups)
+        self._gradients_only = [PAYLOAD_KIND_GRADIENT] * self._num_groups
+        # The newest cut for each server, and what it was made of: mostly the next push is cut likewise.
+        self._cuts: list[tuple[object, Cut] | None] = [None] * len(connections)
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._sequence = 0
+
+    def outgoing(
+        self,
+        plan: Plan,
+        *,
+        clock: int,
+        clip_norm: float,
+        converter: Converter,
+        intakes: Sequence[Intake] | None = None,
+        lent_index: int | None = None,
+    ) -> list[Outgoing]:
+        """The push for each server. With intakes, one a server, it is an exchange.
+
+        `lent_index`: which of the lent gradients it is, where the intakes' vectors are lent too. Float32 is converted.
+        The push's norm, of all processes of the replica, is told where `clip_norm` is not 0; it is found here where the
+        plan does not tell.
+        """
+        vectors, kinds, present = plan.gradients, plan.kinds or self._gradients_only, plan.present
+        partition = self._partition
+        if lent_index is None:
+            dtype = dtype_of(self._codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
+            check_vectors(vectors, partition.model, dtype, what="pushed gradient")
+        if present is not None and len(present) != len(partition.model.tensors):
+            raise WrongSize(
+                f"present has {len(present)} flags; expected one for each of {len(partition.model.tensors)} tensors."
+            )
+        if len(kinds) != self._num_groups:
+            raise WrongSize(f"kinds has {len(kinds)} entries; expected one for each of {self._num_groups} groups.")
+        if plan.learning_rates:
+            self._rates.change(plan.learning_rates)
+        base = self._holdings.versions if plan.base_versions is None else plan.base_versions
+        newest = base if plan.newest_base_versions is None else plan.newest_base_versions
+        if base is not newest or len(base) != self._num_shards or min(base.values()) < 0:
+            # Else nothing is wrong, as nearly always.
+            check_bases(partition, base, newest)
+        epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
+        cuts = [self._cut(place, plan, kinds, intakes) for place in range(len(self._connections))]
+        with self._lock:
+            self._sequence += 1
+            sequence = self._sequence
+        norm = plan.gradient_norm
+        if norm is None and clip_norm > 0:
+            norm = self.norm(plan, converter=converter)
+        pushes = []
+        for place, connection in enumerate(self._connections):
+            epoch = epochs[connection.index]
+            rates = self._rates.owed(connection.index, epoch=epoch) if self._rates.rates else _NO_RATES
+            pushes.append(
+                Outgoing(
+                    *(cuts[place], vectors, sequence),
+                    epoch=epoch,
+                    clock=clock,
+                    examples=(plan.example_count, plan.minibatch_count),
+                    gradient_norm=norm or 0.0,
+                    base_versions=base,
+                    newest_base_versions=newest,
+                    learning_rates=rates,
+                    connection=connection,
+                    intake=None if intakes is None else intakes[place],
+                    lent_index=lent_index,
+                    converter=converter,
+                )
+            )
+        return pushes
+
+    def answered(self, pushes: Iterable[Outgoing]) -> None:
+        """Notes what the servers have answered to all of a push."""
+        if self._rates.rates:
+            for connection, push in zip(self._connections, pushes, strict=True):
+                self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
+
+    def norm(self, plan: Plan, *, converter: Converter) -> float:
+        """The norm of a push of all processes of the replica, all of which call it."""
+        kinds = plan.kinds or self._gradients_only
+        parts = chain.from_iterable(
+            pushed_parts(
+                self._partition, connection.index, self._holdings.settled(connection.index), present=plan.present
+            )
+            for connection in self._connections
+        )
+        own = norm_of(parts, plan.gradients, codec=self._codec, kinds=kinds, converter=converter)
+        if self._peers.count == 1:
+            return own
+        return math.sqrt(self._peers.total([own * own])[0])
+
+    def _cut(self, place: int, plan: Plan, kinds: Sequence[int], intakes: Sequence[Intake] | None) -> Cut:
+        index, present = self._connections[place].index, plan.present
+        settled = self._holdings.settled(index) if self._holdings.late else ()
+        flags = None if present is None or all(present) else tuple(present)
+        reply_codec = None if intakes is None else intakes[place].codec
+        made_of = (flags, settled, kinds, reply_codec)
+        known = self._cuts[place]
+        if known is not None and known[0] == made_of:
+            return known[1]
+        parts = pushed_parts(self._partition, index, settled, present=present)
+        cut = Cut(parts, sender=self._sender, codec=self._codec, kinds=kinds, reply_codec=reply_codec)
+        self._cuts[place] = made_of, cut
+        return cut
+
+
+class Cut:
+    """One server's shards that are pushed, what of each, and their messages, which each push fills in anew."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        sender: Sender,
+        codec: Codec,
+        kinds: Sequence[int],
+        reply_codec: Codec | None = None,
+    ) -> None:
+        """`kinds`: a PayloadKind a parameter group. `reply_codec`: how parameters are to come, in an exchange."""
+        self.parts = parts
+        self.codec = codec
+        self.waiting = {shard.shard_id: (shard, extents) for shard, extents in parts}
+        # Lent gradients' index -> the shards' payloads, where these lie in them as they travel.
+        self.payloads: dict[int, list[memoryview]] = {}
+        # As shared memory takes them: all in one.
+        self.request = LocalRequest()
+        self.request.exchange.pull = reply_codec is not None
+        for shard, extents in parts:
+            message = self.request.exchange.shards.add(
+                sender=sender, codec=codec, shard_id=shard.shard_id, num_shards=len(parts)
+            )
+            # Said in so many words where there is nothing: where a round waits for every worker, silence would hold it
+            # up.
+            message.kind = PAYLOAD_KIND_NOTHING if extents is None else kinds[shard.group]  # type: ignore[assignment]
+            message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
+            if reply_codec is not None:
+                message.reply_codec = reply_codec  # type: ignore[assignment]
+        self.messages = list(self.request.exchange.shards)
+        # About the bytes that travel, both ways.
+        length = sum(shard.length for shard, _ in parts)
+        self.num_bytes = codec.bytes_of(length) + (0 if reply_codec is None else reply_codec.bytes_of(length))
+        self.timeout_seconds = call_seconds(self.num_bytes)
+        self._settings = {"sender": sender, "codec": codec, "kinds": kinds, "reply_codec": reply_codec}
+
+    def of(self, parts: Sequence[Part]) -> Cut:
+        """Other parts of the same push."""
+        return Cut(parts, **self._settings)  # type: ignore[arg-type]
+
+
+class Outgoing:
+    """One push, as one server gets it; after a loss it sends only those shards without a receipt again.
+
+    With an intake it is an exchange: what is newer arrives there. Numbers that lie in lent vectors stay there where
+    the server sees them too; which way it takes is chosen anew with each try.
+    """
+
+    __slots__ = (
+        "_base_versions",
+        "_clock",
+        "_connection",
+        "_converter",
+        "_cut",
+        "_examples",
+        "_gradient_norm",
+        "_intake",
+        "_learning_rates",
+        "_lent_index",
+        "_newest_base_versions",
+        "_sequence",
+        "_vectors",
+        "_waiting",
+        "epoch",
+        "receipts",
+        "version",
+    )
+
+    def __init__(
+        self,
+        cut: Cut,
+        vectors: Vectors,
+        sequence: int,
+        *,
+        base_versions: Mapping[int, int],
+        newest_base_versions: Mapping[int, int],
+        learning_rates: Mapping[int, GroupRate] = _NO_RATES,
+        epoch: int = 0,
+        clock: int = 0,
+        examples: tuple[int, int] = (0, 1),
+        gradient_norm: float = 0.0,
+        connection: Connection | None = None,
+        intake: Intake | None = None,
+        lent_index: int | None = None,
+        converter: Converter = NUMPY,
+    ) -> None:
+        """`learning_rates`: new ones, by group. `examples`: how many, and in how many minibatches.
+
+        `lent_index`: which of the lent gradients the vectors are, where they, and the intake's, are lent.
+        """
+        self._cut = cut
+        self._vectors = vectors
+        self._sequence = sequence
+        self.epoch = epoch
+        self._clock = clock
+        self._examples = examples
+        self._gradient_norm = gradient_norm
+        self._base_versions = base_versions
+        self._newest_base_versions = newest_base_versions
+        self._learning_rates = learning_rates
+        self._connection = connection
+        self._intake = intake
+        self._lent_index = lent_index
+        self._converter = converter
+        self._waiting = cut.waiting.copy()
+        self.receipts: list[Receipt] = []
+        # The largest of the parameters that came.
+        self.version = 0
+
+    def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
+        if not self._waiting:
+            return self.receipts
+        answered = len(self.receipts)
+        cut = self._cut if answered == 0 else self._cut.of(list(self._waiting.values()))
+        connection = self._connection if self._lent_index is not None else None
+        link = connection.link_to_use() if connection is not None else None
+        try:
+            if link is not None and link.begin():
+                try:
+                    self._by_link(link, cut)
+                finally:
+                    link.end()
+            else:
+                if connection is not None and connection.left_to_look:
+                    cut = self._looked_through(cut)
+                self._by_calls(channel, cut)
+        except LinkLost as lost:
+            lost.answered = len(self.receipts) - answered
+            raise
+        if self._waiting:
+            answered = len(self.receipts) - answered
+            raise LinkLost(f"{len(self._waiting)} shards were left without a receipt", answered=answered)
+        return self.receipts
+
+    def _by_link(self, link: Link, cut: Cut) -> None:
+        self._fill(cut)
+        cut.request.exchange.gradients = self._lent_index or 0
+        reply = link.request(cut.request, timeout_seconds=cut.timeout_seconds)
+        if reply.WhichOneof("reply") != "exchanged":
+            raise PypsError("a push was answered with something else than receipts")
+        for answer in reply.exchanged.replies:
+            if self._take(answer.receipt) and answer.codec:
+                self._accept(answer)
+
+    def _by_calls(self, channel: Channel, cut: Cut) -> None:
+        if cut.num_bytes > LARGE_BYTES:
+            keep_large_blocks()
+        self._fill(cut)
+        if self._intake is not None:
+            channel.exchange(self._frames(cut), self._take_reply, timeout_seconds=cut.timeout_seconds)
+            return
+        for message in channel.stream("Push", self._frames(cut), timeout_seconds=cut.timeout_seconds):
+            self._take(Receipt.FromString(message))
+
+    def _looked_through(self, cut: Cut) -> Cut:
+        """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.
+
+        By gRPC it would look at each by itself and apply the others.
+        """
+        parts = cut.parts
+        numbers = [_present_values(self._vectors, shard, extents) for shard, extents in parts if extents is not None]
+        if all(first_non_finite(values, cut.codec) is None for values in numbers):
+            return cut
+        self._vectors = [np.broadcast_to(np.float32(np.nan), vector.shape) for vector in self._vectors]
+        return cut.of([(shard, None if extents is None else ((0, 1),)) for shard, extents in parts])
+
+    def _fill(self, cut: Cut) -> None:
+        """Makes the cut's messages this push's, but for their payloads."""
+        held = None if self._intake is None else self._intake.held
+        is_of_epoch = held is not None and held.epoch == self.epoch
+        example_count, minibatch_count = self._examples
+        for message in cut.messages:
+            shard_id = message.shard_id
+            message.sequence = self._sequence
+            message.epoch = self.epoch
+            message.clock = self._clock
+            message.example_count = example_count
+            message.minibatch_count = minibatch_count
+            message.gradient_norm = self._gradient_norm
+            message.base_version = self._base_versions[shard_id]
+            message.newest_base_version = self._newest_base_versions[shard_id]
+            if held is not None and is_of_epoch:
+                message.held_version = held.versions[shard_id]
+            else:
+                message.ClearField("held_version")
+            if message.HasField("learning_rate"):
+                message.ClearField("learning_rate")
+                message.ClearField("momentum")
+                message.ClearField("provisional")
+        if self._learning_rates:
+            for (shard, _), message in zip(cut.parts, cut.messages, strict=True):
+                if shard.group in self._learning_rates:
+                    message.learning_rate, momentum, message.provisional = self._learning_rates[shard.group]
+                    if momentum is not None:
+                        message.momentum = momentum
+
+    def _frames(self, cut: Cut) -> Iterator[bytes]:
+        """The messages, each made of its numbers when gRPC is ready to send it: two are in memory at a time."""
+        payloads = cut.payloads.get(self._lent_index) if self._lent_index is not None else None
+        if payloads is None:
+            payloads = self._payloads_to_keep(cut)
+        for place, message in enumerate(cut.messages):
+            if payloads is not None:
+                yield join(message, payloads[place])
+                continue
+            shard, extents = cut.parts[place]
+            if extents is None:
+                yield message.SerializeToString()
+            else:
+                values = _present_values(self._vectors, shard, extents)
+                yield join(message, self._converter.encoded(values, cut.codec))
+
+    def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
+        """The shards' payloads, which a later push of the same lent vectors finds in the same place; None of others."""
+        vectors = self._vectors
+        is_whole = all(extents == () for _, extents in cut.parts)
+        if self._lent_index is None or not is_whole or vectors[0].dtype != cut.codec.dtype:
+            return None
+        payloads = [part_of(vectors, shard).view(np.uint8).data for shard, _ in cut.parts]
+        cut.payloads[self._lent_index] = payloads
+        return payloads
+
+    def _take_reply(self, message: bytes) -> bool:
+        """Takes an exchange's answer: a receipt and, where they are newer, the shard's parameters."""
+        if len(message) <= COPIED_BYTES_MAX:
+            reply = ExchangeReply.FromString(message)
+            payload = memoryview(reply.payload)
+        else:
+            header, payload = split(message)
+            reply = ExchangeReply.FromString(header)
+        # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
+        if reply.codec and self._intake is not None and reply.epoch == self._intake.held.epoch:
+            self._intake.write(reply.receipt.shard_id, reply.codec, payload)
+            self._accept(reply)
+        self._take(reply.receipt)
+        return not self._waiting
+
+    def _accept(self, reply: ExchangeReply) -> None:
+        """Notes parameters that were written into their place."""
+        if self._intake is not None and reply.epoch == self._intake.held.epoch:
+            self._intake.accept(reply.receipt.shard_id, reply.version)
+            self.version = max(self.version, reply.version)
+
+    def _take(self, receipt: Receipt) -> bool:
+        """Notes an answer; False for one to another push."""
+        if receipt.sequence != self._sequence or receipt.shard_id not in self._waiting:
+            return False
+        del self._waiting[receipt.shard_id]
+        self.receipts.append(receipt)
+        return True
+
+
+def pushed_parts(
+    partition: Partition, server_index: int, left_out: Container[int] = (), *, present: Sequence[bool] | None
+) -> tuple[Part, ...]:
+    """A server's shards but for some, each with its stretches present."""
+    shards = [shard for shard in partition.of_server(server_index) if shard.shard_id not in left_out]
+    if present is None or all(present):
+        return tuple((shard, ()) for shard in shards)
+    return tuple((shard, _extents(partition, shard, present)) for shard in shards)
+
+
+def norm_of(
+    parts: Iterable[Part],
+    vectors: Sequence[npt.NDArray[Any]],
+    *,
+    codec: Codec,
+    kinds: Sequence[int],
+    converter: Converter = NUMPY,
+) -> float:
+    """The Euclidean norm of a push's gradients as they travel; deltas do not count. Summed in float64."""
+    total = 0.0
+    for shard, extents in parts:
+        if extents is None or kinds[shard.group] != PAYLOAD_KIND_GRADIENT:
+            continue
+        pushed = _present_values(vectors, shard, extents)
+        values = codec.decode(converter.encoded(pushed, codec), pushed.size).astype(np.float64)
+        total += float(values @ values)
+    return math.sqrt(total)
+
+
+def check_bases(partition: Partition, base: Mapping[int, int], newest: Mapping[int, int]) -> None:
+    """Refuses a gradient that was computed on nothing."""
+    for shard in partition.shards:
+        if min(base.get(shard.shard_id, -1), newest.get(shard.shard_id, -1)) < 0:
+            raise BadRequest(f"A push needs parameters pulled before: no version of shard {shard.shard_id} is held.")
+
+
+def _present_values(
+    vectors: Sequence[npt.NDArray[Any]], shard: ShardRange, extents: tuple[tuple[int, int], ...]
+) -> npt.NDArray[Any]:
+    """The shard's numbers that are pushed, end to end; not copied where all of it is."""
+    values = part_of(vectors, shard)
+    if not extents:
+        return values
+    return np.concatenate([values[start : start + length] for start, length in extents])
+
+
+def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents:
+    """The stretches of a shard whose tensors are present, neighbours joined."""
+    extents: list[tuple[int, int]] = []
+    for piece in partition.pieces(shard.shard_id):
+        if not present[piece.tensor_index]:
+            continue
+        if extents and sum(extents[-1]) == piece.shard_offset:
+            extents[-1] = (extents[-1][0], extents[-1][1] + piece.length)
+        else:
+            extents.append((piece.shard_offset, piece.length))
+    if extents == [(0, shard.length)]:
+        return ()
+    return tuple(extents) or None

@@ -1,0 +1,496 @@
+"""One worker's membership over all servers of a run: it joins, pushes, pulls, and leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import TypeVar, Unpack
+
+from pyps_client import departure, process_hooks
+from pyps_client.channel import Channel
+from pyps_client.connection import Connection
+from pyps_client.conversion import NUMPY, Converter
+from pyps_client.fork import ForkGuard
+from pyps_client.handshake import Handshake
+from pyps_client.initialization import Values
+from pyps_client.launch import Launch
+from pyps_client.lent import Layout, Lent
+from pyps_client.log import logger
+from pyps_client.peers import ALONE, Peers, agreed, led, own_partition
+from pyps_client.presence import Presence
+from pyps_client.pull import Holdings, IncomingPull, Intake, LongPoll, Versions
+from pyps_client.push import Description, Plan, Pushes
+from pyps_client.run_state import RunState, View, warn_of_differences
+from pyps_client.servers import Operation, Servers, contacts_of
+from pyps_client.sharing import Sharing
+from pyps_client.vectors import Vector, Vectors
+from pyps_client.work import LeaseCall
+from pyps_wire.codecs import FLOAT32, codec_of
+from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
+from pyps_wire.errors import BadRequest, RunFinished
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
+from pyps_wire.partition import Model, partition
+from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
+
+T = TypeVar("T")
+
+# How long a Hello from the heartbeat's thread may take.
+HELLO_SECONDS = 10.0
+
+# For so long a worker that ends waits for a server that is lost, or silent.
+END_SECONDS = 10.0
+
+
+class Worker:
+    """One worker's membership in a run, over all of its servers.
+
+    One thread may push while another pulls. Buffers that were handed in must rest until the call returns: a push may
+    be sent again after a lost connection. Nothing here looks for NaN; `pyps_client.finite.FiniteGuard` does, before.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: OptimizerSettings,
+        *,
+        launch: Launch,
+        initial: Callable[[], Values],
+        parts: Sequence[int] = (),
+        peers: Peers | None = None,
+        codec: str | None = None,
+        pull_codec: str | None = None,
+        device: str = "",
+    ) -> None:
+        """`initial` gives one float32 vector a group, or what makes a shard's numbers as they are sent; only called
+        where this worker is elected to initialise.
+
+        `parts`: those of the model's that this process holds, all by default. `model` and `optimizer` are of the whole;
+        the groups, and all vectors, are those of these parts. `peers`: the processes of this worker's replica, all of
+        which connect, push and proceed in the same order: those calls are collective. BadRequest where several are to
+        hold all of the model.
+
+        `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written; `pull_codec`, how pulled ones
+        are. None takes the launch's. BadRequest where a server does not know one of them.
+        """
+        process_hooks.install_where_asked()
+        self.launch = launch
+        self.whole = partition(model, num_servers=len(launch.servers))
+        self.partition = own_partition(self.whole, parts, peers)
+        self.model = self.partition.model
+        self._peers = peers = peers or ALONE
+        # The worker's own count of steps, sent with pushes and heartbeats. Whoever drives the session counts it up.
+        self.clock = 0
+        self._converter: Converter = NUMPY
+        self._codec = codec_of(codec or launch.codec)
+        self._pull_codec = codec_of(pull_codec or launch.pull_codec)
+        if self._pull_codec.stateful:
+            raise BadRequest(
+                f"codec {self._pull_codec.name} carries state from push to push: pull in another (pull_codec)"
+            )
+        self._initial = initial
+        self._handshake = Handshake(
+            launch,
+            partition=self.partition,
+            whole=self.whole,
+            optimizer=optimizer,
+            device=device,
+            codecs=(self._codec, self._pull_codec),
+            peers=peers,
+            greeted=lambda connection, reply: self._presence.greeted(connection, reply),
+        )
+        self._guard = ForkGuard()
+        contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
+        self._servers = servers = Servers(launch, rejoin=self._rejoin, contacts=contacts)
+        self._holdings = Holdings(self.partition)
+        self.view = View(peers)
+        sender = self._handshake.sender
+        self._pushes = Pushes(
+            self._holdings, sender=sender, codec=self._codec, connections=servers.connections, peers=peers
+        )
+        self._sharing = Sharing(launch, self.partition, servers.connections, sender)
+        self._lent_intakes: list[Intake] = []
+        self._closing = threading.Event()
+        self._hello: HelloReply | None = None
+        self._presence = Presence(
+            sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard
+        )
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._scalars: dict[str, float] = {}
+
+    def connect(self) -> None:
+        """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
+        if self._hello is not None:
+            return
+        departure.expect(self)
+        self._presence.watch()
+        try:
+            self._join()
+        except BaseException as error:
+            self.close(*departure.cause_of(error))
+            raise
+
+    def next_rates(self) -> dict[int, float]:
+        """Group -> the step size of its next update before staleness, as the servers last said."""
+        told = self.view.state.next_rates
+        return {shard.group: told[shard.shard_id] for shard in self.partition.shards if shard.shard_id in told}
+
+    def _join(self) -> None:
+        replies = self._handshake.join(self._servers.connections, self._initial, self._closing)
+        for connection, reply in zip(self._servers, replies, strict=True):
+            self._note_hello(connection, reply)
+        warn_of_differences(replies, [connection.index for connection in self._servers])
+        self._hello = first = replies[0]
+        self.view.meet(pull_needed=True)
+        logger.info(
+            "%s joined run %s on %s (%s, %s, staleness %s)",
+            *(self.sender.worker_id, first.run_id, ", ".join(connection.address for connection in self._servers)),
+            *(first.optimizer.rule, first.protocol, first.staleness),
+        )
+
+    def lend(self, gradient_buffers: int = 1, *, converter: Converter | None = None) -> Lent:
+        """Vectors for this worker's gradients and parameters, zeroed; once a session, after `connect`.
+
+        Where a server runs on this machine and offers it, they lie in memory that both see, and a `push`, `exchange`
+        or `pull` that is given them moves nothing. Give the very arrays: a copy or another view goes by gRPC.
+
+        With a converter, memory that no server sees holds float32 whatever the codecs: it is converted on its way.
+        """
+        self._check_open()
+        self._converter = converter or self._converter
+        layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converter is not None)
+        lent = self._sharing.lend(layout).lent
+        self._lent_intakes = self._intakes(lent.parameters)
+        return lent
+
+    def push(self, vectors: Vectors, **described: Unpack[Description]) -> list[Receipt]:
+        """Pushes a gradient alone: `exchange` of a plan that names no parameters."""
+        return self.exchange(Plan(vectors, **described))
+
+    def exchange(
+        self, plan: Plan | Vectors, parameters: Vectors | None = None, **described: Unpack[Description]
+    ) -> list[Receipt]:
+        """Pushes to all servers at once, and brings what is newer into the plan's parameters, if it names some.
+
+        Returns the receipts, one for each shard pushed, by shard id. A shard may be REJECTED: see the receipt's reason,
+        and `pull_needed`. A shard whose round waits for other workers brings nothing: `pull_needed` then, and `pull`
+        waits. No other thread may pull meanwhile. Raises RunFinished after the run's end.
+        """
+        if not isinstance(plan, Plan):
+            plan = Plan(plan, parameters, **described)
+        self._check_open()
+        terms, is_over, *_ = self.view.state
+        if is_over:
+            raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
+        into, lent_index, intakes = plan.parameters, plan.lent_index, None
+        if lent_index is None:
+            lent_index = self._sharing.gradients(plan.gradients)
+            if into is not None and not self._sharing.are_parameters(into):
+                # What goes one way goes that way whole.
+                lent_index = None
+        if into is not None:
+            intakes = self._lent_intakes if plan.lent_index is not None else self._intakes(into)
+        sent_at = time.monotonic()
+        pushes = self._pushes.outgoing(
+            plan,
+            clock=self.clock if plan.clock is None else plan.clock,
+            clip_norm=terms.clip_norm,
+            converter=self._converter,
+            intakes=intakes,
+            lent_index=lent_index,
+        )
+        receipts: list[Receipt] = []
+        for connection, push, answers in zip(
+            self._servers.connections, pushes, self._servers.on_all(pushes), strict=True
+        ):
+            for receipt in answers:
+                connection.epoch = max(connection.epoch, receipt.epoch)
+            self.view.answered(connection.index, answers, sent_at=sent_at, version=push.version)
+            receipts += answers
+        receipts.sort(key=attrgetter("shard_id"))
+        self._pushes.answered(pushes)
+        self._holdings.note(receipts)
+        if plan.gradient_norm is None and self._peers.count > 1:
+            self.view.meet(pull_needed=self._holdings.pull_needed(self._servers.connections))
+        return receipts
+
+    def norm(self, plan: Plan) -> float:
+        """The norm of what would be pushed, of all processes of the replica, all of which call it."""
+        return self._pushes.norm(plan, converter=self._converter)
+
+    def pull(
+        self,
+        vectors: Vectors,
+        *,
+        min_versions: Mapping[int, int] | None = None,
+        wait_seconds: float | None = None,
+    ) -> set[int]:
+        """Writes what is newer than `held_versions` into `vectors` (one a group); returns changed shard ids.
+
+        `vectors` are float32, or of the pull codec's type. Waits for the versions that the receipts of earlier pushes
+        named (a round's end), or for `min_versions` (shard id to version, {} for none) instead; at the longest
+        `wait_seconds`, the launch's by default. Then WaitTimedOut names those who were waited for.
+        """
+        self._check_open()
+        indices = [connection.index for connection in self._servers]
+        changed = self._servers.read(
+            *(self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
+            parking=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
+            min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
+            lent=self._sharing.are_parameters(vectors),
+        )
+        self.view.pulled(self._holdings.largest_version)
+        return changed
+
+    def with_parameters(self, vectors: Vectors) -> LeaseCall:
+        """What leases a portion as RemoteQueue asks for it, and brings what is newer into `vectors`, of that moment.
+
+        GET of Zhang et al. 2013 (of one moment under `mutex=whole`), for a run on one server; `vectors` as for `pull`.
+        Without a portion nothing comes.
+        """
+        self._check_open()
+        connection, intake = self._servers.connections[0], self._intakes(vectors)[0]
+        lent = self._sharing.are_parameters(vectors)
+
+        def lease(channel: Channel, request: LeaseRequest, stop: threading.Event) -> LeaseReply:
+            pull = IncomingPull(
+                *(self.sender, ROLE_WORKER, intake),
+                connection=connection,
+                min_versions={},
+                # The request says itself how long its portion may be waited for.
+                parking=LongPoll(0.0),
+                lent=lent,
+                portion=request,
+            )
+            pull(channel, stop)
+            return pull.lease
+
+        return lease
+
+    def snapshot(self, vectors: Sequence[Vector]) -> Versions:
+        """Writes the parameters as they are now into `vectors` (one a group), each shard of one version.
+
+        For evaluation: float32 whatever the pull codec; waits for nothing and leaves `held_versions` alone. Returns the
+        snapshot's versions.
+        """
+        self._check_open()
+        holdings = Holdings(self.partition)
+        intakes = self._servers.intakes(vectors, holdings, codec=FLOAT32)
+        self._servers.read(
+            *(self._handshake.sender, ROLE_OBSERVER, intakes),
+            parking=LongPoll(0.0),
+            min_versions=[{}] * len(intakes),
+        )
+        return holdings.versions
+
+    def proceed(self) -> None:
+        """Waits until the next step may begin. No call is made where the protocol in force does not ask for it.
+
+        To be called between two steps, before the pull, with `clock` counted up. Of a replica the leader asks, and all
+        wait. Raises WaitTimedOut, which names those who were waited for.
+        """
+        self._check_open()
+        if self.view.state.finished or not self.view.state.terms.ask_to_proceed:
+            return
+        question = LongPoll(self.launch.wait_seconds).proceed(self._handshake.sender, clock=self.clock)
+        asks = led(self._peers, lambda: self._servers.on_first(question).ask_to_proceed)
+        self.view.granted(ask_to_proceed=asks)
+
+    def meet(self) -> None:
+        """Brings a replica's processes to one view of the run: for a step without a push that does."""
+        self._check_open()
+        self.view.meet(pull_needed=self._holdings.pull_needed(self._servers.connections))
+
+    def ask_first(self, operation: Operation[T], *, each: bool = False) -> T:
+        """Runs an operation of another service on server 0, again after each loss of its connection.
+
+        Of a replica the leader asks, and all get its answer; with `each` all of them ask, and raise one error or none.
+        """
+        self._check_open()
+        one_view = agreed if each else led
+        return one_view(self._peers, lambda: self._servers.on_first(operation))
+
+    def ask_all(self, operations: Sequence[Operation[T]]) -> list[T]:
+        """Runs one operation a server, in the servers' order, all at once; raises the first failure."""
+        self._check_open()
+        return self._servers.on_all(operations)
+
+    @property
+    def sender(self) -> Sender:
+        """This worker as its messages name it; with the run's name after `connect`."""
+        return self._handshake.sender
+
+    @property
+    def held_versions(self) -> Versions:
+        """A copy of shard id -> version that was last pulled (-1: nothing), with the servers' epochs."""
+        return self._holdings.versions
+
+    @property
+    def epoch(self) -> int:
+        """Grows with every restore of any server."""
+        return sum(connection.epoch for connection in self._servers)
+
+    @property
+    def pull_needed(self) -> bool:
+        """True when gradients of what is held would be refused: a pull has to come before the next is computed.
+
+        So it is when a round waits for others, when the last gradient came too late, and after a server's
+        restore. In a replica it is so on all processes where it was on one when the last push ended.
+        """
+        if self._peers.count > 1:
+            return self.view.state.pull_agreed
+        return self._holdings.pull_needed(self._servers.connections)
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, known after `connect`."""
+        return self._handshake.sender.run_id
+
+    @property
+    def transport(self) -> str:
+        """The way of lent vectors: "shm" through memory shared with all servers, "grpc", or "mixed"."""
+        return self._sharing.transport
+
+    @property
+    def checks_first(self) -> bool:
+        """True when a lent push is looked through for NaN and infinity by the server before any of it is applied.
+
+        So it is where one server holds everything in shared memory; all shards of such a push are then refused as
+        NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused.
+        """
+        return self._sharing.checks_first and self._peers.count == 1
+
+    @property
+    def state(self) -> RunState:
+        """Where the run stands, as its servers last said."""
+        return self.view.state
+
+    @property
+    def clips(self) -> bool:
+        """Whether servers clip pushes by their norm."""
+        return self.view.state.terms.clip_norm > 0
+
+    @property
+    def protocol(self) -> str:
+        """The protocol in force ("async"), known after `connect`, as server 0 last told; it may change meanwhile."""
+        return self.view.state.terms.protocol
+
+    @property
+    def staleness(self) -> str:
+        """The staleness policy in force ("divide"); as `protocol`."""
+        return self.view.state.terms.staleness
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in a minibatch, as the servers' schedule asks for them now; 0 where they have none."""
+        return self.view.state.terms.batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Minibatches that the protocol wants summed in a push; 0 leaves it to the worker."""
+        return self.view.state.terms.accumulate
+
+    @property
+    def ask_to_proceed(self) -> bool:
+        """Whether the protocol in force grants steps one by one, so that `proceed` asks and may wait."""
+        return self.view.state.terms.ask_to_proceed
+
+    @property
+    def current_version_only(self) -> bool:
+        """Whether the protocol refuses gradients of older versions, so that nobody must compute ahead."""
+        return self.view.state.terms.current_version_only
+
+    @property
+    def gives_out_data(self) -> bool:
+        """Whether the protocol in force hands out data and parameters under one mutex (asgd, on one server)."""
+        name, _, settings = self.protocol.partition(":")
+        return name == "asgd" and "mutex=shard" not in settings
+
+    @property
+    def global_step(self) -> int:
+        """Updates of the whole run: the largest shard version seen so far."""
+        return self.view.state.global_step
+
+    @property
+    def num_workers(self) -> int:
+        """Live workers, as the servers last said."""
+        return self.view.state.num_workers
+
+    @property
+    def finished(self) -> bool:
+        """True when the run is over: pulls still work, a push raises RunFinished."""
+        return self.view.state.finished
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Pushed shards that servers did not take, by the reason's name: {"STALE": 3}."""
+        return self.view.refusals.counts
+
+    def report(self, **scalars: float) -> None:
+        """Sets figures of this worker (loss=0.3) that the next heartbeat carries to the servers."""
+        with self._lock:
+            self._scalars |= {name: float(value) for name, value in scalars.items()}
+
+    def hurry(self) -> None:
+        """Waits for lost and silent servers for seconds only from now on, whatever the launch says: the worker ends."""
+        self._servers.hurry(END_SECONDS)
+        self._presence.hurry(END_SECONDS)
+
+    def close(self, cause: str = "finished", message: str = "") -> None:
+        """Leaves the run ("finished", or "failed" and why). A second call does nothing."""
+        if self._guard.in_child or self._closing.is_set():
+            return
+        self._closing.set()
+        self._presence.settle()
+        departure.forget(self)
+        self._servers.give_up()
+        self._presence.leave(cause, message)
+        self._servers.close()
+
+    def __enter__(self) -> Worker:
+        self.connect()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(*departure.cause_of(error))
+
+    def _intakes(self, vectors: Vectors) -> list[Intake]:
+        if self._lent_intakes and self._sharing.are_parameters(vectors):
+            return self._lent_intakes
+        return self._servers.intakes(vectors, self._holdings, codec=self._pull_codec, converter=self._converter)
+
+    def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
+        self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))
+
+    def _check_open(self) -> None:
+        self._guard.check()
+        self._presence.check()
+        if self._closing.is_set():
+            raise RunFinished("The client was closed: make a new one to go on.")
+        if self._hello is None:
+            raise BadRequest("The session is not connected: call connect() before pushing or pulling.")
+
+    def _note_hello(self, connection: Connection, reply: HelloReply) -> None:
+        self.view.greeted(connection.index, reply)
+        self._sharing.greeted(connection, reply)
+
+    def _heartbeat_request(self) -> HeartbeatRequest:
+        sender = self.sender
+        if self._hello is None:
+            # A run that is yet to be founded goes by no name.
+            sender = Sender(worker_id=sender.worker_id, incarnation=sender.incarnation)
+        with self._lock:
+            return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
+
+    def _heard(self, connection: Connection, reply: HeartbeatReply, asked_at: float) -> None:
+        connection.epoch = max(connection.epoch, reply.epoch)
+        self.view.reminded(connection.index, reply, asked_at=asked_at)
+        if not reply.known:
+            again = self._handshake.hello if self._hello is None else self._rejoin
+            again(connection, connection.channel, HELLO_SECONDS)
+
+
+# Its name for users.
+Session = Worker
