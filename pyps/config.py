@@ -26,10 +26,12 @@ from pyps_wire.errors import PypsError
 ENVIRONMENT_PREFIX = "PYPS_"
 # What workers, commands and kernels read; a server finds them too where one shell starts everything.
 OTHER_VARIABLES = (
-    "PYPS_CODEC",
+    "PYPS_CODEC",  # PYPS_GRADIENT_CODEC by its old name, as PYPS_PULL_CODEC is PYPS_PARAMETER_CODEC
     "PYPS_CONTROL",
+    "PYPS_GRADIENT_CODEC",
     "PYPS_ISA",
     "PYPS_LOSS_WAIT_SECONDS",
+    "PYPS_PARAMETER_CODEC",
     "PYPS_PARTS",
     "PYPS_PROCESS_HOOKS",
     "PYPS_PULL_CODEC",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyps_client.log import logger
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.errors import BadRequest
@@ -19,6 +20,13 @@ from pyps_wire.in_process import local_server
 DEFAULT_PORT = 7610
 # Instead of servers: one in the worker's own process, for it alone.
 LOCAL = "local"
+# Settings that were called otherwise: by what names they go on to be taken.
+OLD_NAMES = {
+    "codec": "gradient_codec",
+    "pull_codec": "parameter_codec",
+    "gradient_dtype": "gradient_codec",
+    "parameter_dtype": "parameter_codec",
+}
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WORDS = {
     "1": True,
@@ -59,9 +67,9 @@ class Launch:
     # True lets http_proxy and its kin apply to the connection.
     use_proxy: bool = False
     # How pushed gradients are written: "float32", "float16", "bfloat16".
-    codec: str = "float32"
+    gradient_codec: str = "float32"
     # How pulled parameters are written, likewise.
-    pull_codec: str = "float32"
+    parameter_codec: str = "float32"
     # The way of gradients and parameters: "auto" is memory that worker and server share, where they run on one machine,
     # and gRPC elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere. "in_process"
     # calls servers that run in the worker's own process, as in tests, without a socket.
@@ -71,8 +79,8 @@ class Launch:
         if self.servers in (LOCAL, (LOCAL,), [LOCAL]):
             self._start_server()
         object.__setattr__(self, "servers", parse_servers(self.servers))
-        codec_of(self.codec)
-        codec_of(self.pull_codec)
+        codec_of(self.gradient_codec)
+        codec_of(self.parameter_codec)
         check_transport(self.transport)
         _check_place(self.worker_index, self.worker_count)
         if self.parts < 1:
@@ -94,6 +102,16 @@ class Launch:
             object.__setattr__(self, "transport", "in_process")
 
     @property
+    def codec(self) -> str:
+        """`gradient_codec` by its old name."""
+        return self.gradient_codec
+
+    @property
+    def pull_codec(self) -> str:
+        """`parameter_codec` by its old name."""
+        return self.parameter_codec
+
+    @property
     def way(self) -> Transport:
         """The transport itself."""
         return named(self.transport)
@@ -109,13 +127,13 @@ class Launch:
     ) -> Launch:
         """The launch that PYPS_ variables describe; arguments that are not None go before them."""
         env = os.environ if environment is None else environment
-        given = {name: value for name, value in overrides.items() if value is not None}
+        given = renamed({name: value for name, value in overrides.items() if value is not None})
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             raise BadRequest(
                 f"There is no launch setting {unknown[0]!r}; there are {', '.join(cls.__dataclass_fields__)}."
             )
-        settings = _from_variables(env, but=given) | given
+        settings = renamed(_from_variables(env, but=given)) | given
         torchrun = torchrun_place(env)
         if torchrun and not settings.keys() & {"worker_id", "worker_index", "worker_count"}:
             settings["worker_index"], settings["worker_count"] = torchrun
@@ -125,6 +143,23 @@ class Launch:
         if "token" not in given:
             settings["token"] = read_token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
         return cls(**settings)
+
+
+def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by the names that they have now, for some by older ones; those that are None were not given."""
+    named = {name: value for name, value in settings.items() if name not in OLD_NAMES}
+    for old, name in OLD_NAMES.items():
+        value = settings.get(old)
+        if value is None:
+            continue
+        if named.get(name) not in (None, value):
+            raise BadRequest(
+                f"{old} is the old name of {name}, and they were given as {value!r} and {named[name]!r}: leave out "
+                "the old one."
+            )
+        named[name] = value
+        _tell_of_new_name(old, name)
+    return named
 
 
 def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
@@ -203,13 +238,18 @@ def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str,
     for name, (read, kind) in _READERS.items():
         variable = f"PYPS_{name.upper()}"
         text = env.get(variable, "").strip()
-        if not text or name in but:
+        if not text or OLD_NAMES.get(name, name) in but:
             continue
         try:
             settings[name] = read(text)
         except ValueError:
             raise BadRequest(f"{variable} is {text!r}; expected {kind}.") from None
     return settings
+
+
+@functools.cache
+def _tell_of_new_name(old: str, name: str) -> None:
+    logger.warning("%s is called %s now (PYPS_%s); the old name still does", old, name, name.upper())
 
 
 def _flag(text: str) -> bool:
@@ -224,7 +264,7 @@ def _one_of(names: Container[str], text: str) -> str:
     return text
 
 
-_CODEC = (partial(_one_of, codec_names()), f"one of {', '.join(codec_names())}")
+_CODEC = (functools.partial(_one_of, codec_names()), f"one of {', '.join(codec_names())}")
 
 # How each variable's text is read, and what to expect of it.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -237,7 +277,9 @@ _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "loss_wait_seconds": (float, "a number of seconds"),
     "wait_seconds": (float, "a number of seconds"),
     "use_proxy": (_flag, "yes or no"),
+    "gradient_codec": _CODEC,
+    "parameter_codec": _CODEC,
     "codec": _CODEC,
     "pull_codec": _CODEC,
-    "transport": (partial(_one_of, TRANSPORTS), f"one of {', '.join(TRANSPORTS)}"),
+    "transport": (functools.partial(_one_of, TRANSPORTS), f"one of {', '.join(TRANSPORTS)}"),
 }

@@ -202,8 +202,8 @@ def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, ru
         start_wait_seconds=WAIT_SECONDS,
         loss_wait_seconds=WAIT_SECONDS,
         wait_seconds=6 * WAIT_SECONDS,
-        codec=way.codec,
-        pull_codec=way.codec,
+        gradient_codec=way.codec,
+        parameter_codec=way.codec,
         transport=way.transport,
     )
     size = model.num_parameters

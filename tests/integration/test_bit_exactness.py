@@ -64,7 +64,7 @@ class Worker:
     def __init__(self, session: Session, *, lends: bool, exchanges: bool, converter: Converter | None) -> None:
         self.session = session
         self._exchanges = exchanges
-        codec, self._pull_codec = codec_of(session.launch.codec), codec_of(session.launch.pull_codec)
+        codec, self._pull_codec = codec_of(session.launch.gradient_codec), codec_of(session.launch.parameter_codec)
         if lends:
             lent = session.lend(converter=converter)
             self._gradient, self.parameters = lent.gradients[0], lent.parameters
@@ -134,8 +134,8 @@ def trajectory(servers: str, way: str, codecs: tuple[str, str], *, model: Model)
             run_id=way,
             worker_id=name,
             transport=transport,
-            codec=codecs[0],
-            pull_codec=codecs[1],
+            gradient_codec=codecs[0],
+            parameter_codec=codecs[1],
             start_wait_seconds=30,
         )
         for name in WORKERS

@@ -55,8 +55,8 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "loss_wait_seconds": (1.0, "soon"),
     "wait_seconds": (1.0, "soon"),
     "use_proxy": (False, "maybe"),
-    "codec": ("float16", "float8"),
-    "pull_codec": ("float16", "float8"),
+    "gradient_codec": ("float16", "float8"),
+    "parameter_codec": ("float16", "float8"),
     "transport": ("grpc", "carrier pigeon"),
     "token": ("mine", "gehe\u00efm"),
 }
@@ -133,6 +133,7 @@ WRONG = [
     ("PYPS_WAIT_SECONDS", "-5", "wait_seconds is -5.0; expected a number of seconds, 0 or more"),
     ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
     ("PYPS_TOKEN_FILE", "/nowhere/token", "/nowhere/token cannot be read: No such file"),
+    ("PYPS_GRADIENT_CODEC", "float8", "PYPS_GRADIENT_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
     ("PYPS_CODEC", "float8", "PYPS_CODEC is 'float8'; expected one of float32, float16, bfloat16"),
     ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
     ("PYPS_TRANSPORT", "shmem", f"PYPS_TRANSPORT is 'shmem'; expected one of {', '.join(launch.TRANSPORTS)}"),
@@ -144,6 +145,24 @@ def test_a_wrong_variable_is_refused_by_name() -> None:
         environment = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_COUNT": "4", variable: text}
         with pytest.raises(BadRequest, match=complaint):
             Launch.from_environment(environment=environment)
+
+
+def test_the_old_names_of_codecs_still_do_and_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    launch._tell_of_new_name.cache_clear()
+    for old, new in (("codec", "gradient_codec"), ("pull_codec", "parameter_codec")):
+        for environment, given in (
+            ({f"PYPS_{old.upper()}": "float16"}, {}),
+            ({}, {old: "float16"}),
+            ({f"PYPS_{old.upper()}": "bfloat16"}, {new: "float16"}),
+            ({f"PYPS_{new.upper()}": "bfloat16"}, {old: "float16"}),
+            ({f"PYPS_{old.upper()}": "float16", f"PYPS_{new.upper()}": "float16"}, {}),
+        ):
+            made = Launch.from_environment("a:1", environment=environment, **given)
+            assert getattr(made, old) == getattr(made, new) == "float16"
+        with pytest.raises(BadRequest, match=f"{old} is the old name of {new}, and they were given as"):
+            Launch.from_environment("a:1", environment={}, **{old: "float16", new: "bfloat16"})
+    assert len(caplog.messages) == 2
+    assert "codec is called gradient_codec now (PYPS_GRADIENT_CODEC)" in caplog.messages[0]
 
 
 def test_a_worker_may_choose_each_transport_that_servers_have() -> None:
