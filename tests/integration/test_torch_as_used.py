@@ -1,0 +1,174 @@
+"""What people do around an optimizer in torch: each loop trains here as it does with torch's own, number for number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.optim import swa_utils
+
+from pyps_client import RemoteOptimizer
+from training import batches, mlp, parameters_of
+
+Loop = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def assert_trains_as_torch(
+    start_server,
+    loop: Loop,
+    make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    **options: str,
+) -> None:
+    """Runs the same loop with torch's own optimizer and with servers'."""
+    model, twin = mlp(), mlp()
+    loop(twin, make_optimizer(twin))
+    with RemoteOptimizer(model, make_optimizer(model), start_server().data, **options) as optimizer:
+        loop(model, optimizer)
+    np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+
+
+def test_groups_with_decays_and_betas_of_their_own(start_server) -> None:
+    def grouped(model: torch.nn.Module) -> torch.optim.Optimizer:
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+        return torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": 0.1, "betas": (0.8, 0.99)},
+                {"params": others, "weight_decay": 0.0, "lr": 0.02, "eps": 1e-6},
+            ],
+            lr=0.01,
+        )
+
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in batches(5):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    assert_trains_as_torch(start_server, loop, grouped)
+
+
+def test_a_closure_that_computes_the_loss(start_server) -> None:
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in batches(5):
+
+            def closure(batch=batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).item() > 0
+
+    assert_trains_as_torch(start_server, loop)
+
+
+def test_gradients_that_are_clipped_by_norm_or_value_wherever_they_lie(start_server) -> None:
+    for transport in ("grpc", "shm"):
+        for in_place in (False, True):
+
+            def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, in_place=in_place) -> None:
+                for number, batch in enumerate(batches(6)):
+                    optimizer.zero_grad(set_to_none=not in_place)
+                    loss_of(model, batch).backward()
+                    if number % 2:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    else:
+                        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                    optimizer.step()
+
+            assert_trains_as_torch(start_server, loop, transport=transport)
+
+
+def test_gradients_of_several_backward_passes_that_are_clipped_before_the_step(start_server) -> None:
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, batch in enumerate(batches(9), start=1):
+            (loss_of(model, batch) / 3).backward()
+            if number % 3 == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=number == 3)
+
+    assert_trains_as_torch(start_server, loop, adam)
+
+
+def test_a_layer_that_is_frozen_amid_training_rests_until_it_thaws(start_server) -> None:
+    def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step, batch in enumerate(batches(9)):
+            model[0].requires_grad_(not 3 <= step < 6)
+            before = model[0].weight.detach().clone()
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            assert torch.equal(model[0].weight, before) == (3 <= step < 6)
+
+    # Its momentum rests too.
+    assert_trains_as_torch(start_server, loop)
+
+
+def test_an_average_of_the_model_that_is_kept_beside_it(start_server) -> None:
+    for transport in ("grpc", "shm"):
+        averages = []
+
+        def loop(model: torch.nn.Module, optimizer: torch.optim.Optimizer, averages=averages) -> None:
+            average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+            for batch in batches(5):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                average.update_parameters(model)
+            averages.append(parameters_of(average))
+
+        assert_trains_as_torch(start_server, loop, transport=transport)
+        np.testing.assert_allclose(*averages, atol=1e-6, err_msg=transport)
+
+
+def test_two_networks_against_each_other_each_on_a_server_of_its_own(start_server) -> None:
+    """A generative adversarial network."""
+
+    def networks() -> tuple[torch.nn.Module, torch.nn.Module]:
+        torch.manual_seed(0)
+        return torch.nn.Linear(4, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def loop(
+        networks: tuple[torch.nn.Module, torch.nn.Module], optimizers: tuple[torch.optim.Optimizer, ...]
+    ) -> list[float]:
+        (generator, critic), (of_generator, of_critic) = networks, optimizers
+        noise = torch.Generator().manual_seed(1)
+        ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+        for _ in range(6):
+            real = torch.randn(16, 8, generator=noise) + 1
+            fake = generator(torch.randn(16, 4, generator=noise))
+            of_critic.zero_grad()
+            loss = functional.binary_cross_entropy_with_logits(critic(real), ones)
+            (loss + functional.binary_cross_entropy_with_logits(critic(fake.detach()), zeros)).backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            functional.binary_cross_entropy_with_logits(critic(fake), ones).backward()
+            of_generator.step()
+        return [value for network in networks for value in parameters_of(network)]
+
+    twins = networks()
+    expected = loop(twins, tuple(adam(network) for network in twins))
+    for transport in ("grpc", "shm"):
+        players = networks()
+        of_generator, of_critic = (
+            RemoteOptimizer(network, adam(network), start_server().data, transport=transport) for network in players
+        )
+        with of_generator, of_critic:
+            found = loop(players, (of_generator, of_critic))
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=transport)
