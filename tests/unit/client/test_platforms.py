@@ -1,0 +1,69 @@
+"""The client where Linux's and Unix's own means are missing, as on Windows and macOS: it trains by gRPC."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+from support import ServerThread
+
+WITHOUT = """
+import importlib.abc, mmap, os, signal, socket, sys
+
+def without(module, *names):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("fcntl", "resource", "pwd", "grp", "termios"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+# What others import from the standard library is loaded with them.
+import ctypes, multiprocessing, subprocess, tempfile
+import torch, torch.distributed, torch._dynamo, grpc
+for name in ("fcntl", "resource"):
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Missing())
+without(os, "register_at_fork", "fork", "memfd_create", "posix_fallocate", "geteuid", "getuid", "confstr")
+without(os, "sched_getaffinity", "MFD_CLOEXEC")
+without(mmap, "MAP_PRIVATE", "MAP_SHARED", "MAP_ANONYMOUS", "MAP_POPULATE", "PROT_READ", "PROT_WRITE")
+without(socket, "AF_UNIX", "SO_PEERCRED", "send_fds", "recv_fds")
+without(signal, "SIGKILL", "SIGALRM", "setitimer", "pthread_sigmask", "pthread_kill")
+
+import importlib, pkgutil
+import pyps_client, pyps_client.torch
+from pyps_client import Launch, RemoteOptimizer
+from pyps_wire.errors import PypsError
+
+ONLY_LINUX = {f"pyps_client.{name}" for name in ("transport.shared_memory", "local_link", "segment")}
+for found in pkgutil.walk_packages(pyps_client.__path__, "pyps_client."):
+    if found.name not in ONLY_LINUX:
+        importlib.import_module(found.name)
+assert not ONLY_LINUX & sys.modules.keys()
+
+from pyps_client.transport.lent import Memory
+Memory(4096)
+
+model = torch.nn.Linear(3, 1, bias=False)
+optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), sys.argv[1], run_id="r")
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+print(optimizer.transport, optimizer.global_step)
+optimizer.close()
+try:
+    Launch(servers=("a:1",), transport="shm")
+except PypsError as refused:
+    print(refused)
+"""
+
+
+def test_it_trains_by_grpc_where_memory_cannot_be_shared(start_server: Callable[..., ServerThread]) -> None:
+    # A process of its own from the beginning: what others of the tests are forked from has loaded the client.
+    done = subprocess.run([sys.executable, "-c", WITHOUT, start_server().data], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("grpc 3\ntransport is 'shm', but workers share memory with servers on Linux only")
