@@ -125,7 +125,8 @@ class Server:
             run=self._run,
             work=self._work,
             budget=self._budget,
-            awaited=Awaited(max(config.max_workers, LATE_MIN)),
+            # Each worker may keep two streams open: of exchanges, and of pushes beside one.
+            awaited=Awaited(max(2 * config.max_workers, LATE_MIN)),
             health=Health(),
             serializations=Serializations(),
             checkpoints=self._checkpoints,
