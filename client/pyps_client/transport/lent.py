@@ -89,24 +89,16 @@ class Lending:
         self.segment = segment
         self._layout = layout
         self._offsets = _offsets(layout)
-        if segment is None:
-            lists = _own_lists(layout)
-            converted_to = layout.codec if layout.converts else None
-            self.lent = Lent(lists[-1], lists[:-1], private=True, converted_to=converted_to)
-        else:
-            lists = _shared_lists(layout, segment, self._offsets)
-            self.lent = Lent(lists[-1], lists[:-1])
-
-    def index_of(self, vectors: Vectors) -> int | None:
-        """Which of the lent gradients these are; None where they are others."""
-        for index, lent in enumerate(self.lent.gradients):
-            if vectors is lent or _same(vectors, lent):
-                return index
-        return None
-
-    def are_parameters(self, vectors: Vectors) -> bool:
-        """Whether these are the lent parameters."""
-        return vectors is self.lent.parameters or _same(vectors, self.lent.parameters)
+        converts = layout.converts and segment is None
+        lists: list[list[npt.NDArray[Any]]] = []
+        for codec, offsets in zip(layout.lists(), self._offsets, strict=True):
+            dtype = dtype_of(codec, converted=converts)
+            places = zip(layout.model.group_sizes, offsets, strict=True)
+            lists.append(
+                [segment.vector(place, size, dtype) if segment else _aligned(size, dtype) for size, place in places]
+            )
+        converted_to = layout.codec if converts else None
+        self.lent = Lent(lists[-1], lists[:-1], private=segment is None, converted_to=converted_to)
 
     def attach_request(self, sender: Sender, ticket: bytes) -> LocalRequest:
         """Says to a server where in the segment everything lies."""
@@ -167,11 +159,18 @@ class Sharing:
 
     def gradients(self, vectors: Vectors) -> int | None:
         """Which of the lent gradients these are; None for others."""
-        return None if self._lending is None else self._lending.index_of(vectors)
+        if self._lending is not None:
+            for index, lent in enumerate(self._lending.lent.gradients):
+                if vectors is lent or _same(vectors, lent):
+                    return index
+        return None
 
     def are_parameters(self, vectors: Vectors) -> bool:
         """Whether these are the lent parameters."""
-        return self._lending is not None and self._lending.are_parameters(vectors)
+        if self._lending is None:
+            return False
+        lent = self._lending.lent.parameters
+        return vectors is lent or _same(vectors, lent)
 
     @property
     def transport(self) -> str:
@@ -183,7 +182,7 @@ class Sharing:
     def checks_first(self) -> bool:
         """Whether one server sees all that is pushed, before it applies any.
 
-        Where the link is lost before a push is sent, the push is looked through here (see OutgoingPush).
+        Where the link is lost before a push is sent, the push is looked through here (see push.Outgoing).
         """
         return len(self._connections) == 1 and self._connections[0].is_local
 
@@ -247,23 +246,6 @@ def _offsets(layout: Layout) -> list[list[int]]:
             offsets[-1].append(end)
             end += _whole_pages(size, codec)
     return offsets
-
-
-def _own_lists(layout: Layout) -> list[list[npt.NDArray[Any]]]:
-    """The vectors, list by list, in the process's own memory."""
-    dtypes = [dtype_of(codec, converted=layout.converts) for codec in layout.lists()]
-    return [[_aligned(size, dtype) for size in layout.model.group_sizes] for dtype in dtypes]
-
-
-def _shared_lists(layout: Layout, segment: Memory, offsets: list[list[int]]) -> list[list[npt.NDArray[Any]]]:
-    """The vectors, list by list, where they begin in a segment."""
-    return [
-        [
-            segment.vector(offset, size, dtype_of(codec, converted=False))
-            for size, offset in zip(layout.model.group_sizes, of_list, strict=True)
-        ]
-        for codec, of_list in zip(layout.lists(), offsets, strict=True)
-    ]
 
 
 def _whole_pages(size: int, codec: Codec) -> int:

@@ -13,11 +13,12 @@ import weakref
 import numpy as np
 import pytest
 
-from pyps_client.transport.lent import ALIGNMENT_BYTES, Layout, Lending, segment_bytes
+from pyps_client.launch import Launch
+from pyps_client.transport.lent import ALIGNMENT_BYTES, Layout, Lending, Sharing, segment_bytes
 from pyps_client.transport.shared_memory import Segment
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import Sender
-from pyps_wire.partition import Model, Tensor
+from pyps_wire.partition import Model, Tensor, partition
 
 MODEL = Model((Tensor("a", (1000,)), Tensor("empty", (0,), 1), Tensor("b", (7,), 2)))
 LAYOUT = Layout(MODEL, BFLOAT16, FLOAT32, 2)
@@ -51,15 +52,17 @@ def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way(
 
 
 def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lending) -> None:
-    lent = lending.lent
-    assert [lending.index_of(vectors) for vectors in lent.gradients] == [0, 1]
-    assert lending.index_of(list(lent.gradients[1])) == 1
-    assert lending.are_parameters(lent.parameters)
+    lent, sharing = lending.lent, Sharing(Launch(servers=("a:1",)), partition(MODEL, num_servers=1), [], Sender())
+    assert sharing.gradients(lent.gradients[0]) is None
+    sharing._lending = lending
+    assert [sharing.gradients(vectors) for vectors in lent.gradients] == [0, 1]
+    assert sharing.gradients(list(lent.gradients[1])) == 1
+    assert sharing.are_parameters(lent.parameters)
     for others in (lent.parameters, [vector.copy() for vector in lent.gradients[0]], lent.gradients[0][:1], []):
-        assert lending.index_of(others) is None
+        assert sharing.gradients(others) is None
     mixed = [lent.gradients[0][0], *lent.gradients[1][1:]]
-    assert lending.index_of(mixed) is None
-    assert not lending.are_parameters([vector.copy() for vector in lent.parameters])
+    assert sharing.gradients(mixed) is None
+    assert not sharing.are_parameters([vector.copy() for vector in lent.parameters])
 
 
 def test_the_request_to_attach_says_where_the_numbers_are() -> None:
