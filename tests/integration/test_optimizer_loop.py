@@ -9,7 +9,8 @@ import torch
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
-from pyps_client.torch import remote_optimizer
+from pyps_client.torch.joining import Joining
+from pyps_client.torch.options import Options
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
@@ -120,6 +121,15 @@ def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server
     ]
 
 
+def test_settings_come_in_options_and_beside_them(start_server) -> None:
+    server, model = start_server(), mlp()
+    with remote(model, server, options=Options(push_every=2, transport="grpc"), pull_every=2) as optimizer:
+        for batch in batches(4):
+            backward(model, batch)
+            optimizer.step()
+        assert (optimizer.transport, optimizer.global_step) == ("grpc", 2)
+
+
 def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     model = mlp()
     with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
@@ -130,6 +140,13 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
         ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, grpc"),
     ):
         with pytest.raises(BadRequest, match=message):
+            RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
+    for options, error, message in (
+        ({"push_evry": 4}, TypeError, "no setting 'push_evry'; did you mean push_every?"),
+        ({"options": Options(push_every=4), "push_every": 2}, BadRequest, "push_every is 4 in options, and 2 beside"),
+        ({"options": {"push_every": 4}}, BadRequest, r"expected pyps_client.torch.options.Options\(\.\.\.\)"),
+    ):
+        with pytest.raises(error, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
 
 
@@ -273,7 +290,7 @@ def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server,
 
     # As a notebook does, it holds the error, and by its traceback the optimizer.
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as held:
-        patch.setattr(remote_optimizer, "worker_of", fails)
+        patch.setattr(Joining, "steps", fails)
         remote(mlp(), server)
     with remote(mlp(), server) as optimizer:
         backward(optimizer._model, next(batches(1)))

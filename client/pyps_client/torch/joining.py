@@ -5,28 +5,27 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps_client import departure
 from pyps_client.arrangement import arrange
-from pyps_client.launch import Launch
-from pyps_client.looking import model_of_run
+from pyps_client.join import model_of_run
 from pyps_client.peers import ALONE, agreed, led
 from pyps_client.session import Session
-from pyps_client.torch.cut_layout import Cut, CutRates, gradients_of, layout_of, settings_of
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan
-from pyps_client.torch.pace import Pace
-from pyps_client.torch.parameter_buffer import initial_values
+from pyps_client.torch.options import Settled
+from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import GroupRates, LocalRates
-from pyps_client.torch.replica import Replica
-from pyps_client.torch.replica_downpour import ReplicaDownpour
-from pyps_client.torch.shared_buffers import SharedBuffers
+from pyps_client.torch.shared_buffers import shared_buffers
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest, ModelMismatch
 from pyps_wire.partition import Model
+
+if TYPE_CHECKING:
+    from pyps_client.torch.cut_layout import Cut
+    from pyps_client.torch.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,8 @@ class Joining:
 
     module: torch.nn.Module
     param_groups: Sequence[Mapping[str, Any]]
-    settings: OptimizerSettings
-    launch: Launch
+    settled: Settled
     replica: Replica | None
-    shard_size: int
-    with_buffers: bool
-    # What all processes of a replica must have in common, by name.
-    common: Mapping[str, object]
 
     def join(self) -> Joined:
         """Joins the run; all processes of a replica call it, and raise the same error or none."""
@@ -63,20 +57,68 @@ class Joining:
             return self._whole()
         except ModelMismatch:
             run = self._run()
-            if run is None or run.num_parts == 1 or self.with_buffers:
+            if run is None or run.num_parts == 1 or self.settled.options.buffers != "local":
                 raise
         return self._cut(run, None)
 
+    def steps(self, joined: Joined, rates: GroupRates) -> Downpour:
+        """What takes the worker's steps, or those of one process of a replica."""
+        options, session = self.settled.options, joined.session
+        local_rates = LocalRates(self.settled.translation, rates, asked=options.local_learning_rate)
+        if joined.cut is None:
+            return Downpour(
+                *(session, joined.layout),
+                pace=self.settled.pace,
+                local_rates=lambda: local_rates(session.next_rates()),
+                rate_changes=rates.take_changes,
+                buffers=shared_buffers(
+                    *(self.module, joined.layout),
+                    mode=options.buffers,
+                    is_first=self.settled.is_first,
+                    overlaps=self.settled.pace.overlap == "step",
+                ),
+                read_my_writes=options.read_my_writes,
+            )
+        from pyps_client.torch.cut_layout import CutRates
+
+        cut = CutRates(joined.cut.arrangement)
+        own: dict[str, Any] = {
+            "pace": self.settled.pace,
+            "local_rates": lambda: local_rates(session.next_rates(), cut.spread),
+            "rate_changes": cut.changes(rates.take_changes),
+        }
+        if self.replica is None or self.replica.count == 1:
+            return Downpour(session, joined.layout, **own, read_my_writes=options.read_my_writes)
+        from pyps_client.torch.replica_downpour import ReplicaDownpour
+
+        return ReplicaDownpour(
+            *(session, joined.layout),
+            **own,
+            replica=self.replica,
+            cut=joined.cut,
+            takes_local_steps=local_rates.may_be_other_than_zero,
+        )
+
     def _whole(self) -> Joined:
-        layout = plan(self.module, self.param_groups, shard_size=self.shard_size, with_buffers=self.with_buffers)
+        options = self.settled.options
+        layout = plan(
+            *(self.module, self.param_groups),
+            shard_size=options.shard_size,
+            with_buffers=options.buffers != "local",
+        )
+        # With a group for buffers, where they are shared. What is pushed of them is added as it comes.
+        settings = OptimizerSettings()
+        settings.CopyFrom(self.settled.settings)
+        while len(settings.groups) < layout.model.num_groups:
+            settings.groups.add()
         trained = layout.parameters[: layout.first_buffer]
-        session = self._connected(layout, layout.model, _with_buffers(self.settings, layout))
+        session = self._connected(layout, layout.model, settings)
         return Joined(session, layout, lambda: [parameter.grad for parameter in trained])
 
     def _as_a_replica(self, replica: Replica) -> Joined:
-        """Founds the run, or takes over its cut; once more where another founded it meanwhile in another cut."""
-        replica.bind(self.launch.worker_id)
-        agreed(replica, lambda: _check_common(replica.gather(self.common)))
+        """Initialises the run, or takes over its cut; once more where another did so meanwhile in another cut."""
+        replica.bind(self.settled.launch.worker_id)
+        agreed(replica, lambda: _check_common(replica.gather(self.settled.common)))
         before = led(replica, self._run)
         try:
             return self._cut(before, replica)
@@ -89,106 +131,33 @@ class Joining:
     def _cut(self, run: Model | None, replica: Replica | None) -> Joined:
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
         from pyps_client.torch.claims import claims_of
+        from pyps_client.torch.cut_layout import Cut, gradients_of, layout_of, settings_of
 
         groups = agreed(replica or ALONE, lambda: named_groups(self.module, self.param_groups))
         claimed = claims_of(groups, replica)
         claims, index = ([claimed.claims], 0) if replica is None else (replica.gather(claimed.claims), replica.index)
-        arrangement = arrange(claims, index, run=run, shard_size=self.shard_size)
+        arrangement = arrange(claims, index, run=run, shard_size=self.settled.options.shard_size)
         layout = layout_of(arrangement, claimed)
         parts = arrangement.parts if arrangement.model.num_parts > 1 else ()
-        settings = settings_of(arrangement, self.settings)
+        settings = settings_of(arrangement, self.settled.settings)
         session = self._connected(layout, arrangement.model, settings, parts=parts, peers=replica)
-        cut = Cut(arrangement, claimed)
-        return Joined(session, layout, lambda: gradients_of(arrangement, claimed), cut)
+        return Joined(session, layout, lambda: gradients_of(arrangement, claimed), Cut(arrangement, claimed))
 
     def _run(self) -> Model | None:
         """The run's model, None before there is one."""
-        found = model_of_run(self.launch)
+        found = model_of_run(self.settled.launch)
         return None if found is None else found[0]
 
-    def _connected(
-        self,
-        layout: Layout,
-        model: Model,
-        settings: OptimizerSettings,
-        *,
-        parts: Sequence[int] = (),
-        peers: Replica | None = None,
-    ) -> Session:
+    def _connected(self, layout: Layout, model: Model, settings: OptimizerSettings, **part: Any) -> Session:
         session = Session(
-            model,
-            settings,
-            launch=self.launch,
+            *(model, settings),
+            launch=self.settled.launch,
             initial=lambda: initial_values(layout),
             device=layout.devices,
-            parts=parts,
-            peers=peers,
+            **part,
         )
-        try:
-            session.connect()
-        except BaseException as error:
-            session.close(*departure.cause_of(error))
-            raise
+        session.connect()
         return session
-
-
-def worker_of(
-    joined: Joined,
-    replica: Replica | None,
-    pace: Pace,
-    local_rates: LocalRates,
-    rates: GroupRates,
-    *,
-    buffers: SharedBuffers | None,
-    read_my_writes: bool,
-) -> Downpour:
-    """What takes a worker's steps, or those of one process of a replica; its session is connected."""
-    if joined.cut is None:
-        return Downpour(
-            *(joined.session, joined.layout),
-            pace=pace,
-            local_rates=lambda: local_rates(joined.session.next_rates()),
-            rate_changes=rates.take_changes,
-            buffers=buffers,
-            read_my_writes=read_my_writes,
-        )
-    cut = CutRates(joined.cut.arrangement)
-    own: dict[str, Any] = {
-        "pace": pace,
-        "local_rates": lambda: local_rates(joined.session.next_rates(), cut.spread),
-        "rate_changes": cut.changes(rates.take_changes),
-    }
-    if replica is None or replica.count == 1:
-        return Downpour(joined.session, joined.layout, **own, read_my_writes=read_my_writes)
-    return ReplicaDownpour(
-        *(joined.session, joined.layout),
-        **own,
-        replica=replica,
-        cut=joined.cut,
-        takes_local_steps=local_rates.may_be_other_than_zero,
-    )
-
-
-def common_of(
-    settings: OptimizerSettings, launch: Launch, pace: Pace, *, shard_size: int, local_rate: float | None
-) -> dict[str, object]:
-    """What all processes of a replica must have in common, by name."""
-    groups = [dict(sorted(group.hyperparameters.items())) for group in settings.groups]
-    return {
-        "The optimizer's rule": settings.rule,
-        **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
-        "push_every": pace.push_every,
-        "pull_every": pace.pull_every,
-        "overlap": pace.overlap,
-        "compat": pace.compat,
-        "local_learning_rate": local_rate,
-        "gradient_dtype": launch.codec,
-        "parameter_dtype": launch.pull_codec,
-        "shard_size": shard_size,
-        "The list of servers": ",".join(launch.servers),
-        "PYPS_WORKER_ID": launch.worker_id,
-        "PYPS_WORKER_INDEX": launch.worker_index,
-    }
 
 
 def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Module:
@@ -237,15 +206,6 @@ def _averagers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [found for found in around_any if not own.isdisjoint(map(id, found.parameters()))]
 
 
-def check_replica(replica: Replica | None, *, buffers: str, read_my_writes: bool) -> None:
-    """Refuses what the processes of a replica cannot do together."""
-    if replica is None:
-        return
-    for name, value, possible in (("buffers", buffers, "local"), ("read_my_writes", read_my_writes, False)):
-        if value != possible:
-            raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
-
-
 def _check_common(told: Sequence[Mapping[str, object]]) -> None:
     """Refuses processes of a replica that were told different things."""
     for process, of_process in enumerate(told):
@@ -255,12 +215,3 @@ def _check_common(told: Sequence[Mapping[str, object]]) -> None:
                     f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process {process}: "
                     f"give all processes of a replica the same."
                 )
-
-
-def _with_buffers(settings: OptimizerSettings, layout: Layout) -> OptimizerSettings:
-    """The settings with a group for buffers, where they are shared. What is pushed of them is added as it comes."""
-    whole = OptimizerSettings()
-    whole.CopyFrom(settings)
-    while len(whole.groups) < layout.model.num_groups:
-        whole.groups.add()
-    return whole

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from pyps_client import departure, process_hooks
+from pyps_client import leave
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.peers import ALONE, agreed
+from pyps_client.session import Session
 from pyps_client.torch.agreement import Agreement
-from pyps_client.torch.conversion import dtype_name
 from pyps_client.torch.downpour import Downpour
-from pyps_client.torch.ending import Ending
-from pyps_client.torch.joining import Joining, check_replica, common_of, unwrapped, worker_of
+from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.model_state import tell_narrowed, tell_unshared, whole_state
-from pyps_client.torch.pace import Pace
-from pyps_client.torch.rates import GroupRates, LocalRates, check_local_rate, check_read_my_writes
-from pyps_client.torch.replica import Replica
-from pyps_client.torch.shared_buffers import MODES, shared_buffers
+from pyps_client.torch.options import Options, Settings, Settled
+from pyps_client.torch.parameters import Replaced
+from pyps_client.torch.rates import GroupRates
 from pyps_client.torch.stepper import TorchStepper
-from pyps_client.torch.translate import Translation, translate, translation_of
-from pyps_client.torch.written import Held
 from pyps_wire.allocator import give_back_free_memory
-from pyps_wire.common_pb2 import OptimizerSettings, Receipt
+from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
-from pyps_wire.partition import DEFAULT_SHARD_SIZE
+
+if TYPE_CHECKING:
+    from pyps_client.torch.replica import Replica
 
 T = TypeVar("T")
 
@@ -77,96 +76,41 @@ class RemoteOptimizer(torch.optim.Optimizer):
         *,
         run_id: str | None = None,
         worker_id: str | None = None,
-        token_file: str | None = None,
-        push_every: int | None = None,
-        pull_every: int | None = None,
         overlap: str = "off",
-        local_learning_rate: float | None = None,
-        read_my_writes: bool = False,
-        compat: str | None = None,
-        gradient_dtype: str | torch.dtype | None = None,
-        parameter_dtype: str | torch.dtype | None = None,
-        transport: str | None = None,
-        start_wait_seconds: float | None = None,
-        loss_wait_seconds: float | None = None,
-        wait_seconds: float | None = None,
-        buffers: str = "local",
-        owns_schedule: bool | None = None,
-        examples_in_batch: int | None = None,
-        shard_size: int = DEFAULT_SHARD_SIZE,
         replica: Replica | None = None,
+        options: Options | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
         """Joins the run on `servers` ("host:port,host:port"; PYPS_SERVERS by default).
 
-        `run_id`, `worker_id`, `token_file`: PYPS_RUN_ID, PYPS_WORKER_ID and PYPS_TOKEN_FILE by default.
-        `push_every`, `pull_every`: minibatches summed in a push, and minibatches between pulls; by default
-        what the protocol in force wants (asgd:accumulate=), or else 1.
+        `run_id`, `worker_id`: PYPS_RUN_ID and PYPS_WORKER_ID by default.
         `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
         more version of staleness: where a push takes longer than a minibatch, those meanwhile are summed in the next
         push, so that there are fewer updates. Under protocols that take gradients of the present version only, or that
         grant steps one by one, they are waited for as with "off".
-        `local_learning_rate`: the size of the worker's own step between pulls. By default the rate that the servers'
-        schedule gives now under plain SGD; none under other rules, which is told where minibatches lie between pulls.
-        `read_my_writes`: takes the worker's own steps that pulled parameters may lack on them once more.
-        `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
-        `gradient_dtype`: how gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16", or torch's.
-        `parameter_dtype`: how pulled parameters travel, likewise (PYPS_PULL_CODEC by default); the servers
-        hold and update them in float32.
-        `transport`: "auto" (PYPS_TRANSPORT by default) for memory shared with servers on this machine and gRPC
-        elsewhere, "grpc" for gRPC everywhere, or "shm" to fail rather than use gRPC.
-        `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server at the start, for one
-        that was lost, and for other workers (PYPS_START_WAIT_SECONDS and so on, or 300, 600 and 1800).
-        `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over
-        the workers ("average"), or follow those of the first ("first"); the same for all workers.
-        `owns_schedule`: True where this worker's changes of learning rate and momentum count, for all workers; by
-        default that is the worker with index 0, or one without an index. Until it has pushed, each worker's scheduler
-        counts.
-        `shard_size`: the largest number of parameters in a shard; the same for all workers.
         `replica`: the processes that hold one model together, this one among them (model parallelism). All of them make
         a RemoteOptimizer over what they hold, and take the same steps.
+        `options`, or by themselves as `settings`: the rest, such as `push_every`, `transport`, `buffers` and how long
+        to wait; `Options` tells what each means.
         """
-        process_hooks.install_where_asked()
-        if replica is not None and not isinstance(replica, Replica):
-            raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
+        leave.install_where_asked()
+        if replica is not None:
+            # Imported here: most workers need none of it.
+            from pyps_client.torch.replica import Replica
 
-        def checked() -> tuple[Translation, OptimizerSettings, Pace, Launch]:
-            if buffers not in MODES:
-                raise BadRequest(f"buffers is {buffers!r}; expected one of {', '.join(MODES)}.")
-            translation = translation_of(optimizer)
-            check_local_rate(local_learning_rate)
-            pace = Pace(
-                push_every=push_every,
-                pull_every=pull_every,
-                overlap=overlap,
-                compat=compat,
-                local_rate_known=local_learning_rate is not None or not translation.stateful,
-            )
-            if read_my_writes:
-                check_read_my_writes(translation, asked=local_learning_rate)
-            check_replica(replica, buffers=buffers, read_my_writes=read_my_writes)
-            launch = Launch.from_environment(
-                servers,
-                token_file=token_file,
-                run_id=run_id,
-                worker_id=worker_id,
-                codec=dtype_name(gradient_dtype),
-                pull_codec=dtype_name(parameter_dtype),
-                transport=transport,
-                start_wait_seconds=start_wait_seconds,
-                loss_wait_seconds=loss_wait_seconds,
-                wait_seconds=wait_seconds,
-            )
-            if replica is None and launch.parts > 1:
-                raise BadRequest(
-                    f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
-                    "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
-                )
-            _require_first(launch)
-            return translation, translate(optimizer), pace, launch
+            if not isinstance(replica, Replica):
+                raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
+
+        def settle() -> Settled:
+            how = {"run_id": run_id, "worker_id": worker_id}
+            chosen = Options.of(options, settings)
+            settled = chosen.settle(optimizer, servers, **how, overlap=overlap, in_replica=replica is not None)
+            _require_first(settled.launch)
+            return settled
 
         model = agreed(replica or ALONE, lambda: unwrapped(model, replica))
         # What one process of a replica was told wrong all of them refuse.
-        translation, settings, pace, launch = agreed(replica or ALONE, checked)
+        settled = agreed(replica or ALONE, settle)
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._groups_are_fixed = True
@@ -176,34 +120,39 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
         self._model, self._replica = model, replica
-        self._held = Held(model, (parameter for group in self.param_groups for parameter in group["params"]))
-        self._agreement = Agreement(translation, settings)
-        self.examples_in_batch = examples_in_batch
+        self._replaced = Replaced(model, (parameter for group in self.param_groups for parameter in group["params"]))
+        self._agreement = Agreement(settled.translation, settled.settings)
+        self.examples_in_batch = settled.options.examples_in_batch
         self._finish_seen = self._told_of_end = False
         self._closed = False
         self._guard = ForkGuard()
-        is_first = launch.worker_index in (None, 0)
+        owns_schedule = settled.options.owns_schedule
         rates = GroupRates(
-            *(translation, self.param_groups, settings),
-            owns_schedule=is_first if owns_schedule is None else owns_schedule,
+            *(settled.translation, self.param_groups, settled.settings),
+            owns_schedule=settled.is_first if owns_schedule is None else owns_schedule,
         )
-        joining = Joining(
-            *(model, self.param_groups, settings, launch, replica, shard_size),
-            with_buffers=buffers != "local",
-            common=common_of(settings, launch, pace, shard_size=shard_size, local_rate=local_learning_rate),
-        )
+        joining = Joining(model, self.param_groups, settled, replica)
         joined = joining.join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
-
-        def downpour() -> Downpour:
-            shared = shared_buffers(model, joined.layout, mode=buffers, is_first=is_first, overlaps=overlap == "step")
-            local_rates = LocalRates(translation, rates, asked=local_learning_rate)
-            return worker_of(joined, replica, pace, local_rates, rates, buffers=shared, read_my_writes=read_my_writes)
-
-        self._downpour = self._start(downpour)
-        _made[self] = (launch.servers, launch.worker_id)
-        self._ending = Ending(self._session, self._downpour)
-        self._begin()
+        member: Session | RemoteOptimizer = joined.session
+        try:
+            # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
+            # what comes now.
+            optimizer.state.clear()
+            give_back_free_memory()
+            # They may depend on what the servers said when the run was joined.
+            self._downpour = joining.steps(joined, rates)
+            self._ending = Ending(self._session, self._downpour)
+            _made[self] = (settled.launch.servers, settled.launch.worker_id)
+            member = self
+            # The session is not to close by itself: what has gathered goes before.
+            leave.forget(self._session)
+            leave.expect(self._ending, of=self)
+            # The run's parameters come into the model.
+            self._downpour.start()
+        except BaseException as error:
+            member.close(*leave.cause_of(error))
+            raise
         tell_unshared(model, self._layout)
         tell_narrowed(self._layout)
         # The memory that the parameters lay in, where they lie in the session's now.
@@ -317,13 +266,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(*departure.cause_of(error))
+        self.close(*leave.cause_of(error))
 
     def check_model(self) -> None:
         """Refuses a model whose parameters were replaced since, or that DistributedDataParallel was put around."""
         if self.steps == 0:
             unwrapped(self._model, self._replica)
-        self._held.check()
+        self._replaced.check()
 
     def tell_over(self) -> None:
         """Says once that a loop goes on although the run is over."""
@@ -416,28 +365,36 @@ class RemoteOptimizer(torch.optim.Optimizer):
             or _global_optimizer_post_hooks
         )
 
-    def _start(self, downpour: Callable[[], Downpour]) -> Downpour:
-        """Makes the steps' own side, which may depend on what the servers said when the run was joined."""
-        try:
-            # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
-            # what comes now.
-            self._wrapped.state.clear()
-            give_back_free_memory()
-            return downpour()
-        except BaseException as error:
-            self._session.close(*departure.cause_of(error))
-            raise
 
-    def _begin(self) -> None:
-        """Brings the run's parameters into the model."""
+class Ending:
+    """What an optimizer leaves its run by. It does not hold the optimizer, and can leave when that one is gone."""
+
+    def __init__(self, session: Session, downpour: Downpour) -> None:
+        self._session = session
+        self._downpour = downpour
+        self._guard = ForkGuard()
+        self._begun = threading.Lock()
+
+    def close(self, cause: str = "finished", message: str = "", *, separate: bool = False) -> None:
+        """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
+
+        `separate`: the model's parameters are brought out of the memory that servers see.
+        """
+        if self._guard.in_child or not self._begun.acquire(blocking=False):
+            return
+        leave.forget(self)
         try:
-            # The session is not to close by itself: what has gathered goes before.
-            departure.forget(self._session)
-            departure.expect(self._ending, of=self)
-            self._downpour.start()
+            if cause == "finished":
+                self._session.hurry()
+                self._downpour.flush()
         except BaseException as error:
-            self.close(*departure.cause_of(error))
+            cause, message = leave.cause_of(error)
             raise
+        finally:
+            try:
+                self._downpour.close(separate=separate)
+            finally:
+                self._session.close(cause, message)
 
 
 # So that a second one can be told why it is refused.

@@ -1,0 +1,189 @@
+"""A RemoteOptimizer's settings beside those that its constructor shows, and what follows from all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+
+from pyps_client.launch import Launch
+from pyps_client.torch.conversion import dtype_name
+from pyps_client.torch.pace import Pace
+from pyps_client.torch.rates import check_local_rate, check_read_my_writes
+from pyps_client.torch.shared_buffers import MODES
+from pyps_client.torch.translate import Translation, translate, translation_of
+from pyps_wire.common_pb2 import OptimizerSettings
+from pyps_wire.errors import BadRequest
+from pyps_wire.partition import DEFAULT_SHARD_SIZE
+
+
+class Settings(TypedDict, total=False):
+    """The fields of Options, as keywords of RemoteOptimizer."""
+
+    token_file: str | None
+    push_every: int | None
+    pull_every: int | None
+    local_learning_rate: float | None
+    read_my_writes: bool
+    compat: str | None
+    gradient_dtype: str | torch.dtype | None
+    parameter_dtype: str | torch.dtype | None
+    transport: str | None
+    start_wait_seconds: float | None
+    loss_wait_seconds: float | None
+    wait_seconds: float | None
+    buffers: str
+    owns_schedule: bool | None
+    examples_in_batch: int | None
+    shard_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A RemoteOptimizer's settings, each with its default: RemoteOptimizer(..., options=Options(push_every=4))."""
+
+    # PYPS_TOKEN_FILE by default.
+    token_file: str | None = None
+    # Minibatches summed in a push, and minibatches between pulls; by default what the protocol in force wants
+    # (asgd:accumulate=), or else 1.
+    push_every: int | None = None
+    pull_every: int | None = None
+    # The size of the worker's own step between pulls. By default the rate that the servers' schedule gives now under
+    # plain SGD; none under other rules, which is told where minibatches lie between pulls.
+    local_learning_rate: float | None = None
+    # Takes the worker's own steps that pulled parameters may lack on them once more.
+    read_my_writes: bool = False
+    # "paper" for the literal timing of Dean et al. 2012, appendix.
+    compat: str | None = None
+    # How gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16", or torch's types.
+    gradient_dtype: str | torch.dtype | None = None
+    # How pulled parameters travel, likewise (PYPS_PULL_CODEC by default); servers hold and update them in float32.
+    parameter_dtype: str | torch.dtype | None = None
+    # "auto" (PYPS_TRANSPORT by default) for memory shared with servers on this machine and gRPC elsewhere, "grpc" for
+    # gRPC everywhere, or "shm" to fail rather than use gRPC.
+    transport: str | None = None
+    # How long to wait for a server at the start, for one that was lost, and for other workers
+    # (PYPS_START_WAIT_SECONDS and so on, or 300, 600 and 1800).
+    start_wait_seconds: float | None = None
+    loss_wait_seconds: float | None = None
+    wait_seconds: float | None = None
+    # Batch norm's statistics and their like stay with each worker ("local"), are averaged over the workers
+    # ("average"), or follow those of the first ("first"); the same for all workers.
+    buffers: str = "local"
+    # True where this worker's changes of learning rate and momentum count, for all workers; by default that is the
+    # worker with index 0, or one without an index. Until it has pushed, each worker's scheduler counts.
+    owns_schedule: bool | None = None
+    # Examples in each minibatch, where nobody says; `step(examples=...)` goes before it.
+    examples_in_batch: int | None = None
+    # The largest number of parameters in a shard; the same for all workers.
+    shard_size: int = DEFAULT_SHARD_SIZE
+
+    @classmethod
+    def of(cls, options: Options | None, settings: Settings) -> Options:
+        """The options, completed by settings that were given by themselves. BadRequest for one that is in both."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(names)}"
+                raise TypeError(f"RemoteOptimizer has no setting {name!r}; {hint}")
+        if options is None:
+            return cls(**settings)
+        if not isinstance(options, cls):
+            raise BadRequest(f"options is {options!r}; expected pyps_client.torch.options.Options(...).")
+        own: dict[str, Any] = dict(settings)
+        for field in dataclasses.fields(cls):
+            if field.name in own and getattr(options, field.name) != field.default:
+                there, here = getattr(options, field.name), own[field.name]
+                raise BadRequest(f"{field.name} is {there!r} in options, and {here!r} beside them: give it once.")
+        return dataclasses.replace(options, **own)
+
+    def settle(
+        self,
+        optimizer: torch.optim.Optimizer,
+        servers: str | Sequence[str] | None,
+        *,
+        run_id: str | None,
+        worker_id: str | None,
+        overlap: str,
+        in_replica: bool,
+    ) -> Settled:
+        """What follows for this optimizer; raises a ConfigurationError for what cannot be."""
+        if self.buffers not in MODES:
+            raise BadRequest(f"buffers is {self.buffers!r}; expected one of {', '.join(MODES)}.")
+        translation = translation_of(optimizer)
+        check_local_rate(self.local_learning_rate)
+        pace = Pace(
+            push_every=self.push_every,
+            pull_every=self.pull_every,
+            overlap=overlap,
+            compat=self.compat,
+            local_rate_known=self.local_learning_rate is not None or not translation.stateful,
+        )
+        if self.read_my_writes:
+            check_read_my_writes(translation, asked=self.local_learning_rate)
+        if in_replica:
+            for name, value, possible in (
+                ("buffers", self.buffers, "local"),
+                ("read_my_writes", self.read_my_writes, False),
+            ):
+                if value != possible:
+                    raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+        launch = Launch.from_environment(
+            servers,
+            token_file=self.token_file,
+            run_id=run_id,
+            worker_id=worker_id,
+            codec=dtype_name(self.gradient_dtype),
+            pull_codec=dtype_name(self.parameter_dtype),
+            transport=self.transport,
+            start_wait_seconds=self.start_wait_seconds,
+            loss_wait_seconds=self.loss_wait_seconds,
+            wait_seconds=self.wait_seconds,
+        )
+        if not in_replica and launch.parts > 1:
+            raise BadRequest(
+                f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
+                "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
+            )
+        return Settled(self, translation, translate(optimizer), pace, launch)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What an optimizer's settings come to: how its rule is called on the servers, and which worker it is."""
+
+    options: Options
+    translation: Translation
+    settings: OptimizerSettings
+    pace: Pace
+    launch: Launch
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the worker is the first of several, or nobody said which it is."""
+        return self.launch.worker_index in (None, 0)
+
+    @property
+    def common(self) -> dict[str, object]:
+        """What all processes of a replica must have in common, by name."""
+        groups = [dict(sorted(group.hyperparameters.items())) for group in self.settings.groups]
+        return {
+            "The optimizer's rule": self.settings.rule,
+            **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
+            "push_every": self.pace.push_every,
+            "pull_every": self.pace.pull_every,
+            "overlap": self.pace.overlap,
+            "compat": self.pace.compat,
+            "local_learning_rate": self.options.local_learning_rate,
+            "gradient_dtype": self.launch.codec,
+            "parameter_dtype": self.launch.pull_codec,
+            "shard_size": self.options.shard_size,
+            "The list of servers": ",".join(self.launch.servers),
+            "PYPS_WORKER_ID": self.launch.worker_id,
+            "PYPS_WORKER_INDEX": self.launch.worker_index,
+        }
