@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
@@ -128,6 +129,35 @@ def test_settings_come_in_options_and_beside_them(start_server) -> None:
             backward(model, batch)
             optimizer.step()
         assert (optimizer.transport, optimizer.global_step) == ("grpc", 2)
+
+
+def test_a_compiled_step_leaves_the_client_to_python_and_trains_as_torch(start_server, monkeypatch) -> None:
+    traced: set[str] = set()
+    run = InstructionTranslatorBase.run
+
+    def watched(translator: InstructionTranslatorBase) -> None:
+        traced.add(f"{translator.f_globals['__name__']}.{translator.f_code.co_name}")
+        run(translator)
+
+    monkeypatch.setattr(InstructionTranslatorBase, "run", watched)
+    model, twin = mlp(), mlp()
+    local = sgd(twin)
+    with remote(model, start_server()) as optimizer:
+
+        @torch.compile(backend="eager")
+        def step(inputs: torch.Tensor, classes: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+
+        for batch in batches(3):
+            step(*batch)
+            backward(twin, batch)
+            local.step()
+        np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
+    torch._dynamo.reset()
+    assert any(name.endswith(".step") for name in traced)
+    assert not [name for name in traced if name.startswith("pyps_")]
 
 
 def test_what_no_server_could_do_is_refused_before_any_connection() -> None:

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from pyps_client.torch.replica import Replica
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _uncompiled(function: Function) -> Function:
+    """The function where torch.compile leaves it to Python: it finds nothing to compile, and much it cannot trace."""
+    apart: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return apart
 
 
 class _OnServers(defaultdict[torch.Tensor, Any]):
@@ -158,6 +165,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         # The memory that the parameters lay in, where they lie in the session's now.
         give_back_free_memory()
 
+    @_uncompiled
     def step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
         """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
 
@@ -172,6 +180,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     # Else torch makes every step one of its profiler's ranges: a third of what a step of a small model costs here.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @_uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as for every torch optimizer.
 
