@@ -195,14 +195,11 @@ class Handshake:
 
     def _check_shareable(self, connections: Sequence[Connection], plan: Partition) -> None:
         """Ends a worker that could share no memory before any server has heard of it: ServerUnavailable."""
-        # Imported here: no other transport needs it, and not all systems have what it needs.
-        from pyps_client.shareable import check_shareable
-
         for connection in connections:
             if plan.of_server(connection.index):
                 reply = self._asked(connection, ServerUnavailable, RunFinished)
                 if reply is not None:
-                    check_shareable(connection.name, reply)
+                    self.launch.way.check_shareable(connection.name, reply)
 
     def _await_parameters(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None
