@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def environment(self) -> dict[str, str]:
-        ways = {"PYPS_TRANSPORT": self.transport, "PYPS_CODEC": self.codec, "PYPS_PULL_CODEC": self.codec}
+        ways = {"PYPS_TRANSPORT": self.transport, "PYPS_GRADIENT_CODEC": self.codec, "PYPS_PARAMETER_CODEC": self.codec}
         return ways | {"PYPS_PROCESS_HOOKS": "1"}
 
 

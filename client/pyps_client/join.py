@@ -464,7 +464,7 @@ def model_of_run(launch: Launch) -> tuple[Model, OptimizerSettings] | None:
 def _check_codecs(connection: Connection, reply: HelloReply, codecs: tuple[Codec, Codec]) -> None:
     """Refuses a server that does not say that it knows how gradients and parameters are to travel."""
     theirs = frozenset[int](reply.codecs)
-    settings = (("gradients", "PYPS_CODEC"), ("parameters", "PYPS_PULL_CODEC"))
+    settings = (("gradients", "PYPS_GRADIENT_CODEC"), ("parameters", "PYPS_PARAMETER_CODEC"))
     for codec, (what, setting) in zip(codecs, settings, strict=True):
         if codec not in theirs:
             shared = ", ".join(mine.name for mine in CODECS.values() if mine in theirs) or "none of them"

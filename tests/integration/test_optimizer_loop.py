@@ -10,8 +10,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
+from pyps_client.torch import Options
 from pyps_client.torch.joining import Joining
-from pyps_client.torch.options import Options
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
@@ -124,11 +124,13 @@ def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server
 
 def test_settings_come_in_options_and_beside_them(start_server) -> None:
     server, model = start_server(), mlp()
-    with remote(model, server, options=Options(push_every=2, transport="grpc"), pull_every=2) as optimizer:
+    codecs = {"gradient_dtype": torch.float16}
+    with remote(model, server, options=Options(push_every=2, transport="grpc"), pull_every=2, **codecs) as optimizer:
         for batch in batches(4):
             backward(model, batch)
             optimizer.step()
         assert (optimizer.transport, optimizer.global_step) == ("grpc", 2)
+        assert optimizer._session.launch.gradient_codec == "float16", "by its old name"
 
 
 def test_a_compiled_step_leaves_the_client_to_python_and_trains_as_torch(start_server, monkeypatch) -> None:
@@ -165,8 +167,8 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
         RemoteOptimizer(model, torch.optim.Adamax(model.parameters()), "127.0.0.1:1")
     for options, message in (
-        ({"gradient_dtype": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
-        ({"parameter_dtype": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
+        ({"gradient_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
+        ({"parameter_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
         ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, grpc"),
     ):
         with pytest.raises(BadRequest, match=message):
@@ -174,7 +176,7 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     for options, error, message in (
         ({"push_evry": 4}, TypeError, "no setting 'push_evry'; did you mean push_every?"),
         ({"options": Options(push_every=4), "push_every": 2}, BadRequest, "push_every is 4 in options, and 2 beside"),
-        ({"options": {"push_every": 4}}, BadRequest, r"expected pyps_client.torch.options.Options\(\.\.\.\)"),
+        ({"options": {"push_every": 4}}, BadRequest, r"expected pyps_client.torch.Options\(\.\.\.\)"),
     ):
         with pytest.raises(error, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
@@ -330,9 +332,9 @@ def test_an_optimizer_that_failed_as_it_was_made_is_in_nobodys_way(start_server,
 
 def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_server) -> None:
     server = start_server()
-    with remote(mlp(), server, gradient_dtype=torch.bfloat16, wait_seconds=7, loss_wait_seconds=8) as optimizer:
+    with remote(mlp(), server, gradient_codec=torch.bfloat16, wait_seconds=7, loss_wait_seconds=8) as optimizer:
         launch = optimizer._session.launch
-        assert (launch.codec, launch.wait_seconds, launch.loss_wait_seconds) == ("bfloat16", 7, 8)
+        assert (launch.gradient_codec, launch.wait_seconds, launch.loss_wait_seconds) == ("bfloat16", 7, 8)
         dataset = torch.utils.data.TensorDataset(torch.zeros(33, 32))
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=Portions(dataset, optimizer, batch_size=8))
         assert len(loader) == 5

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 from pyps_client.torch.remote_optimizer import RemoteOptimizer
 
 if TYPE_CHECKING:
+    from pyps_client.torch.options import Options
     from pyps_client.torch.replica import Block, Replica
     from pyps_client.torch.sandblasting import SandblasterResult, sandblaster
 
-__all__ = ["Block", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
+__all__ = ["Block", "Options", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
 
 _LATER = {
     "Block": "pyps_client.torch.replica",
+    "Options": "pyps_client.torch.options",
     "Replica": "pyps_client.torch.replica",
     "SandblasterResult": "pyps_client.torch.sandblasting",
     "sandblaster": "pyps_client.torch.sandblasting",

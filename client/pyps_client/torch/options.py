@@ -6,12 +6,12 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
-from pyps_client.launch import Launch
-from pyps_client.torch.conversion import dtype_name
+from pyps_client.launch import Launch, renamed
+from pyps_client.torch.memory import dtype_name
 from pyps_client.torch.pace import Pace
 from pyps_client.torch.rates import check_local_rate, check_read_my_writes
 from pyps_client.torch.shared_buffers import MODES
@@ -30,6 +30,9 @@ class Settings(TypedDict, total=False):
     local_learning_rate: float | None
     read_my_writes: bool
     compat: str | None
+    gradient_codec: str | torch.dtype | None
+    parameter_codec: str | torch.dtype | None
+    # The two by their old names.
     gradient_dtype: str | torch.dtype | None
     parameter_dtype: str | torch.dtype | None
     transport: str | None
@@ -59,10 +62,10 @@ class Options:
     read_my_writes: bool = False
     # "paper" for the literal timing of Dean et al. 2012, appendix.
     compat: str | None = None
-    # How gradients travel: "float32" (PYPS_CODEC by default), "float16" or "bfloat16", or torch's types.
-    gradient_dtype: str | torch.dtype | None = None
-    # How pulled parameters travel, likewise (PYPS_PULL_CODEC by default); servers hold and update them in float32.
-    parameter_dtype: str | torch.dtype | None = None
+    # How gradients travel: "float32" (PYPS_GRADIENT_CODEC by default), "float16" or "bfloat16", or torch's types.
+    gradient_codec: str | torch.dtype | None = None
+    # How pulled parameters travel, likewise (PYPS_PARAMETER_CODEC by default); servers hold and update them in float32.
+    parameter_codec: str | torch.dtype | None = None
     # "auto" (PYPS_TRANSPORT by default) for memory shared with servers on this machine and gRPC elsewhere, "grpc" for
     # gRPC everywhere, or "shm" to fail rather than use gRPC.
     transport: str | None = None
@@ -84,23 +87,21 @@ class Options:
 
     @classmethod
     def of(cls, options: Options | None, settings: Settings) -> Options:
-        """The options, completed by settings that were given by themselves. BadRequest for one that is in both."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in settings:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(names)}"
+        """The options, completed by settings beside them, as far as they are not None; BadRequest for one in both."""
+        own = renamed(settings)
+        given = {name: value for name, value in own.items() if value is not None}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        for name in own:
+            if name not in defaults:
+                near = difflib.get_close_matches(name, defaults, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(defaults)}"
                 raise TypeError(f"RemoteOptimizer has no setting {name!r}; {hint}")
-        if options is None:
-            return cls(**settings)
-        if not isinstance(options, cls):
-            raise BadRequest(f"options is {options!r}; expected pyps_client.torch.options.Options(...).")
-        own: dict[str, Any] = dict(settings)
-        for field in dataclasses.fields(cls):
-            if field.name in own and getattr(options, field.name) != field.default:
-                there, here = getattr(options, field.name), own[field.name]
-                raise BadRequest(f"{field.name} is {there!r} in options, and {here!r} beside them: give it once.")
-        return dataclasses.replace(options, **own)
+        for name, value in given.items():
+            if (there := getattr(options, name, defaults[name])) != defaults[name]:
+                raise BadRequest(f"{name} is {there!r} in options, and {value!r} beside them: give it once.")
+        if not isinstance(options, cls | None):
+            raise BadRequest(f"options is {options!r}; expected pyps_client.torch.Options(...).")
+        return dataclasses.replace(options or cls(), **given)
 
     def settle(
         self,
@@ -138,8 +139,8 @@ class Options:
             token_file=self.token_file,
             run_id=run_id,
             worker_id=worker_id,
-            codec=dtype_name(self.gradient_dtype),
-            pull_codec=dtype_name(self.parameter_dtype),
+            gradient_codec=dtype_name(self.gradient_codec),
+            parameter_codec=dtype_name(self.parameter_codec),
             transport=self.transport,
             start_wait_seconds=self.start_wait_seconds,
             loss_wait_seconds=self.loss_wait_seconds,
@@ -180,8 +181,8 @@ class Settled:
             "overlap": self.pace.overlap,
             "compat": self.pace.compat,
             "local_learning_rate": self.options.local_learning_rate,
-            "gradient_dtype": self.launch.codec,
-            "parameter_dtype": self.launch.pull_codec,
+            "gradient_codec": self.launch.gradient_codec,
+            "parameter_codec": self.launch.parameter_codec,
             "shard_size": self.options.shard_size,
             "The list of servers": ",".join(self.launch.servers),
             "PYPS_WORKER_ID": self.launch.worker_id,
