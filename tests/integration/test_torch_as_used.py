@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.optim import swa_utils
 
 from pyps_client import RemoteOptimizer
+from replicas import ReplicaJob, serve
 from training import batches, mlp, parameters_of
 
 Loop = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
@@ -172,3 +173,39 @@ def test_two_networks_against_each_other_each_on_a_server_of_its_own(start_serve
         with of_generator, of_critic:
             found = loop(players, (of_generator, of_critic))
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=transport)
+
+
+# One of two processes, of which the second holds nothing of the last layer.
+FULLY_SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from pyps_client.torch import RemoteOptimizer, Replica
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+
+dist.init_process_group("gloo")
+model, twin = network(), network()
+mesh = init_device_mesh("cpu", (2,))
+for part in (model[0], model[2], model):
+    fully_shard(part, mesh=mesh)
+adam, its = (torch.optim.Adam(of.parameters(), lr=0.01) for of in (model, twin))
+with RemoteOptimizer(model, adam, replica=Replica()) as optimizer:
+    for inputs in torch.randn(5, 6, 5, generator=torch.Generator().manual_seed(1)):
+        for module, by in ((model, optimizer), (twin, its)):
+            by.zero_grad()
+            module(inputs).square().mean().backward()
+            by.step()
+    found = optimizer.snapshot()
+for name, expected in twin.state_dict().items():
+    for values in (found[name], model.get_parameter(name).full_tensor()):
+        torch.testing.assert_close(values.detach(), expected, rtol=0, atol=1e-6)
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_that_is_fully_sharded_over_more_processes_than_a_layer_has_rows(start_server, start_python) -> None:
+    ReplicaJob(start_python, serve(start_server, 1), FULLY_SHARDED, script="-c").ended_well()
