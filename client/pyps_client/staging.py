@@ -1,8 +1,8 @@
-"""Moved: pyps_client.lbfgs.staging."""
+"""Moved: pyps_client.lbfgs.worker."""
 
 import sys
 
-from pyps_client.lbfgs import staging
-from pyps_client.lbfgs.staging import *  # noqa: F403
+from pyps_client.lbfgs import worker
+from pyps_client.lbfgs.worker import *  # noqa: F403
 
-sys.modules[__name__] = staging
+sys.modules[__name__] = worker

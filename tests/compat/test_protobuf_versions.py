@@ -30,7 +30,7 @@ import numpy as np
 import pyps_client, pyps_wire
 
 on_torch = [f"pyps_client.replica.{name}" for name in ("processes", "dtensor", "steps")]
-on_torch += [f"pyps_client.lbfgs.{name}" for name in ("run", "gradient", "loader")]
+on_torch += [f"pyps_client.lbfgs.{name}" for name in ("run", "gradient")]
 packages = [pyps_wire, pyps_client]
 for package in packages:
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):

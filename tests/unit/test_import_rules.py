@@ -23,7 +23,7 @@ CLIENT_TRANSPORT = (
 ON_TORCH = (
     "pyps_client.torch",
     *(f"pyps_client.replica.{module}" for module in ("processes", "dtensor", "steps")),
-    *(f"pyps_client.lbfgs.{module}" for module in ("run", "gradient", "loader")),
+    *(f"pyps_client.lbfgs.{module}" for module in ("run", "gradient")),
 )
 
 

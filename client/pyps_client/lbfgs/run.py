@@ -11,9 +11,7 @@ import torch
 
 from pyps_client import process_hooks
 from pyps_client.launch import Launch
-from pyps_client.lbfgs.gradient import PortionComputation, loss_function
-from pyps_client.lbfgs.loader import MapDataset, PortionLoader, checked_length
-from pyps_client.lbfgs.staging import Staging
+from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLoader, checked_length, loss_function
 from pyps_client.lbfgs.worker import CoordinatedWork, Share, joined
 from pyps_client.log import logger
 from pyps_client.session import Session
@@ -111,9 +109,9 @@ def sandblaster(
             work = CoordinatedWork(
                 session,
                 data=DataSpec(name="train", num_examples=num_examples, batch_size=batch_size, coordinated=True),
-                staging=Staging(session, converter=TorchConverter()),
                 computation=computation,
-                on_pass=on_pass or (lambda pass_number: None),
+                converter=TorchConverter(),
+                on_pass=on_pass,
             )
             message = work.run()
             session.hurry()

@@ -1,8 +1,8 @@
-"""Moved: pyps_client.lbfgs.loader."""
+"""Moved: pyps_client.lbfgs.gradient."""
 
 import sys
 
-from pyps_client.lbfgs import loader
-from pyps_client.lbfgs.loader import *  # noqa: F403
+from pyps_client.lbfgs import gradient
+from pyps_client.lbfgs.gradient import *  # noqa: F403
 
-sys.modules[__name__] = loader
+sys.modules[__name__] = gradient
