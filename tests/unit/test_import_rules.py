@@ -179,6 +179,17 @@ def test_the_client_loads_without_torch_and_without_the_server():
     assert done.stdout.strip() == "[]"
 
 
+def test_what_a_worker_does_not_use_is_not_loaded():
+    for module, unused in (
+        ("pyps_client", ("torch", "pyps_client.torch", "pyps_client.lbfgs", "pyps_client.replica.processes")),
+        # A second more.
+        ("pyps_client.torch", ("torch.distributed.tensor",)),
+    ):
+        code = f"import sys, {module}\nprint([name for name in {unused} if name in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == "[]", (module, done.stdout, done.stderr)
+
+
 def test_the_commands_help_loads_neither_numpy_nor_the_kernels() -> None:
     code = (
         "import sys\nfrom pyps.cli.main import app\nsys.argv = ['pyps', '--help']\n"
