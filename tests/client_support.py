@@ -15,8 +15,9 @@ import numpy as np
 from pyps.core.arrays import Floats
 from pyps_client import Client
 from pyps_client.conversion import Converter
-from pyps_client.learning_rates import GroupRate
 from pyps_client.lent import Lent
+from pyps_client.push import GroupRate, Plan
+from pyps_client.run_state import RunState, Terms
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32, codec_of
 from pyps_wire.common_pb2 import (
     OUTCOME_APPLIED,
@@ -280,52 +281,51 @@ class RecordingSession:
         sizes = [len(vector) for vector in self.parameters]
         return lent(sizes, gradient_buffers, codec=self.codec, pull_codec=self.pull_codec, private=self.private)
 
-    def push(self, vectors: Sequence[np.ndarray], **described: Any) -> list[Receipt]:
-        self.events.append("push")
-        return self._push(vectors, **described)
+    @property
+    def view(self) -> RecordingSession:
+        """Who knows where the run stands."""
+        return self
 
-    def exchange(
-        self, vectors: Sequence[np.ndarray], parameters: Sequence[np.ndarray], **described: Any
-    ) -> list[Receipt]:
-        self.events.append("exchange")
-        receipts = self._push(vectors, **described)
-        if not self.pull_needed:
-            self._pull(parameters)
+    @property
+    def state(self) -> RunState:
+        terms = Terms(
+            self.protocol,
+            ask_to_proceed=self.ask_to_proceed,
+            current_version_only=self.current_version_only,
+            accumulate=self.accumulate,
+        )
+        return RunState(terms, finished=self.finished, global_step=self.version)
+
+    def exchange(self, plan: Plan) -> list[Receipt]:
+        self.events.append("push" if plan.parameters is None else "exchange")
+        receipts = self._push(plan)
+        if plan.parameters is not None and not self.pull_needed:
+            self._pull(plan.parameters)
         return receipts
 
-    def _push(
-        self,
-        vectors: Sequence[np.ndarray],
-        *,
-        present: Sequence[bool] | None = None,
-        example_count: int = 0,
-        minibatch_count: int = 1,
-        base_versions: Mapping[int, int] | None = None,
-        newest_base_versions: Mapping[int, int] | None = None,
-        learning_rates: Mapping[int, GroupRate] | None = None,
-        kinds: Sequence[int] | None = None,
-    ) -> list[Receipt]:
+    def _push(self, plan: Plan) -> list[Receipt]:
         assert self.gate.wait(DEADLINE_SECONDS), "the test never opened the gate"
         if self.failure is not None:
             raise self.failure
-        decoded = [np.array(_CODECS[v.dtype.name].decode(v.view(np.uint8), v.size)) for v in vectors]
-        base, newest = base_versions or {}, newest_base_versions or {}
+        decoded = [np.array(_CODECS[v.dtype.name].decode(v.view(np.uint8), v.size)) for v in plan.gradients]
+        base = plan.base_versions or {}
+        newest = base if plan.newest_base_versions is None else plan.newest_base_versions
         if self.checks_first and not all(np.isfinite(vector).all() for vector in decoded):
             return [Receipt(outcome=OUTCOME_REJECTED, reason=REASON_NOT_FINITE)]
         self.pushes.append(
             Pushed(
                 decoded,
-                list(present or []),
-                example_count,
-                minibatch_count,
+                list(plan.present or []),
+                plan.example_count,
+                plan.minibatch_count,
                 base[0],
                 newest[0],
-                dict(learning_rates or {}),
-                None if kinds is None else list(kinds),
+                dict(plan.learning_rates or {}),
+                None if plan.kinds is None else list(plan.kinds),
             )
         )
         for group, (mine, gradient) in enumerate(zip(self.parameters, decoded, strict=True)):
-            is_delta = kinds is not None and kinds[group] == PAYLOAD_KIND_DELTA
+            is_delta = plan.kinds is not None and plan.kinds[group] == PAYLOAD_KIND_DELTA
             mine -= np.float32(-1.0 if is_delta else self.rate) * gradient
         self.version += 1
         return [Receipt(outcome=OUTCOME_APPLIED, version_after=self.version)]

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyps_client.data import Portions
 from pyps_client.torch import RemoteOptimizer, Replica
-from pyps_client.torch.overlap import Lane
+from pyps_client.transport.threads import Future, Threads
 
 BATCH = 32
 # Of the data that is handed out: 13 minibatches, in portions of 2.
@@ -96,29 +96,30 @@ def portions(epochs: int, optimizer: RemoteOptimizer):
     print(f"trained on {json.dumps(seen)}", flush=True)
 
 
-class HeldLanes:
-    """Threads beside the computation do nothing until they are released: so it is known what comes of it."""
+class HeldThreads:
+    """What goes on beside the computation begins once it is released: so it is known what comes of it."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Lane, threading.Event]] = []
+        self._held: list[tuple[Future, threading.Event]] = []
         self.holds = False
-        start = Lane.start
+        submit = Threads.submit
 
-        def start_held(lane: Lane, job: Callable[[], object]) -> None:
+        def submit_held(threads: Threads, job: Callable[[], object]) -> Future:
             go = threading.Event()
+            future = submit(threads, lambda: go.wait() and job())
             if self.holds:
-                self._held.append((lane, go))
+                self._held.append((future, go))
             else:
                 go.set()
-            start(lane, lambda: go.wait() and job())
+            return future
 
-        Lane.start = start_held
+        Threads.submit = submit_held
 
     def release(self) -> None:
         """Lets each do what it was given and waits for its end, one after the other."""
-        for lane, go in self._held:
+        for future, go in self._held:
             go.set()
-            lane.wait()
+            future.wait()
         self._held.clear()
 
 
@@ -208,7 +209,7 @@ def main() -> None:
     mistake = args.mistake if rank == num_parts - 1 else ""
     inner = mistaken(mistake, groups_of(model)) or RULES[args.rule](groups_of(model))
     replica = Replica() if num_parts > 1 and args.mistake != "no replica" else None
-    lanes = HeldLanes() if args.overlap == "held" else None
+    held = HeldThreads() if args.overlap == "held" else None
     overlap = "off" if args.overlap == "off" else "step"
     push_every = -3 if mistake == "pace" else None
     optimizer = RemoteOptimizer(model, inner, replica=replica, push_every=push_every, overlap=overlap)
@@ -219,8 +220,8 @@ def main() -> None:
     else:
         feed = fixed(args, index=index, count=count)
     step = 0
-    if lanes is not None:
-        lanes.holds = True
+    if held is not None:
+        held.holds = True
     for x, y in optimizer.until_finished(feed):
         optimizer.zero_grad()
         backpropagate(x, y)
@@ -235,11 +236,11 @@ def main() -> None:
         if scheduler is not None:
             scheduler.step()
         step += 1
-        if lanes is not None and (rank < num_parts - 1 or step % 3 == 0):
-            lanes.release()
-    if lanes is not None:
-        lanes.release()
-        lanes.holds = False
+        if held is not None and (rank < num_parts - 1 or step % 3 == 0):
+            held.release()
+    if held is not None:
+        held.release()
+        held.holds = False
     print(f"done {index}/{rank} after {step} steps, {optimizer.skipped} left out", flush=True)
     if args.save and rank == 0:
         # By one process alone, as one evaluates.

@@ -39,15 +39,11 @@ LARGE_BYTES = 1 << 20
 class Versions(dict[int, int]):
     """Shard id -> version, as held at one moment, with each server's epoch at that moment.
 
-    A version says nothing without its epoch: after a restore a server counts again from an older one.
+    A version says nothing without its epoch: after a restore a server counts again from an older one. Not to be changed
+    once it is told.
     """
 
-    def __init__(self, versions: Iterable[tuple[int, int]] = (), *, epochs: Iterable[int]) -> None:
-        super().__init__(versions)
-        self.epochs = tuple(epochs)
-
-    def copy(self) -> Versions:
-        return Versions(self.items(), epochs=self.epochs)
+    epochs: tuple[int, ...] = ()
 
 
 class Held:
@@ -63,11 +59,6 @@ class Held:
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._wanted: dict[int, int] = {}
-
-    def read(self) -> tuple[int, dict[int, int]]:
-        """The epoch and a copy of the versions, of one moment."""
-        with self._lock:
-            return self.epoch, self.versions.copy()
 
     def enter(self, epoch: int) -> None:
         """Forgets versions of an earlier epoch: the server counts anew from its checkpoint."""
@@ -117,7 +108,7 @@ class Holdings:
     @property
     def versions(self) -> Versions:
         """A copy of the versions held, with their servers' epochs."""
-        versions, epochs = Versions(epochs=()), []
+        versions, epochs = Versions(), []
         for held in self.of_server:
             with held._lock:
                 versions.update(held.versions.items())

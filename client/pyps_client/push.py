@@ -202,20 +202,19 @@ class Pushes:
             # Else nothing is wrong, as nearly always.
             check_bases(partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
-        cuts = [self._cut(place, plan, kinds, intakes) for place in range(len(self._connections))]
         with self._lock:
             self._sequence += 1
             sequence = self._sequence
         norm = plan.gradient_norm
         if norm is None and clip_norm > 0:
             norm = self.norm(plan, converter=converter)
-        pushes = []
+        pushes: list[Outgoing] = []
         for place, connection in enumerate(self._connections):
             epoch = epochs[connection.index]
             rates = self._rates.owed(connection.index, epoch=epoch) if self._rates.rates else _NO_RATES
             pushes.append(
                 Outgoing(
-                    *(cuts[place], vectors, sequence),
+                    *(self._cut(place, plan, kinds, intakes), vectors, sequence),
                     epoch=epoch,
                     clock=clock,
                     examples=(plan.example_count, plan.minibatch_count),
@@ -409,8 +408,10 @@ class Outgoing:
         if reply.WhichOneof("reply") != "exchanged":
             raise PypsError("a push was answered with something else than receipts")
         for answer in reply.exchanged.replies:
-            if self._take(answer.receipt) and answer.codec:
-                self._accept(answer)
+            intake = self._intake
+            if self._take(answer.receipt) and answer.codec and intake is not None and answer.epoch == intake.held.epoch:
+                intake.held.versions[answer.receipt.shard_id] = answer.version
+                self.version = max(self.version, answer.version)
 
     def _by_calls(self, channel: Channel, cut: Cut) -> None:
         if cut.num_bytes > LARGE_BYTES:
@@ -418,9 +419,8 @@ class Outgoing:
         self._fill(cut)
         if self._intake is not None:
             channel.exchange(self._frames(cut), self._take_reply, timeout_seconds=cut.timeout_seconds)
-            return
-        for message in channel.stream("Push", self._frames(cut), timeout_seconds=cut.timeout_seconds):
-            self._take(Receipt.FromString(message))
+        else:
+            channel.push(self._frames(cut), self._take_receipt, timeout_seconds=cut.timeout_seconds)
 
     def _looked_through(self, cut: Cut) -> Cut:
         """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.
@@ -499,17 +499,18 @@ class Outgoing:
             header, payload = split(message)
             reply = ExchangeReply.FromString(header)
         # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
-        if reply.codec and self._intake is not None and reply.epoch == self._intake.held.epoch:
-            self._intake.write(reply.receipt.shard_id, reply.codec, payload)
-            self._accept(reply)
-        self._take(reply.receipt)
+        receipt, intake = reply.receipt, self._intake
+        if reply.codec and intake is not None and reply.epoch == intake.held.epoch:
+            intake.write(receipt.shard_id, reply.codec, payload)
+            intake.held.versions[receipt.shard_id] = reply.version
+            self.version = max(self.version, reply.version)
+        self._take(receipt)
         return not self._waiting
 
-    def _accept(self, reply: ExchangeReply) -> None:
-        """Notes parameters that were written into their place."""
-        if self._intake is not None and reply.epoch == self._intake.held.epoch:
-            self._intake.accept(reply.receipt.shard_id, reply.version)
-            self.version = max(self.version, reply.version)
+    def _take_receipt(self, message: bytes) -> bool:
+        """Takes the answer to a push alone."""
+        self._take(Receipt.FromString(message))
+        return not self._waiting
 
     def _take(self, receipt: Receipt) -> bool:
         """Notes an answer; False for one to another push."""

@@ -22,7 +22,6 @@ from pyps_wire.common_pb2 import (
     RUN_STATE_FINISHED,
     Reason,
     Receipt,
-    ShardVersion,
 )
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HelloReply
 
@@ -98,16 +97,19 @@ class View:
                 self._greeted_at = self._answered_at = self._changed_at = time.monotonic()
                 told = {name: getattr(reply, name) for name in Terms._fields}
                 terms = terms._replace(**told)
-            rates = heard.next_rates
+            rates: dict[int, float] = {}
             for shard in reply.shards:
-                rates = self._rates_with(rates, shard, at=(reply.epoch, shard.version))
+                at = reply.epoch, shard.version
+                if shard.HasField("next_rate") and at >= self._rates_of.get(shard.shard_id, at):
+                    self._rates_of[shard.shard_id] = at
+                    rates[shard.shard_id] = shard.next_rate
             version = max((shard.version for shard in reply.shards), default=0)
             self._hear(
                 heard._replace(
                     terms=terms,
                     finished=heard.finished or reply.state == RUN_STATE_FINISHED,
                     global_step=max(heard.global_step, version),
-                    next_rates=rates,
+                    next_rates={**heard.next_rates, **rates},
                 )
             )
 
@@ -120,6 +122,7 @@ class View:
         with self._lock:
             heard = self._heard
             terms, finished, step, num_workers, rates, _ = heard
+            changed: dict[int, float] = {}
             step = max(step, version)
             refused = False
             for receipt in receipts:
@@ -131,13 +134,18 @@ class View:
                 if receipt.reason or receipt.outcome == OUTCOME_REJECTED:
                     refused = True
                     finished = finished or receipt.reason == REASON_FINISHED
-                if receipt.HasField("next_rate"):
-                    rates = self._rates_with(rates, receipt, at=(receipt.epoch, version))
+                # What is older than noted before is late.
+                shard_id, at = receipt.shard_id, (receipt.epoch, version)
+                if receipt.HasField("next_rate") and at >= self._rates_of.get(shard_id, at):
+                    self._rates_of[shard_id] = at
+                    if receipt.next_rate != rates.get(shard_id):
+                        changed[shard_id] = receipt.next_rate
             if server_index == 0 and receipts and sent_at >= self._changed_at:
                 self._answered_at = time.monotonic()
                 asks, batch_size = receipt.ask_to_proceed, receipt.batch_size
                 if (asks, batch_size) != (terms.ask_to_proceed, terms.batch_size):
                     terms = terms._replace(ask_to_proceed=asks, batch_size=batch_size)
+            rates = {**rates, **changed} if changed else rates
             self._hear(RunState(terms, finished, step, num_workers, rates, heard.pull_agreed))
         if refused:
             self.refusals.note(receipts)
@@ -218,16 +226,6 @@ class View:
             return terms
         self._changed_at = time.monotonic()
         return terms._replace(ask_to_proceed=ask_to_proceed, batch_size=batch_size)
-
-    def _rates_with(
-        self, rates: Mapping[int, float], told: ShardVersion | Receipt, *, at: tuple[int, int]
-    ) -> Mapping[int, float]:
-        """The rates with a shard's, as told at an epoch and version; what is older than noted before is late."""
-        shard_id = told.shard_id
-        if not told.HasField("next_rate") or at < self._rates_of.get(shard_id, at):
-            return rates
-        self._rates_of[shard_id] = at
-        return rates if rates.get(shard_id) == told.next_rate else {**rates, shard_id: told.next_rate}
 
 
 _ADVICE = {

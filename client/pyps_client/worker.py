@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeVar, Unpack
 
-from pyps_client import departure, process_hooks
+from pyps_client import departure, fork, process_hooks
 from pyps_client.channel import Channel
 from pyps_client.connection import Connection
 from pyps_client.conversion import NUMPY, Converter
@@ -103,6 +103,9 @@ class Worker:
         self._guard = ForkGuard()
         contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
         self._servers = servers = Servers(launch, rejoin=self._rejoin, contacts=contacts)
+        holders = [each for each in servers.connections if self.partition.of_server(each.index)]
+        # Where there are no other processes, and no other servers that hold parameters.
+        self._holder = holders[0] if len(holders) == peers.count == 1 else None
         self._holdings = Holdings(self.partition)
         self.view = View(peers)
         sender = self._handshake.sender
@@ -358,9 +361,10 @@ class Worker:
         """True when a lent push is looked through for NaN and infinity by the server before any of it is applied.
 
         So it is where one server holds everything in shared memory; all shards of such a push are then refused as
-        NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused.
+        NOT_FINITE. Elsewhere a worker that does not look itself may have some shards applied and others refused. Where
+        the link is lost before a push is sent, the push is looked through here (see Outgoing).
         """
-        return self._sharing.checks_first and self._peers.count == 1
+        return self._holder is not None and self._holder.is_local
 
     @property
     def state(self) -> RunState:
@@ -465,8 +469,10 @@ class Worker:
         self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))
 
     def _check_open(self) -> None:
-        self._guard.check()
-        self._presence.check()
+        if self._guard.generation != fork.generation:
+            self._guard.check()
+        if self._peers is not ALONE:
+            self._presence.check()
         if self._closing.is_set():
             raise RunFinished("The client was closed: make a new one to go on.")
         if self._hello is None:

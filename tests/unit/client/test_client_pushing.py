@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -155,10 +155,10 @@ class LosingChannel:
     def __init__(self) -> None:
         self.sent: list[list[PushRequest]] = []
 
-    def stream(self, method: str, frames: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
+    def push(self, frames: Iterator[bytes], take: Callable[[bytes], bool], *, timeout_seconds: float) -> None:
         self.sent.append([PushRequest.FromString(split(frame)[0]) for frame in frames])
         header = self.sent[-1][0]
-        yield Receipt(shard_id=header.shard_id, sequence=header.sequence).SerializeToString()
+        take(Receipt(shard_id=header.shard_id, sequence=header.sequence).SerializeToString())
 
 
 def test_what_is_sent_again_after_a_loss_says_how_many_messages_it_has() -> None:

@@ -162,7 +162,7 @@ def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> N
 
 
 def test_a_worker_waits_when_too_much_has_gathered() -> None:
-    worker, session, _ = downpour(overlap="step", push_every=2)
+    worker, session, _ = downpour(overlap="step", push_every=2, pull_every=100)
     session.gate.clear()
     # One push under way, and one minibatch fewer than are too many: nobody waits, else the gate would never open.
     for _ in range(2 + 2 * BEHIND_MAX - 1):
@@ -180,8 +180,8 @@ def test_a_worker_waits_when_too_much_has_gathered() -> None:
 
 def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
     worker, session, parameter = downpour(overlap="step")
-    goes_on, pull = threading.Event(), session.pull
-    monkeypatch.setattr(session, "pull", lambda vectors: goes_on.wait(60) and pull(vectors))
+    goes_on, bring = threading.Event(), session._pull
+    monkeypatch.setattr(session, "_pull", lambda vectors: goes_on.wait(60) and bring(vectors))
     session.parameters[0][:] = 3.0
     session.version = 4
     worker.step(gradient(1.0))
@@ -190,6 +190,22 @@ def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
     assert parameter.detach().tolist() == [[0.0] * SIZE]
     step_until_pulled(worker)
     assert parameter.detach().tolist() == [[3.0] * SIZE]
+    worker.close()
+
+
+def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computation() -> None:
+    worker, session, _ = downpour(overlap="step", pull_every=2)
+    for expected in (["push"], ["exchange"], ["push"]):
+        del session.events[:]
+        worker.step(gradient(1.0))
+        wait_until(lambda: worker.steps_answered == worker.steps, what="the push's end")
+        assert session.events == expected
+    # Where a round waits for others the pull does, and pushes go on.
+    session.pull_needed = True
+    del session.events[:]
+    worker.step(gradient(1.0))
+    worker.flush()
+    wait_until(lambda: sorted(session.events) == ["pull", "push"], what="the pull")
     worker.close()
 
 
@@ -205,14 +221,15 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
 
 
 def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
-    worker, session, parameter = downpour(rate=1.0, local=1.0, overlap="step", read_my_writes=True)
+    worker, session, parameter = downpour(rate=1.0, local=1.0, overlap="step", pull_every=2, read_my_writes=True)
+    # The first push goes alone, and the first pull comes while it is under way.
     session.gate.clear()
     # Others' work, which shows that a pull came in between.
     session.parameters[0][:] = 100.0
     session.version += 1
     worker.step(gradient(1.0))
     worker.step(gradient(2.0))
-    step_until_pulled(worker)
+    wait_until(lambda: worker.step([None]) or float(parameter.detach()[0, 0]) > 0, what="the pull's end")
     worker.step(gradient(4.0))
     assert float(parameter.detach()[0, 0]) == 100 - 7
     session.gate.set()
@@ -273,8 +290,8 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
     class Cut(RecordingSession):
         """One whose next exchange brings parameters and then fails."""
 
-        def exchange(self, vectors, parameters, **described):
-            super().exchange(vectors, parameters, **described)
+        def exchange(self, plan):
+            super().exchange(plan)
             if self.version == 2:
                 raise ServerUnavailable("gone")
             return []
@@ -367,9 +384,7 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
     for count in range(3):
         worker.step(gradient(1.0))
         # Nothing is under way between steps, and the model holds all that was pushed.
-        # On threads of its own: an overlapped worker never exchanges. A pull begun before may end beside the push.
-        assert session.events[-1] == "pull"
-        assert "exchange" not in session.events
+        assert session.events[-1] == "exchange"
         assert float(parameter.detach()[0, 0]) == -3 - count
         assert session.held == session.version
     assert [pushed.base_version for pushed in session.pushes[-2:]] == [session.version - 2, session.version - 1]

@@ -86,6 +86,8 @@ def test_a_worker_alone_has_the_statistics_that_it_would_have_by_itself(mode) ->
 @pytest.mark.parametrize("mode", ["average", "first"])
 def test_with_overlap_statistics_settle_where_they_would_alone_though_each_pull_lacks_the_newest_move(mode) -> None:
     worker = Worker(mode=mode, overlap="step")
+    # Else a push brings the parameters that hold it.
+    worker.session.pull_needed = True
     (minibatch,) = minibatches(1)
     for _ in range(200):
         worker.session.gate.clear()
