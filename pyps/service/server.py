@@ -96,6 +96,7 @@ class Server:
         token: str | None,
         instruction_set: str,
         clock: Callable[[], float] = time.monotonic,
+        transports: Sequence[type[Transport]] = TRANSPORTS,
     ):
         self._config = config
         self._token = token
@@ -131,7 +132,7 @@ class Server:
             serializations=Serializations(),
             checkpoints=self._checkpoints,
         )
-        self._transports = [transport(self._host) for transport in TRANSPORTS]
+        self._transports = [transport(self._host) for transport in transports]
         self._stop = asyncio.Event()
         self._stop_reason = ""
         self._signalled_at = -math.inf
@@ -158,13 +159,7 @@ class Server:
         await metrics.start()
         self._announce(addresses)
         on_ready(addresses)
-        watch = asyncio.create_task(self._keep_looking())
-        tickers = [asyncio.create_task(keep) for keep in (self._keep_time(), self._keep_checkpoints())]
-        for ticker in tickers:
-            ticker.add_done_callback(self._report_ticker)
-        await self._stop.wait()
-        for task in (watch, *tickers):
-            task.cancel()
+        await self._keep_serving()
         return await self._end(control, metrics)
 
     def stop(self, reason: str) -> None:
@@ -268,6 +263,15 @@ class Server:
         )
 
     # While it serves.
+
+    async def _keep_serving(self) -> None:
+        watch = asyncio.create_task(self._keep_looking())
+        tickers = [asyncio.create_task(keep) for keep in (self._keep_time(), self._keep_checkpoints())]
+        for ticker in tickers:
+            ticker.add_done_callback(self._report_ticker)
+        await self._stop.wait()
+        for task in (watch, *tickers):
+            task.cancel()
 
     async def _keep_time(self) -> None:
         while True:

@@ -51,16 +51,19 @@ def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch:
 
 
 WITHOUT_A_WORD = """
+import os
 import numpy as np
 from pyps_client import Client
 
 client = Client({"w": np.zeros(3, np.float32)}, ("sgd", {"learning_rate": 1.0}), servers="local")
 client.exchange({"w": np.ones(3, np.float32)})
+if child := os.fork():
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 raise SystemExit(3)
 """
 
 
-def test_a_program_may_end_without_a_word() -> None:
+def test_a_program_may_end_without_a_word_and_so_may_a_child_that_it_forked() -> None:
     with PythonProcess("-c", WITHOUT_A_WORD) as process:
         assert process.wait() == 3
         assert all(line.startswith("pyps: ") for line in process.output().splitlines()), process.output()
