@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan
 from pyps_client.torch.options import Settled
 from pyps_client.torch.parameters import initial_values
-from pyps_client.torch.rates import GroupRates, LocalRates
+from pyps_client.torch.rates import Rates
 from pyps_client.torch.shared_buffers import shared_buffers
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest, ModelMismatch
@@ -26,6 +27,8 @@ from pyps_wire.partition import Model
 if TYPE_CHECKING:
     from pyps_client.torch.cut_layout import Cut
     from pyps_client.torch.replica import Replica
+
+_gradient = attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Joined:
     gradients: Callable[[], list[torch.Tensor | None]]
     # None where the model is not cut.
     cut: Cut | None = None
+
+    @property
+    def groups_of_vectors(self) -> Sequence[int] | None:
+        """The optimizer's group of each vector that is pushed; None where it is the vector's own number."""
+        return None if self.cut is None else self.cut.arrangement.own_param_groups
 
 
 @dataclass(frozen=True)
@@ -61,43 +69,42 @@ class Joining:
                 raise
         return self._cut(run, None)
 
-    def steps(self, joined: Joined, rates: GroupRates) -> Downpour:
+    def rates(self, joined: Joined) -> Rates:
+        """What the worker's pushes say of learning rates."""
+        options = self.settled.options
+        return Rates(
+            *(self.settled.translation, self.param_groups, self.settled.settings),
+            owns_schedule=self.settled.is_first if options.owns_schedule is None else options.owns_schedule,
+            local_rate=options.local_learning_rate,
+            groups_of_vectors=joined.groups_of_vectors,
+        )
+
+    def steps(self, joined: Joined, rates: Rates) -> Downpour:
         """What takes the worker's steps, or those of one process of a replica."""
         options, session = self.settled.options, joined.session
-        local_rates = LocalRates(self.settled.translation, rates, asked=options.local_learning_rate)
-        if joined.cut is None:
-            return Downpour(
-                *(session, joined.layout),
-                pace=self.settled.pace,
-                local_rates=lambda: local_rates(session.next_rates()),
-                rate_changes=rates.take_changes,
-                buffers=shared_buffers(
-                    *(self.module, joined.layout),
-                    mode=options.buffers,
-                    is_first=self.settled.is_first,
-                    overlaps=self.settled.pace.overlap == "step",
-                ),
-                read_my_writes=options.read_my_writes,
-            )
-        from pyps_client.torch.cut_layout import CutRates
-
-        cut = CutRates(joined.cut.arrangement)
-        own: dict[str, Any] = {
+        none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
+        common: dict[str, Any] = {
             "pace": self.settled.pace,
-            "local_rates": lambda: local_rates(session.next_rates(), cut.spread),
-            "rate_changes": cut.changes(rates.take_changes),
+            "local_rates": lambda: rates.sizes(session.next_rates()) or none,
+            "rate_changes": rates.changes,
         }
-        if self.replica is None or self.replica.count == 1:
-            return Downpour(session, joined.layout, **own, read_my_writes=options.read_my_writes)
-        from pyps_client.torch.replica_downpour import ReplicaDownpour
+        if joined.cut is not None and self.replica is not None and self.replica.count > 1:
+            from pyps_client.torch.replica_downpour import ReplicaDownpour
 
-        return ReplicaDownpour(
-            *(session, joined.layout),
-            **own,
-            replica=self.replica,
-            cut=joined.cut,
-            takes_local_steps=local_rates.may_be_other_than_zero,
+            return ReplicaDownpour(
+                *(session, joined.layout),
+                **common,
+                replica=self.replica,
+                cut=joined.cut,
+                takes_local_steps=rates.takes_local_steps,
+            )
+        buffers = shared_buffers(
+            *(self.module, joined.layout),
+            mode=options.buffers,
+            is_first=self.settled.is_first,
+            overlaps=self.settled.pace.overlap == "step",
         )
+        return Downpour(session, joined.layout, **common, buffers=buffers, read_my_writes=options.read_my_writes)
 
     def _whole(self) -> Joined:
         options = self.settled.options
@@ -113,7 +120,7 @@ class Joining:
             settings.groups.add()
         trained = layout.parameters[: layout.first_buffer]
         session = self._connected(layout, layout.model, settings)
-        return Joined(session, layout, lambda: [parameter.grad for parameter in trained])
+        return Joined(session, layout, lambda: list(map(_gradient, trained)))
 
     def _as_a_replica(self, replica: Replica) -> Joined:
         """Initialises the run, or takes over its cut; once more where another did so meanwhile in another cut."""

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from pyps_client import leave
+from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.peers import ALONE, agreed
 from pyps_client.session import Session
-from pyps_client.torch.agreement import Agreement
 from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.model_state import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings, Settled
 from pyps_client.torch.parameters import Replaced
-from pyps_client.torch.rates import GroupRates
 from pyps_client.torch.stepper import TorchStepper
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import Receipt
@@ -128,19 +126,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._model, self._replica = model, replica
         self._replaced = Replaced(model, (parameter for group in self.param_groups for parameter in group["params"]))
-        self._agreement = Agreement(settled.translation, settled.settings)
         self.examples_in_batch = settled.options.examples_in_batch
         self._finish_seen = self._told_of_end = False
         self._closed = False
         self._guard = ForkGuard()
-        owns_schedule = settled.options.owns_schedule
-        rates = GroupRates(
-            *(settled.translation, self.param_groups, settled.settings),
-            owns_schedule=settled.is_first if owns_schedule is None else owns_schedule,
-        )
         joining = Joining(model, self.param_groups, settled, replica)
         joined = joining.join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
+        self._rates = joining.rates(joined)
         member: Session | RemoteOptimizer = joined.session
         try:
             # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
@@ -148,7 +141,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             optimizer.state.clear()
             give_back_free_memory()
             # They may depend on what the servers said when the run was joined.
-            self._downpour = joining.steps(joined, rates)
+            self._downpour = joining.steps(joined, self._rates)
             self._ending = Ending(self._session, self._downpour)
             _made[self] = (settled.launch.servers, settled.launch.worker_id)
             member = self
@@ -173,7 +166,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
         returned. Where the loop goes on although the run is over, nothing else happens, which is told once: see
         `finished` and `until_finished`.
         """
-        if self._is_watched:
+        # Where torch's profiler, or a hook, wants to know of steps.
+        if (
+            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        ):
             return _watched_step(self, closure, examples=examples)
         return self._step(closure, examples=examples)
 
@@ -279,7 +279,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def check_model(self) -> None:
         """Refuses a model whose parameters were replaced since, or that DistributedDataParallel was put around."""
-        if self.steps == 0:
+        if self._downpour.steps == 0:
             unwrapped(self._model, self._replica)
         self._replaced.check()
 
@@ -332,7 +332,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         try:
             super().load_state_dict(dict(state_dict))
             loaded = self.param_groups
-            self._agreement.check(loaded)
+            self._rates.check(loaded)
         finally:
             # The groups stay the same objects: schedulers of the torch optimizer hold them too.
             self.param_groups = groups
@@ -342,10 +342,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
             group.update(of_file)
 
     def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
-        self._guard.check()
+        if self._guard.generation != fork.generation:
+            self._guard.check()
         if self._closed:
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
-        self._agreement.check(self.param_groups)
+        self._rates.check(self.param_groups)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         loss = None
@@ -360,19 +361,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self.check_model()
         count = self.examples_in_batch if examples is None else examples
         self._downpour.step(self._gradients(), example_count=count or 0)
-        self._finish_seen = self.finished
+        self._finish_seen = self._downpour.finished
         return loss
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether torch's profiler, or a hook of a step, wants to know of steps."""
-        return bool(
-            getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        )
 
 
 class Ending:
