@@ -9,15 +9,15 @@ from collections.abc import Callable
 import grpc
 
 from pyps_client import leave
-from pyps_client.channel import translate
-from pyps_client.connection import Connection
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.peers import Peers
+from pyps_client.replica.group import Group
 from pyps_client.retry import LinkLost
+from pyps_client.transport.connection import Connection
+from pyps_client.transport.grpc import problem_of, translate
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError, ReplicaLost, Superseded
-from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply
+from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply, LeaveReply, LeaveRequest
 
 # The heartbeats' interval where a server asks for none.
 INTERVAL_SECONDS = 5.0
@@ -28,8 +28,13 @@ SILENCE_SECONDS = 10.0
 # How often servers are asked once the worker is about to end.
 HURRIED_SECONDS = 1.0
 
+# All servers together: a program's end must not hang on a server that is gone.
+LEAVE_SECONDS = 3.0
+
 # For so long the thread that trains may stay away, once its replica is lost, before the process is ended.
 GRACE_SECONDS = 10.0
+
+_CAUSES = {"finished": LeaveRequest.CAUSE_FINISHED, "failed": LeaveRequest.CAUSE_FAILED}
 
 
 class Lease:
@@ -44,7 +49,7 @@ class Lease:
         sender: Sender,
         *,
         launch: Launch,
-        peers: Peers,
+        peers: Group,
         request: Callable[[], HeartbeatRequest],
         heard: Callable[[Connection, HeartbeatReply, float], None],
     ) -> None:
@@ -76,13 +81,26 @@ class Lease:
         leave.unwatch(self)
 
     def leave(self, cause: str, message: str) -> None:
-        """Ends the heartbeats and says Leave wherever a Hello was answered, once."""
+        """Ends the heartbeats and says Leave wherever a Hello was answered, once; without insisting: leases run out."""
         with self._leaving:
             if self._left:
                 return
             self._left = True
             self._heartbeat.end()
-            leave.leave(list(self._met.values()), self._sender, cause, message)
+            request = LeaveRequest(sender=self._sender, cause=_CAUSES[cause], message=message)
+            calls = []
+            for connection in list(self._met.values()):
+                try:
+                    call = connection.channel.start("Leave", request, LeaveReply, timeout_seconds=LEAVE_SECONDS)
+                except (PypsError, ValueError) as error:
+                    # Closed, by another thread.
+                    logger.debug("leaving %s: %s", connection.name, error)
+                else:
+                    calls.append((connection.name, call))
+            for name, call in calls:
+                problem = problem_of(call)
+                if problem is not None:
+                    logger.debug("leaving %s: %s", name, problem)
 
     def terminate(self, error: BaseException) -> None:
         """Leaves and ends the process, whose main thread does not come back."""

@@ -17,30 +17,23 @@ import sysconfig
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from pyps_client import log
-from pyps_client.channel import problem_of
-from pyps_client.connection import Connection
 from pyps_client.fork import ForkGuard, at_fork, keep_alive
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire import allocator
-from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError
-from pyps_wire.parameter_server_pb2 import LeaveReply, LeaveRequest
 
 # Set to 1, it has the hooks installed by the first client; `pyps run` sets it for its workers.
 VARIABLE = "PYPS_PROCESS_HOOKS"
 
 # Set to 1, it brings the traceback back.
 TRACEBACK_VARIABLE = "PYPS_TRACEBACK"
-
-# All servers together: a program's end must not hang on a server that is gone.
-LEAVE_SECONDS = 3.0
 
 # For so long the main thread may stay in a call that no signal's handler interrupts, such as torch's collective ones.
 GRACE_SECONDS = 10.0
@@ -51,7 +44,6 @@ FLUSH_SECONDS = 2.0
 # What SIGTERM ends a program with.
 STATUS = 128 + signal.SIGTERM
 
-_CAUSES = {"finished": LeaveRequest.CAUSE_FINISHED, "failed": LeaveRequest.CAUSE_FAILED}
 _OWN_PACKAGES = ("pyps_client", "pyps_wire")
 _LIBRARIES = frozenset({"site-packages", "dist-packages"})
 
@@ -96,24 +88,6 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
         return "finished", ""
     error = translated(error)
     return "failed", f"{type(error).__name__}: {error}"[:1000]
-
-
-def leave(connections: Sequence[Connection], sender: Sender, cause: str, message: str) -> None:
-    """Says Leave to all servers at once, without insisting: a lease runs out by itself."""
-    request = LeaveRequest(sender=sender, cause=_CAUSES[cause], message=message)
-    calls = []
-    for connection in connections:
-        try:
-            call = connection.channel.start("Leave", request, LeaveReply, timeout_seconds=LEAVE_SECONDS)
-        except (PypsError, ValueError) as error:
-            # Closed, by another thread.
-            logger.debug("leaving %s: %s", connection.name, error)
-        else:
-            calls.append((connection, call))
-    for connection, call in calls:
-        problem = problem_of(call)
-        if problem is not None:
-            logger.debug("leaving %s: %s", connection.name, problem)
 
 
 def translate_with(translator: Translator) -> None:

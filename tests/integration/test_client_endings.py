@@ -209,7 +209,7 @@ def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and
     """A stopped process keeps its connections open: a call's own deadline leaves a minute for a slow link."""
     monkeypatch.setattr(session, "END_SECONDS", 0.5)
     monkeypatch.setattr(heartbeat, "HURRIED_SECONDS", 0.1)
-    monkeypatch.setattr(departure, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeat, "LEAVE_SECONDS", 0.3)
     server = start_server_process()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
