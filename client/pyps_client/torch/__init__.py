@@ -3,10 +3,9 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pyps_client.torch.remote_optimizer import RemoteOptimizer
-
 if TYPE_CHECKING:
     from pyps_client.torch.options import Options
+    from pyps_client.torch.remote_optimizer import RemoteOptimizer
     from pyps_client.torch.replica import Block, Replica
     from pyps_client.torch.sandblasting import SandblasterResult, sandblaster
 
@@ -15,6 +14,7 @@ __all__ = ["Block", "Options", "RemoteOptimizer", "Replica", "SandblasterResult"
 _LATER = {
     "Block": "pyps_client.torch.replica",
     "Options": "pyps_client.torch.options",
+    "RemoteOptimizer": "pyps_client.torch.remote_optimizer",
     "Replica": "pyps_client.torch.replica",
     "SandblasterResult": "pyps_client.torch.sandblasting",
     "sandblaster": "pyps_client.torch.sandblasting",
@@ -22,7 +22,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what most programs do without."""
+    """Loads what a program asks for: some take a second, and most programs do without them."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)
