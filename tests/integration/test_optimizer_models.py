@@ -160,11 +160,12 @@ def test_several_backward_passes_before_a_step_are_one_gradient_of_all_their_exa
     np.testing.assert_allclose(parameters_of(model), parameters_of(twin), atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.extended)])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server) -> None:
+def test_compiled_and_plain_workers_share_a_run_by_the_original_names(start_server, backend) -> None:
     server = start_server()
     plain, original = normed(), normed(seed=1)
-    compiled = torch.compile(original, backend="eager")
+    compiled = torch.compile(original, backend=backend)
     with (
         remote(plain, server, run_id="r", worker_id="plain", buffers="average"),
         remote(compiled, server, run_id="r", worker_id="compiled", buffers="average") as optimizer,
