@@ -4,20 +4,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pyps_client.lbfgs.run import SandblasterResult, sandblaster
+    from pyps_client.replica.processes import Block, Replica
     from pyps_client.torch.options import Options
     from pyps_client.torch.remote_optimizer import RemoteOptimizer
-    from pyps_client.torch.replica import Block, Replica
-    from pyps_client.torch.sandblasting import SandblasterResult, sandblaster
 
 __all__ = ["Block", "Options", "RemoteOptimizer", "Replica", "SandblasterResult", "sandblaster"]
 
 _LATER = {
-    "Block": "pyps_client.torch.replica",
+    "Block": "pyps_client.replica.processes",
     "Options": "pyps_client.torch.options",
     "RemoteOptimizer": "pyps_client.torch.remote_optimizer",
-    "Replica": "pyps_client.torch.replica",
-    "SandblasterResult": "pyps_client.torch.sandblasting",
-    "sandblaster": "pyps_client.torch.sandblasting",
+    "Replica": "pyps_client.replica.processes",
+    "SandblasterResult": "pyps_client.lbfgs.run",
+    "sandblaster": "pyps_client.lbfgs.run",
 }
 
 
