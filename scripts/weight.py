@@ -246,9 +246,13 @@ def sources(side: str) -> dict[str, Path]:
 
 
 def imports(names: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    """Yields who imports whom among these modules, be it for types only or late in a function."""
+    """Yields who imports whom among these modules, be it for types only or late in a function.
+
+    Of a package itself only what it loads at once: the rest are names that it hands on when they are asked for.
+    """
     for name, path in names.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in tree.body if path.name == "__init__.py" else ast.walk(tree):
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
             found = [alias.name for alias in node.names]
