@@ -99,7 +99,7 @@ def lack(blocks: Sequence[Placed], whole_shape: Sequence[int]) -> str:
     if covered == size:
         return ""
     present = ", ".join(place_in_words(block.offset, block.shape) for block in blocks[:4]) or "empty blocks"
-    return f"there are only {present}{' and more' if len(blocks) > 4 else ''}, {covered} of its {size} numbers"
+    return f"there are only {present}{' and more' if len(blocks) > 4 else ''}, {covered} of its {size}"
 
 
 def check_whole(tensors: Iterable[Placed]) -> None:
@@ -132,4 +132,4 @@ def _check_tensor(name: str, blocks: Sequence[Placed]) -> None:
             f"{place_in_words(a.offset, a.shape)} and {place_in_words(b.offset, b.shape)}"
         )
     if words := lack(blocks, a.whole_shape):
-        raise BadRequest(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words}")
+        raise BadRequest(f"parts of tensor {name!r} of shape {a.whole_shape} are missing: {words} numbers")

@@ -54,7 +54,7 @@ message = PushRequest.FromString(framing.join(header, codecs.codec_numbered(head
 assert message.sequence == 7 and message.base_version == -1
 rest, payload = framing.split(message.SerializeToString())
 assert PushRequest.FromString(rest) == header
-assert codecs.decode(payload, header.codec).tolist() == values.tolist()
+assert codecs.codec_numbered(header.codec).decode(payload, 3).tolist() == values.tolist()
 
 model = partition.Model((partition.Tensor("weight", (3, 2)), partition.Tensor("scale", (), 1)))
 hello = HelloRequest.FromString(HelloRequest(model=model.to_proto()).SerializeToString())
@@ -68,7 +68,8 @@ print(google.protobuf.__version__)
 WORKER = """
 import sys
 import numpy as np
-from pyps_client import Client, Observer, open_stream
+from pyps_client import Client, Observer
+from pyps_client.transport import grpc as open_stream
 
 model = {"w": np.zeros(4, np.float32)}, ("sgd", {"learning_rate": 0.5})
 with Client(*model, servers=sys.argv[1]) as client:
@@ -86,7 +87,7 @@ for cygrpc in (open_stream.cygrpc, None):
         for step in range(3):
             after = client.exchange({"w": np.ones(4, np.float32)})["w"]
         assert (after - before).tolist() == [-1.5] * 4, (before, after)
-        names.append(type(client.session._servers.connections[0].channel._stream).__name__)
+        names.append(type(client.session._servers.connections[0].channel._streams["Exchange"]).__name__)
 print(*names)
 """
 

@@ -201,8 +201,8 @@ def _check_cover(name: str, whole_shape: tuple[int, ...], of_tensor: Sequence[Ex
         raise _claimed_twice(a, b, processes[id(a)], processes[id(b)])
     if words := lack(blocks, whole_shape):
         raise BadRequest(
-            f"No process of the replica holds the rest of tensor {name!r} of shape {whole_shape}: {words}. Is a "
-            f"process missing, or the offset of a block wrong?"
+            f"No process of the replica holds the rest of tensor {name!r} of shape {whole_shape}: {words} numbers. "
+            f"Is a process missing, or the offset of a block wrong?"
         )
 
 
