@@ -53,7 +53,12 @@ class Future(Generic[T]):
         if not self._is_over:
             self.wait()
         if self.error is not None:
-            raise self.error
+            error, self.error = self.error, None
+            try:
+                raise error
+            finally:
+                # Its traceback holds this frame, and what the job held.
+                del error
         result, self._result = self._result, None
         return result  # type: ignore[return-value]
 

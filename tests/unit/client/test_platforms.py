@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
-from support import ServerThread
+from support import PythonProcess, ServerThread
 
 WITHOUT = """
 import importlib.abc, mmap, os, signal, socket, sys
@@ -62,8 +60,10 @@ except PypsError as refused:
 """
 
 
-def test_it_trains_by_grpc_where_memory_cannot_be_shared(start_server: Callable[..., ServerThread]) -> None:
-    # A process of its own from the beginning: what others of the tests are forked from has loaded the client.
-    done = subprocess.run([sys.executable, "-c", WITHOUT, start_server().data], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("grpc 3\ntransport is 'shm', but workers share memory with servers on Linux only")
+def test_it_trains_by_grpc_where_memory_cannot_be_shared(
+    start_server: Callable[..., ServerThread], start_python: Callable[..., PythonProcess]
+) -> None:
+    process = start_python("-c", WITHOUT, start_server().data, fresh=True)
+    assert process.wait() == 0, process.output()
+    assert "grpc 3\n" in process.output()
+    assert "transport is 'shm', but workers share memory with servers on Linux only" in process.output()
