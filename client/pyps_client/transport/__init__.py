@@ -48,10 +48,6 @@ class Channel(ABC):
         """Begins such a call and returns a future of its reply; gRPC's has gRPC's errors."""
 
     @abstractmethod
-    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
-        """Sends messages from an iterator, on another thread, and yields the answers as bytes."""
-
-    @abstractmethod
     def exchange(
         self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
     ) -> None:

@@ -81,10 +81,6 @@ class GrpcChannel(Channel):
     def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
         return self._unary(method, request, reply).future(request, timeout=timeout_seconds, metadata=self._metadata)
 
-    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
-        start: Any = self._grpc.stream_stream(METHODS[method])
-        return self._answers(start, iter(requests), timeout_seconds)
-
     def exchange(
         self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
     ) -> None:

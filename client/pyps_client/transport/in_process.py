@@ -50,26 +50,14 @@ class InProcessChannel(Channel):
             done.set_exception(error)
         return done
 
-    def stream(self, method: str, requests: Iterable[bytes], *, timeout_seconds: float) -> Iterator[bytes]:
-        answered = 0
-        try:
-            for message in self._answers(method, requests, timeout_seconds):
-                answered += 1
-                yield message
-        except LinkLost as lost:
-            lost.answered = answered
-            raise
-        except LimitExceeded as error:
-            raise Busy(str(error), answered=answered) from None
-
     def exchange(
         self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
     ) -> None:
-        for message in self.stream(method, frames, timeout_seconds=timeout_seconds):
+        for message in self._told(method, frames, timeout_seconds):
             take(message)
 
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
-        return self.stream(method, [request.SerializeToString()], timeout_seconds=timeout_seconds)
+        return self._told(method, [request.SerializeToString()], timeout_seconds)
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
         [message] = self._answers(method, requests, timeout_seconds)
@@ -80,6 +68,19 @@ class InProcessChannel(Channel):
             calls, self._calls, self._closed = self._calls, set(), True
         for call in calls:
             call.cancel()
+
+    def _told(self, method: str, requests: Iterable[bytes], timeout_seconds: float) -> Iterator[bytes]:
+        """The answers; an error tells how many had come."""
+        answered = 0
+        try:
+            for message in self._answers(method, requests, timeout_seconds):
+                answered += 1
+                yield message
+        except LinkLost as lost:
+            lost.answered = answered
+            raise
+        except LimitExceeded as error:
+            raise Busy(str(error), answered=answered) from None
 
     def _answers(self, method: str, requests: Iterable[bytes], timeout_seconds: float) -> Iterator[bytes]:
         inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
