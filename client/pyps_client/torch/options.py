@@ -134,6 +134,7 @@ class Options:
             ):
                 if value != possible:
                     raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+        settings = translate(optimizer)
         launch = Launch.from_environment(
             servers,
             token_file=self.token_file,
@@ -151,7 +152,7 @@ class Options:
                 f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
                 "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
             )
-        return Settled(self, translation, translate(optimizer), pace, launch)
+        return Settled(self, translation, settings, pace, launch)
 
 
 @dataclass(frozen=True)
