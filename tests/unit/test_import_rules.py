@@ -182,8 +182,7 @@ def test_the_client_loads_without_torch_and_without_the_server():
 def test_what_a_worker_does_not_use_is_not_loaded():
     for module, unused in (
         ("pyps_client", ("torch", "pyps_client.torch", "pyps_client.lbfgs", "pyps_client.replica.processes")),
-        # A second more.
-        ("pyps_client.torch", ("torch.distributed.tensor",)),
+        ("pyps_client.torch", ("pyps_client.replica.processes", "pyps_client.replica.dtensor", "pyps_client.lbfgs")),
     ):
         code = f"import sys, {module}\nprint([name for name in {unused} if name in sys.modules])"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
