@@ -163,12 +163,16 @@ class Threads:
         with self._lock:
             has_idle = self._num_idle > 0
             self._num_idle -= has_idle
-        if not has_idle:
-            threading.Thread(target=self._work, name="pyps", daemon=True).start()
-        self._jobs.put(job)
+        if has_idle:
+            self._jobs.put(job)
+        else:
+            # With its job: it is at it before the start returns, and the caller may end soon.
+            threading.Thread(target=self._work, args=([job],), name="pyps", daemon=True).start()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _work(self, first: list[Future[Any]]) -> None:
+        # Taken out, since a thread holds on to its arguments.
+        job: Future[Any] | None = first.pop()
+        while job is not None:
             with contextlib.suppress(BaseException):  # who waits for it raises it
                 job.run()
             # The calling thread may hold big buffers in the result: keep none of it while idle.
@@ -177,6 +181,7 @@ class Threads:
                 if self.closed.is_set():
                     return
                 self._num_idle += 1
+            job = self._jobs.get()
 
 
 def _attempt(task: Callable[[threading.Event], T], stop: threading.Event, failures: list[Exception]) -> T:
