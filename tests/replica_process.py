@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pyps_client import Launch, Session, leave, lost_replica
-from pyps_client.arrangement import arrange
-from pyps_client.torch.claims import claims_of
-from pyps_client.torch.replica import Block, Replica, translated
+from pyps_client import Launch, Session, lease, leave
+from pyps_client.replica.arrangement import arrange
+from pyps_client.replica.dtensor import claims_of
+from pyps_client.replica.processes import Block, Replica, translated
 from pyps_wire.blocks import place
 from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
 from replicas import CUT, SGD, vectors_of, whole_tensors
@@ -229,7 +229,7 @@ def lost(replica):
 
 def founding(replica, servers, stops_where):
     """Joins a run with one of two parts; the second process stops itself there, and the first waits for it."""
-    lost_replica.GRACE_SECONDS = leave.GRACE_SECONDS = 0.5
+    lease.GRACE_SECONDS = leave.GRACE_SECONDS = 0.5
 
     def stop(where):
         if replica.index == 1 and stops_where == where:

@@ -22,10 +22,9 @@ from pyps.work import DataSpec, Ended, Leased, NothingNow, PassDone, WorkQueue
 from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
-from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import plan
-from pyps_client.torch.pace import Pace
 from pyps_client.torch.stepper import TorchStepper
+from pyps_client.torch.steps import Pace, Steps
 from pyps_wire import work_pb2 as wire
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import OptimizerSettings, Sender
@@ -246,7 +245,7 @@ class PortionWorker:
         model = torch.nn.Linear(SIZE, 1, bias=False)
         self.weight = model.weight
         layout = plan(model, [{"params": list(model.parameters())}])
-        self.downpour = Downpour(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
+        self.downpour = Steps(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
         self.downpour.start()
         self.examples_in_batch: int | None = None
         self.stepper = TorchStepper(self, self.session, self.downpour)  # type: ignore[arg-type]

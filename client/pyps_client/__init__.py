@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pyps_client.arrays import Client, Observer
 from pyps_client.launch import Launch
 from pyps_client.leave import install_process_hooks
-from pyps_client.session import Session
 from pyps_client.version import VERSION as __version__
+from pyps_client.worker import Worker as Session
 from pyps_wire.errors import (
     BadRequest,
     ConfigurationError,

@@ -13,16 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pyps_client import leave
+from pyps_client.data.portions import Stepper, others_wait
+from pyps_client.data.queue import LeaseCall
 from pyps_client.finite import FiniteGuard, first_non_finite
-from pyps_client.handshake import Handshake
-from pyps_client.holdings import Holdings
+from pyps_client.join import Handshake
 from pyps_client.launch import Launch
-from pyps_client.parking import Parking
-from pyps_client.servers import Servers
-from pyps_client.session import Session
-from pyps_client.stepper import Stepper, others_wait
+from pyps_client.pull import Holdings, LongPoll
+from pyps_client.transport.connection import Servers
 from pyps_client.vectors import Vector
-from pyps_client.work import LeaseCall
+from pyps_client.worker import Worker
 from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
@@ -61,7 +60,7 @@ class Client:
         self._codec = codec_of(launch.codec)
         self._pull_codec = codec_of(launch.pull_codec)
         self._finite = FiniteGuard()
-        self.session = Session(
+        self.session = Worker(
             self._model,
             OptimizerSettings(rule=optimizer[0], groups=[GroupSettings(hyperparameters=optimizer[1])]),
             launch=launch,
@@ -308,7 +307,7 @@ class Observer:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
         self._servers.read(
             *(self._handshake.sender, ROLE_OBSERVER, self._intakes),
-            parking=Parking(0.0),
+            parking=LongPoll(0.0),
             min_versions=[{}] * len(self._intakes),
         )
         return split_tensors(self.model, self._vectors)

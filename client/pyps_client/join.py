@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from pyps_client.channel import Channel
-from pyps_client.connection import ADVICE, CALL_SECONDS, Connection, call_seconds
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.peers import ALONE, Peers, agreed, led
+from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_client.version import SOFTWARE
 from pyps_wire.codecs import CODECS, FLOAT32, Codec, codec_names
@@ -83,7 +83,7 @@ class Handshake:
         device: str = "",
         codecs: tuple[Codec, Codec] = (FLOAT32, FLOAT32),
         whole: Partition | None = None,
-        peers: Peers = ALONE,
+        peers: Group = ALONE,
         greeted: Callable[[Connection, HelloReply], None] = lambda connection, reply: None,
     ) -> None:
         """`codecs`: how a worker's gradients and the parameters travel. `peers`: the processes of the caller's replica.

@@ -264,4 +264,3 @@ class LostReplica:
 
 
 # As it was called.
-Presence = Lease

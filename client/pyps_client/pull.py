@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.channel import Channel
-from pyps_client.connection import CALL_SECONDS, Connection, call_seconds
 from pyps_client.conversion import NUMPY, Converter
+from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
-from pyps_client.process_hooks import keep_large_blocks
 from pyps_client.retry import LinkLost
 from pyps_client.run_state import OUTDATED
-from pyps_client.transport import Link
+from pyps_client.transport import Channel, Link
+from pyps_client.transport.connection import CALL_SECONDS, Connection, call_seconds
 from pyps_client.vectors import part_of
 from pyps_wire.codecs import Codec, codec_numbered
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Receipt, Role, Sender
@@ -254,7 +253,6 @@ class LongPoll:
 
 
 # Its name until all who wait for others say LongPoll.
-Parking = LongPoll
 
 
 class IncomingPull:

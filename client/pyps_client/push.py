@@ -13,15 +13,14 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.channel import Channel
-from pyps_client.connection import Connection, call_seconds
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.finite import first_non_finite
-from pyps_client.peers import ALONE, Peers
-from pyps_client.process_hooks import keep_large_blocks
+from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
+from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
-from pyps_client.transport import Link
+from pyps_client.transport import Channel, Link
+from pyps_client.transport.connection import Connection, call_seconds
 from pyps_client.vectors import Vectors, check_vectors, dtype_of, part_of
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
@@ -148,7 +147,7 @@ class Pushes:
         sender: Sender,
         codec: Codec,
         connections: Sequence[Connection],
-        peers: Peers = ALONE,
+        peers: Group = ALONE,
     ) -> None:
         if codec.stateful:
             raise BadRequest(f"codec {codec.name} carries state from push to push, which no session keeps yet")

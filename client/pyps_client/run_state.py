@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from pyps_client.log import logger
-from pyps_client.peers import ALONE, Peers
+from pyps_client.replica.group import ALONE, Group
 from pyps_wire.common_pb2 import (
     OUTCOME_REJECTED,
     REASON_DROPPED,
@@ -71,7 +71,7 @@ class View:
     servers tell counts from the next `meet` on, which takes the leader's word, and everybody's on the run's end.
     """
 
-    def __init__(self, peers: Peers = ALONE) -> None:
+    def __init__(self, peers: Group = ALONE) -> None:
         self.refusals = Refusals()
         self._peers = peers
         # The state to go by; for a worker of one process what was heard last.

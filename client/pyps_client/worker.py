@@ -8,25 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TypeVar, Unpack
 
-from pyps_client import departure, fork, process_hooks
-from pyps_client.channel import Channel
-from pyps_client.connection import Connection
+from pyps_client import fork, leave
 from pyps_client.conversion import NUMPY, Converter
+from pyps_client.data.queue import LeaseCall
 from pyps_client.fork import ForkGuard
-from pyps_client.handshake import Handshake
-from pyps_client.initialization import Values
+from pyps_client.join import Handshake, Values
 from pyps_client.launch import Launch
-from pyps_client.lent import Layout, Lent
+from pyps_client.lease import Lease
 from pyps_client.log import logger
-from pyps_client.peers import ALONE, Peers, agreed, led, own_partition
-from pyps_client.presence import Presence
 from pyps_client.pull import Holdings, IncomingPull, Intake, LongPoll, Versions
 from pyps_client.push import Description, Plan, Pushes
+from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import RunState, View, warn_of_differences
-from pyps_client.servers import Operation, Servers, contacts_of
-from pyps_client.sharing import Sharing
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import Connection, Operation, Servers, contacts_of
+from pyps_client.transport.lent import Layout, Lent, Sharing
 from pyps_client.vectors import Vector, Vectors
-from pyps_client.work import LeaseCall
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
@@ -58,7 +55,7 @@ class Worker:
         launch: Launch,
         initial: Callable[[], Values],
         parts: Sequence[int] = (),
-        peers: Peers | None = None,
+        peers: Group | None = None,
         codec: str | None = None,
         pull_codec: str | None = None,
         device: str = "",
@@ -74,7 +71,7 @@ class Worker:
         `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written; `pull_codec`, how pulled ones
         are. None takes the launch's. BadRequest where a server does not know one of them.
         """
-        process_hooks.install_where_asked()
+        leave.install_where_asked()
         self.launch = launch
         self.whole = partition(model, num_servers=len(launch.servers))
         self.partition = own_partition(self.whole, parts, peers)
@@ -116,9 +113,7 @@ class Worker:
         self._lent_intakes: list[Intake] = []
         self._closing = threading.Event()
         self._hello: HelloReply | None = None
-        self._presence = Presence(
-            sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard
-        )
+        self._presence = Lease(sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard)
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._scalars: dict[str, float] = {}
@@ -127,12 +122,12 @@ class Worker:
         """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
         if self._hello is not None:
             return
-        departure.expect(self)
+        leave.expect(self)
         self._presence.watch()
         try:
             self._join()
         except BaseException as error:
-            self.close(*departure.cause_of(error))
+            self.close(*leave.cause_of(error))
             raise
 
     def next_rates(self) -> dict[int, float]:
@@ -448,7 +443,7 @@ class Worker:
             return
         self._closing.set()
         self._presence.settle()
-        departure.forget(self)
+        leave.forget(self)
         self._servers.give_up()
         self._presence.leave(cause, message)
         self._servers.close()
@@ -458,7 +453,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(*departure.cause_of(error))
+        self.close(*leave.cause_of(error))
 
     def _intakes(self, vectors: Vectors) -> list[Intake]:
         if self._lent_intakes and self._sharing.are_parameters(vectors):
@@ -499,4 +494,3 @@ class Worker:
 
 
 # Its name for users.
-Session = Worker

@@ -29,7 +29,7 @@ from pyps.config import ConfigError
 from pyps.launcher import Job, JobError, JobSettings
 from pyps.launcher.environment import check_worker_variables
 from pyps.units import counted
-from pyps_client.observer import Observer
+from pyps_client.arrays import Observer
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import RUN_STATE_FINISHED, RUN_STATE_READY
 from pyps_wire.errors import PypsError

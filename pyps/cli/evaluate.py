@@ -16,7 +16,7 @@ import numpy.typing as npt
 import typer
 
 from pyps.cli.control import DataServers, TokenFile, observe, read_token
-from pyps_client.observer import Observer
+from pyps_client.arrays import Observer
 from pyps_wire.errors import BadRequest, ServerUnavailable
 
 Parameters = dict[str, npt.NDArray[np.float32]]

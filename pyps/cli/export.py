@@ -22,7 +22,7 @@ from pyps.storage.checkpoint import Checkpoint, CheckpointError
 from pyps.storage.folder import newest
 from pyps.storage.replay import Replayed, log_paths
 from pyps.storage.replay import replay as replay_log
-from pyps_client.client import split_tensors
+from pyps_client.arrays import split_tensors
 from pyps_wire.errors import ModelMismatch, PypsError
 from pyps_wire.partition import Partition, partition
 

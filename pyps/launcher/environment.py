@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyps.config import ConfigError, unknown_variables
 from pyps.units import counted
-from pyps_client import Launch, process_hooks
+from pyps_client import Launch, leave
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def worker_environment(
         # By itself gloo listens where the machine's name points to, beyond this machine.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Its exception hook says an error in one sentence, and its end sends Leave.
-    environment.setdefault(process_hooks.VARIABLE, "1")
+    environment.setdefault(leave.VARIABLE, "1")
     # Lines appear when they are printed, not when a pipe's buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     # Processes that each take all cores for their arithmetic slow each other down.

@@ -17,8 +17,8 @@ import pytest
 
 from client_support import addresses, make_client
 from pyps.storage.checkpoint import Checkpoint
-from pyps_client.session import Session
 from pyps_client.vectors import Vector
+from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH, Receipt
 from support import ServerProcess, checksums, inspect, wait_until
 from wire_worker import maps_of, segments_of
@@ -47,7 +47,7 @@ def segments_of_others() -> Iterator[set[int]]:
 class Rounds:
     """Rounds without a pause in a thread of their own, and what the servers answered to each."""
 
-    def __init__(self, session: Session, *, gradient: Vector, parameters: Vector, training: ThreadPoolExecutor):
+    def __init__(self, session: Worker, *, gradient: Vector, parameters: Vector, training: ThreadPoolExecutor):
         self.receipts: list[list[Receipt]] = []
         self._session = session
         self._gradient, self._parameters = gradient, parameters
@@ -89,7 +89,7 @@ class Rounds:
 
 
 @contextmanager
-def rounds_of(session: Session, *, gradient: Vector, parameters: Vector) -> Iterator[Rounds]:
+def rounds_of(session: Worker, *, gradient: Vector, parameters: Vector) -> Iterator[Rounds]:
     """Rounds until the context ends, or the session."""
     with ThreadPoolExecutor(1) as training:
         rounds = Rounds(session, gradient=gradient, parameters=parameters, training=training)

@@ -10,7 +10,7 @@ import pytest
 from client_support import make_client
 from pyps.core.arrays import Floats
 from pyps_client import BadRequest, ServerUnavailable
-from pyps_client.torch.conversion import TorchConverter
+from pyps_client.torch.memory import TorchConverter
 from pyps_wire.codecs import CODECS, Codec
 from pyps_wire.partition import Partition
 from support import AnyServer

@@ -15,7 +15,7 @@ import torch
 from client_support import SGD, addresses
 from pyps_client import Client, RemoteOptimizer
 from pyps_client.data import Portions
-from pyps_client.work import RemoteQueue
+from pyps_client.data.queue import RemoteQueue
 from pyps_wire.errors import BadRequest
 from pyps_wire.parameter_server_pb2 import Parameters, PullRequest
 from pyps_wire.work_pb2 import DataSpec, GetWorkRequest, LeaseReply, LeaseRequest

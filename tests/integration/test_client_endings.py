@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from client_support import gradients_like, make_client, small_model
-from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, departure, heartbeat, session
+from pyps_client import Observer, RemoteOptimizer, ServerUnavailable, lease, leave
+from pyps_client import worker as session
 from support import AnyServer, PythonProcess, checksums, child_environment, wait_until, workers_of
 
 Start = Callable[..., AnyServer]
@@ -208,8 +209,8 @@ def test_an_optimizer_that_ends_while_its_server_is_silent_waits_for_seconds_and
 ) -> None:
     """A stopped process keeps its connections open: a call's own deadline leaves a minute for a slow link."""
     monkeypatch.setattr(session, "END_SECONDS", 0.5)
-    monkeypatch.setattr(heartbeat, "HURRIED_SECONDS", 0.1)
-    monkeypatch.setattr(heartbeat, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(lease, "HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr(lease, "LEAVE_SECONDS", 0.3)
     server = start_server_process()
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -236,8 +237,8 @@ def test_a_program_that_ends_without_its_server_says_so_in_a_sentence(
     script = OVERLAPPED.partition("while True:")[0].replace('"step"', '"off", push_every=2')
     ending = (
         "model(torch.ones(1, 4)).sum().backward(); optimizer.step(); print('stepped', flush=True)\n"
-        f"import pathlib, time, pyps_client.session\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)\n"
-        "pyps_client.session.END_SECONDS = 0.2\n"
+        f"import pathlib, time, pyps_client.worker\nwhile not pathlib.Path({str(flag)!r}).exists(): time.sleep(0.02)\n"
+        "pyps_client.worker.END_SECONDS = 0.2\n"
     )
     worker = start_python("-c", script + ending, server.data)
     worker.wait_for_output("stepped")
@@ -291,7 +292,7 @@ def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
 
     wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
     wait_until(lambda: not threads_of_client(), what="the end of its threads")
-    wait_until(lambda: not departure._leaving, what="the end of all that was kept of it")
+    wait_until(lambda: not leave._leaving, what="the end of all that was kept of it")
 
 
 @pytest.mark.parametrize("ending", ["", "raise ValueError('out of data')"])

@@ -37,11 +37,11 @@ from pyps_client import (
     Superseded,
     UnsupportedOptimizer,
     WaitTimedOut,
-    handshake,
+    join,
 )
-from pyps_client.channel import Channel
-from pyps_client.connection import Connection
-from pyps_client.initialization import Initialization
+from pyps_client.join import Initialization
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import Connection
 from support import AnyServer, PythonProcess, inspect
 
 Start = Callable[..., AnyServer]
@@ -53,9 +53,9 @@ SHORT_LEASE = ("--lease-seconds", "6", "--heartbeat-seconds", "0.3")
 HALF_AN_INITIALISER = """
 import sys, time
 from client_support import make_client, small_model
-from pyps_client.channel import Channel
-from pyps_client.connection import Connection
-from pyps_client.initialization import Initialization
+from pyps_client.transport.grpc import Channel
+from pyps_client.transport.connection import Connection
+from pyps_client.join import Initialization
 
 send_to = Initialization.send_to
 
@@ -146,7 +146,7 @@ def test_an_initialiser_that_lost_its_turn_joins_what_another_made(
         send_to(self, connection, channel)
 
     monkeypatch.setattr(Initialization, "send_to", outrun)
-    monkeypatch.setattr("pyps_client.initialization.InitializeLease._keep", lambda self: None)
+    monkeypatch.setattr("pyps_client.join.InitializeLease._keep", lambda self: None)
     with make_client(servers, tensors=small_model(seed=4), worker_id="worker-a") as client:
         Reference(small_model(seed=5)).check(client.pull())
     others[1].close()  # type: ignore[attr-defined]
@@ -225,7 +225,7 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server:
 def test_another_protocol_version_is_refused_with_both_versions(
     start_server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 99)
+    monkeypatch.setattr(join, "PROTOCOL_VERSION", 99)
 
     with pytest.raises(ProtocolMismatch, match=r"speaks protocol version 1.*version 99: install the same release"):
         make_client(start_server().data)

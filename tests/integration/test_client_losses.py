@@ -20,7 +20,7 @@ from client_support import (
     start_servers,
 )
 from pyps_client import RunFinished, ServerUnavailable, StateLost
-from pyps_client.learning_rates import GroupRate
+from pyps_client.push import GroupRate
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
 from support import AnyServer, inspect, wait_until
 

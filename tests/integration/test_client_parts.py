@@ -17,9 +17,9 @@ import pytest
 from client_support import addresses, start_servers
 from pyps.core.arrays import Floats
 from pyps.launcher.ports import free_port
-from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lost_replica
-from pyps_client.looking import model_of_run
-from pyps_client.work import RemoteQueue
+from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lease
+from pyps_client.data.queue import RemoteQueue
+from pyps_client.join import model_of_run
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
@@ -39,7 +39,7 @@ SHARDS = ([0, 1, 2], [3, 4])
 @pytest.fixture(autouse=True)
 def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
-    monkeypatch.setattr(lost_replica, "GRACE_SECONDS", 3600.0)
+    monkeypatch.setattr(lease, "GRACE_SECONDS", 3600.0)
 
 
 def session_of(

@@ -26,11 +26,12 @@ from client_support import (
     start_servers,
 )
 from pyps.core.arrays import Floats
-from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable, open_stream
+from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
-from pyps_client.session import Session
+from pyps_client.transport import grpc as open_stream
 from pyps_client.transport import named
+from pyps_client.worker import Worker
 from pyps_wire import common_pb2 as common
 from pyps_wire.codecs import BFLOAT16, FLOAT16, Codec
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_NOT_FINITE
@@ -54,13 +55,13 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @contextlib.contextmanager
-def lending(address: str, **options: Any) -> Iterator[tuple[Session, Floats, Floats]]:
+def lending(address: str, **options: Any) -> Iterator[tuple[Worker, Floats, Floats]]:
     """A session of the large model with the vectors that it lent, for its gradient and with its parameters."""
     model = Model((Tensor("w", LARGE["w"].shape),), shard_size=50_000)
     rule, hyperparameters = ADAGRAD
     settings = common.OptimizerSettings(rule=rule, groups=[common.GroupSettings(hyperparameters=hyperparameters)])
     launch = Launch(servers=(address,), worker_id="worker", loss_wait_seconds=30, **options)
-    with Session(model, settings, launch=launch, initial=lambda: [LARGE["w"]]) as session:
+    with Worker(model, settings, launch=launch, initial=lambda: [LARGE["w"]]) as session:
         lent = session.lend()
         [[gradient]], [parameters] = lent.gradients, lent.parameters
         session.pull([parameters])

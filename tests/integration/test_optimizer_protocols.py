@@ -7,7 +7,7 @@ import torch
 
 from client_support import addresses
 from pyps_client import RemoteOptimizer
-from pyps_client.torch.translate import translate
+from pyps_client.torch.rules import translate
 from pyps_wire import inspector_pb2 as pb
 from support import ServerThread, inspect, status_of, wait_until, workers_of
 from training import SerialRule, backward, batches, gradients_of, mlp, parameters_of

@@ -16,9 +16,9 @@ import pytest
 
 from client_support import Clock, addresses, start_servers
 from pyps.launcher.ports import free_port
-from pyps_client import Launch, PypsError, ServerUnavailable, Session, lost_replica
-from pyps_client.connection import Connection
-from pyps_client.handshake import Handshake
+from pyps_client import Launch, PypsError, ServerUnavailable, Session, lease
+from pyps_client.join import Handshake
+from pyps_client.transport.connection import Connection
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import partition
 from replicas import CUT, SGD, Meeting, ThreadPeers, on_all, vectors_of, whole_tensors
@@ -76,7 +76,7 @@ def greet(server: AnyServer, name: str, *, servers: str, run_id: str) -> Callabl
 @pytest.fixture
 def nobody_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of a lost replica end by themselves: the process, which is pytest's, is not to be ended for them."""
-    monkeypatch.setattr(lost_replica, "GRACE_SECONDS", 3600.0)
+    monkeypatch.setattr(lease, "GRACE_SECONDS", 3600.0)
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from torch.nn import functional
 import pyps_client
 from client_support import CuttingProxy, addresses, start_servers
 from pyps.core.arrays import Floats
-from pyps_client import Observer, SandblasterResult, coordinated
+from pyps_client import Observer, SandblasterResult
+from pyps_client.lbfgs import worker as coordinated
 from pyps_wire import vector_machine_pb2 as machine
 from pyps_wire import work_pb2 as work
 from pyps_wire.common_pb2 import Sender

@@ -16,7 +16,7 @@ import pytest
 from client_support import SGD
 from pyps.core.arrays import Floats
 from pyps_client import Client
-from pyps_client.staging import Staging
+from pyps_client.lbfgs.worker import Staging
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire.contract import METHODS

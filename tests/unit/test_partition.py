@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps_client.client import split_tensors
+from pyps_client.arrays import split_tensors
 from pyps_wire.blocks import check_whole
 from pyps_wire.common_pb2 import ModelSpec, TensorSpec
 from pyps_wire.errors import BadRequest

@@ -28,7 +28,7 @@ from pyps.service.pushing import PushStream
 from pyps.service.serializations import Serializations
 from pyps.service.transport import Host
 from pyps.work import DataSpec, Leased
-from pyps_client import channel
+from pyps_client.transport import grpc as channel
 from pyps_wire import common_pb2 as common
 from pyps_wire import framing
 from pyps_wire import parameter_server_pb2 as wire

@@ -19,7 +19,7 @@ from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 
 if TYPE_CHECKING:
-    from pyps_client.session import Session
+    from pyps_client.worker import Worker
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Stepper(Protocol):
     """One worker's steps, as its portions see them. Used by the thread that trains."""
 
     @property
-    def session(self) -> Session:
+    def session(self) -> Worker:
         """The worker's membership in the run, connected."""
 
     @property
@@ -68,7 +68,7 @@ class Stepper(Protocol):
         """Says that a loop goes on although the run is over: once, or by RunFinished where a push would raise it."""
 
 
-def others_wait(session: Session) -> bool:
+def others_wait(session: Worker) -> bool:
     """True where the protocol in force makes workers wait for each other's steps: one that takes none holds them up."""
     return session.current_version_only or session.ask_to_proceed
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from pyps_client.channel import Channel
-from pyps_client.connection import CALL_SECONDS
-from pyps_client.parking import Parking
+from pyps_client.pull import LongPoll
 from pyps_client.retry import LinkLost
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import CALL_SECONDS
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
 from pyps_wire.work_pb2 import (
     ClaimReply,
@@ -26,7 +26,7 @@ from pyps_wire.work_pb2 import (
 )
 
 if TYPE_CHECKING:
-    from pyps_client.session import Session
+    from pyps_client.worker import Worker
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -45,7 +45,7 @@ class RemoteQueue:
     may claim and deliver.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Worker) -> None:
         self._session = session
         self._lock = threading.Lock()
         # Guarded by _lock: leases that came and are neither delivered nor given up, as every LeaseRequest repeats them.
@@ -80,7 +80,7 @@ class RemoteQueue:
         With `wait` the answer is never NOTHING_NOW, but WaitTimedOut is raised after the launch's `wait_seconds`,
         naming those who were waited for, and RunFinished soon after the run is known to be over.
         """
-        parking = Parking(self._session.launch.wait_seconds if wait else 0.0)
+        parking = LongPoll(self._session.launch.wait_seconds if wait else 0.0)
 
         def operation(channel: Channel, stop: threading.Event) -> LeaseReply:
             waits = 0

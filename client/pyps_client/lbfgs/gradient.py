@@ -17,13 +17,12 @@ import torch.utils.data
 
 from pyps_client.data.samplers import length_of
 from pyps_client.retry import SIGNAL_SECONDS
-from pyps_client.session import Session
-from pyps_client.torch.conversion import TorchConverter
-from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout
-from pyps_client.torch.parameter_buffer import ParameterBuffer
-from pyps_client.torch.pinned import PinnedPages
+from pyps_client.torch.memory import PinnedPages, TorchConverter
+from pyps_client.torch.parameters import Parameters
 from pyps_client.vectors import Vectors
+from pyps_client.worker import Worker
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import Portion
 
@@ -51,7 +50,7 @@ class PortionGradient:
     apart, or on a device. The model's `grad` are this object's until `release`.
     """
 
-    def __init__(self, layout: Layout, gathered: GradientBuffer, loss_of: Callable[[Any], Any]) -> None:
+    def __init__(self, layout: Layout, gathered: Gradients, loss_of: Callable[[Any], Any]) -> None:
         """`gathered` is where portions are summed, and sent from. `loss_of(batch)` is the mean loss of a batch."""
         self._layout = layout
         self._gathered = gathered
@@ -265,7 +264,7 @@ def checked_length(dataset: Any) -> int:
 class PortionComputation(PortionGradient):
     """A worker's portions, computed by torch in memory that its session lends."""
 
-    def __init__(self, session: Session, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
+    def __init__(self, session: Worker, layout: Layout, loss_of: Callable[[Any], Any], loader: PortionLoader) -> None:
         self._session = session
         self._loader = loader
         on_host = all(block.device.type == "cpu" for block in layout.blocks)
@@ -273,8 +272,8 @@ class PortionComputation(PortionGradient):
         self._private = lent.private
         devices = [block.device for block in layout.blocks if block.on_cuda]
         self._pinned = PinnedPages(chain(lent.parameters, *lent.gradients), devices) if devices else None
-        gathered = GradientBuffer(layout, lent.gradients[0], codec=lent.converted_to)
-        self._parameters = ParameterBuffer(layout, lent.parameters, alias=True, private=lent.private)
+        gathered = Gradients(layout, lent.gradients[0], codec=lent.converted_to)
+        self._parameters = Parameters(layout, lent.parameters, alias=True, private=lent.private)
         super().__init__(layout, gathered, loss_of)
 
     def begin_pass(self, *, keep_apart: bool) -> None:

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from pyps_client import process_hooks
+from pyps_client import leave
 from pyps_client.launch import Launch
 from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLoader, checked_length, loss_function
 from pyps_client.lbfgs.worker import CoordinatedWork, Share, joined
 from pyps_client.log import logger
-from pyps_client.session import Session
-from pyps_client.torch.conversion import TorchConverter, dtype_name
-from pyps_client.torch.layout import Layout, plan, shareable_buffers
-from pyps_client.torch.model_state import tell_narrowed
-from pyps_client.torch.parameter_buffer import initial_values
+from pyps_client.torch.layout import Layout, plan, shareable_buffers, tell_narrowed
+from pyps_client.torch.memory import TorchConverter, dtype_name
+from pyps_client.torch.parameters import initial_values
+from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import GroupSettings, OptimizerSettings
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
@@ -74,7 +73,7 @@ def sandblaster(
     use more processors.
     The rest is as for RemoteOptimizer. What the loss raises ends this worker; others compute its portions.
     """
-    process_hooks.install_where_asked()
+    leave.install_where_asked()
     compute_loss = loss_function(model, loss, loss_of)
     num_examples = checked_length(dataset)
     if batch_size < 1:
@@ -99,7 +98,7 @@ def sandblaster(
         pull_codec=dtype_name(parameter_dtype),
         transport=transport,
     )
-    session = Session(
+    session = Worker(
         layout.model, _SETTINGS, launch=launch, initial=lambda: initial_values(layout), device=layout.devices
     )
     with joined(session), _threads(threads):

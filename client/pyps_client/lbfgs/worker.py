@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from pyps_client import departure
-from pyps_client.channel import Channel
-from pyps_client.connection import call_seconds
+from pyps_client import leave
 from pyps_client.conversion import NUMPY, Converter
 from pyps_client.data.queue import RemoteQueue
+from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
-from pyps_client.process_hooks import keep_large_blocks
-from pyps_client.pulling import LARGE_BYTES
+from pyps_client.pull import LARGE_BYTES
 from pyps_client.retry import Busy, RetryPolicy, Wait
-from pyps_client.session import Session
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import call_seconds
 from pyps_client.vectors import Vectors, part_of
+from pyps_client.worker import Worker
 from pyps_wire.codecs import codec_of
 from pyps_wire.errors import BadRequest, LimitExceeded, NoRoom, RunFinished
 from pyps_wire.framing import join
@@ -71,7 +71,7 @@ class CoordinatedWork:
 
     def __init__(
         self,
-        session: Session,
+        session: Worker,
         *,
         data: DataSpec,
         computation: PortionComputation,
@@ -230,7 +230,7 @@ class CoordinatedWork:
 class Staging:
     """The way of sums of gradients to the servers' stages, in the codec of pushes."""
 
-    def __init__(self, session: Session, *, converter: Converter = NUMPY) -> None:
+    def __init__(self, session: Worker, *, converter: Converter = NUMPY) -> None:
         self._session = session
         self._codec = codec_of(session.launch.codec)
         self._converter = converter
@@ -292,7 +292,7 @@ class Staging:
 
 
 @contextmanager
-def joined(session: Session) -> Iterator[None]:
+def joined(session: Worker) -> Iterator[None]:
     """Joins the run and leaves it, saying why."""
     try:
         session.connect()
@@ -304,9 +304,9 @@ def joined(session: Session) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         logger.info("interrupted: leaving run %s; its portions go to other workers", session.run_id)
-        session.close(*departure.cause_of(interrupt))
+        session.close(*leave.cause_of(interrupt))
         raise
     except BaseException as error:
-        session.close(*departure.cause_of(error))
+        session.close(*leave.cause_of(error))
         raise
     session.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps_client.learning_rates import GroupRate
+from pyps_client.push import GroupRate
 from pyps_client.replica.arrangement import Arrangement, Claim, Key
 from pyps_client.replica.group import ALONE, Group, agreed
 from pyps_client.torch.layout import Layout, blocks_of

@@ -60,7 +60,6 @@ class Alone:
 
 
 ALONE = Alone()
-Peers = Group
 
 
 class Failure(NamedTuple):

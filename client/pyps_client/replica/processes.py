@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pyps_client import uncaught
+from pyps_client import leave
 from pyps_client.replica.arrangement import Copy
 from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
 
@@ -96,7 +96,7 @@ class Replica:
             with self._as_one():
                 self._group = _new_group(ranks)
         _replicas.add(self)
-        uncaught.translate_with(translated)
+        leave.translate_with(translated)
 
     def bind(self, name: str) -> None:
         """Sets the replica's name, for messages."""

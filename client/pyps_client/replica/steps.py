@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from pyps_client.observer import Observer
+from pyps_client.arrays import Observer
 from pyps_client.push import Plan
 from pyps_client.replica.dtensor import Cut
 from pyps_client.replica.processes import Replica
@@ -173,4 +173,3 @@ class ReplicaSteps(Steps):
 
 
 # Its name until all say ReplicaSteps.
-ReplicaDownpour = ReplicaSteps

@@ -370,5 +370,3 @@ def all_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
 
 
 # As they were called.
-GradientBuffer = Gradients
-Screen = Finite

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyps_client.arrangement import arrange
 from pyps_client.join import model_of_run
-from pyps_client.peers import ALONE, agreed, led
-from pyps_client.session import Session
-from pyps_client.torch.downpour import Downpour
+from pyps_client.replica.arrangement import arrange
+from pyps_client.replica.group import ALONE, agreed, led
+from pyps_client.torch.buffers import shared_buffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan
 from pyps_client.torch.options import Settled
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
-from pyps_client.torch.shared_buffers import shared_buffers
+from pyps_client.torch.steps import Steps
+from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest, ModelMismatch
 from pyps_wire.partition import Model
 
 if TYPE_CHECKING:
-    from pyps_client.torch.cut_layout import Cut
-    from pyps_client.torch.replica import Replica
+    from pyps_client.replica.dtensor import Cut
+    from pyps_client.replica.processes import Replica
 
 _gradient = attrgetter("grad")
 
@@ -35,7 +35,7 @@ _gradient = attrgetter("grad")
 class Joined:
     """A run that a worker has joined, and how the worker's model lies on its servers."""
 
-    session: Session
+    session: Worker
     layout: Layout
     # This minibatch's gradients, one entry a tensor of the layout.
     gradients: Callable[[], list[torch.Tensor | None]]
@@ -79,7 +79,7 @@ class Joining:
             groups_of_vectors=joined.groups_of_vectors,
         )
 
-    def steps(self, joined: Joined, rates: Rates) -> Downpour:
+    def steps(self, joined: Joined, rates: Rates) -> Steps:
         """What takes the worker's steps, or those of one process of a replica."""
         options, session = self.settled.options, joined.session
         none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
@@ -89,9 +89,9 @@ class Joining:
             "rate_changes": rates.changes,
         }
         if joined.cut is not None and self.replica is not None and self.replica.count > 1:
-            from pyps_client.torch.replica_downpour import ReplicaDownpour
+            from pyps_client.replica.steps import ReplicaSteps
 
-            return ReplicaDownpour(
+            return ReplicaSteps(
                 *(session, joined.layout),
                 **common,
                 replica=self.replica,
@@ -104,7 +104,7 @@ class Joining:
             is_first=self.settled.is_first,
             overlaps=self.settled.pace.overlap == "step",
         )
-        return Downpour(session, joined.layout, **common, buffers=buffers, read_my_writes=options.read_my_writes)
+        return Steps(session, joined.layout, **common, buffers=buffers, read_my_writes=options.read_my_writes)
 
     def _whole(self) -> Joined:
         options = self.settled.options
@@ -137,8 +137,7 @@ class Joining:
 
     def _cut(self, run: Model | None, replica: Replica | None) -> Joined:
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
-        from pyps_client.torch.claims import claims_of
-        from pyps_client.torch.cut_layout import Cut, gradients_of, layout_of, settings_of
+        from pyps_client.replica.dtensor import Cut, claims_of, gradients_of, layout_of, settings_of
 
         groups = agreed(replica or ALONE, lambda: named_groups(self.module, self.param_groups))
         claimed = claims_of(groups, replica)
@@ -155,8 +154,8 @@ class Joining:
         found = model_of_run(self.settled.launch)
         return None if found is None else found[0]
 
-    def _connected(self, layout: Layout, model: Model, settings: OptimizerSettings, **part: Any) -> Session:
-        session = Session(
+    def _connected(self, layout: Layout, model: Model, settings: OptimizerSettings, **part: Any) -> Worker:
+        session = Worker(
             *(model, settings),
             launch=self.settled.launch,
             initial=lambda: initial_values(layout),

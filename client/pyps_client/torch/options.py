@@ -11,11 +11,11 @@ from typing import TypedDict
 import torch
 
 from pyps_client.launch import Launch, renamed
+from pyps_client.torch.buffers import MODES
 from pyps_client.torch.memory import dtype_name
-from pyps_client.torch.pace import Pace
 from pyps_client.torch.rates import check_local_rate, check_read_my_writes
-from pyps_client.torch.shared_buffers import MODES
-from pyps_client.torch.translate import Translation, translate, translation_of
+from pyps_client.torch.rules import Translation, translate, translation_of
+from pyps_client.torch.steps import Pace
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import DEFAULT_SHARD_SIZE

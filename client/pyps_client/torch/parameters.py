@@ -368,5 +368,3 @@ at_fork(before=_before_fork, after_in_child=_in_child)
 
 
 # As they were called.
-ParameterBuffer = Parameters
-Held = Replaced

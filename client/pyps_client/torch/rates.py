@@ -8,8 +8,8 @@ from itertools import repeat
 from operator import itemgetter
 from typing import Any
 
-from pyps_client.learning_rates import GroupRate
 from pyps_client.log import logger
+from pyps_client.push import GroupRate
 from pyps_client.torch.rules import TorchName, Translation, refuse_changes, text_of
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest

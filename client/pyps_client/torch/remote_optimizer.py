@@ -16,20 +16,20 @@ from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.peers import ALONE, agreed
-from pyps_client.session import Session
-from pyps_client.torch.downpour import Downpour
+from pyps_client.replica.group import ALONE, agreed
 from pyps_client.torch.joining import Joining, unwrapped
-from pyps_client.torch.model_state import tell_narrowed, tell_unshared, whole_state
+from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings, Settled
 from pyps_client.torch.parameters import Replaced
 from pyps_client.torch.stepper import TorchStepper
+from pyps_client.torch.steps import Steps
+from pyps_client.worker import Worker
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
 
 if TYPE_CHECKING:
-    from pyps_client.torch.replica import Replica
+    from pyps_client.replica.processes import Replica
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -101,7 +101,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         leave.install_where_asked()
         if replica is not None:
             # Imported here: most workers need none of it.
-            from pyps_client.torch.replica import Replica
+            from pyps_client.replica.processes import Replica
 
             if not isinstance(replica, Replica):
                 raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
@@ -134,7 +134,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         joined = joining.join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
         self._rates = joining.rates(joined)
-        member: Session | RemoteOptimizer = joined.session
+        member: Worker | RemoteOptimizer = joined.session
         try:
             # What the torch optimizer allocated is of no use: the servers hold it. A model's size or two, and room for
             # what comes now.
@@ -368,7 +368,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 class Ending:
     """What an optimizer leaves its run by. It does not hold the optimizer, and can leave when that one is gone."""
 
-    def __init__(self, session: Session, downpour: Downpour) -> None:
+    def __init__(self, session: Worker, downpour: Steps) -> None:
         self._session = session
         self._downpour = downpour
         self._guard = ForkGuard()

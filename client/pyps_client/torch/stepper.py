@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pyps_client.session import Session
-from pyps_client.torch.downpour import Downpour
-from pyps_client.work import LeaseCall
+from pyps_client.data.queue import LeaseCall
+from pyps_client.torch.steps import Steps
+from pyps_client.worker import Worker
 from pyps_wire.work_pb2 import LeaseReply
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TorchStepper:
     """The `Stepper` of an optimizer."""
 
-    def __init__(self, optimizer: RemoteOptimizer, session: Session, downpour: Downpour) -> None:
+    def __init__(self, optimizer: RemoteOptimizer, session: Worker, downpour: Steps) -> None:
         self.session = session
         self._optimizer = optimizer
         self._downpour = downpour

@@ -707,4 +707,3 @@ class LocalSteps:
 
 
 # Its name until all say Steps.
-Downpour = Steps

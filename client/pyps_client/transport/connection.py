@@ -13,8 +13,7 @@ import numpy as np
 from pyps_client import fork
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
-from pyps_client.outage import Outage
-from pyps_client.retry import Busy, LinkLost, LocalLost, RetryPolicy, Wait
+from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
 from pyps_client.transport import Channel, Link
 from pyps_client.transport.threads import Threads
 from pyps_client.vectors import Vectors, check_vectors, dtype_of
@@ -26,9 +25,7 @@ from pyps_wire.partition import Partition
 
 if TYPE_CHECKING:
     from pyps_client.conversion import Converter
-    from pyps_client.holdings import Holdings
-    from pyps_client.intake import Intake
-    from pyps_client.parking import Parking
+    from pyps_client.pull import Holdings, Intake, LongPoll
     from pyps_client.transport.lent import Lending
 
 T = TypeVar("T")
@@ -269,7 +266,7 @@ class Servers:
 
         The vectors are of the codec's type, or float32, into which they are converted.
         """
-        from pyps_client.intake import Intake
+        from pyps_client.pull import Intake
 
         dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
         check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
@@ -285,7 +282,7 @@ class Servers:
         role: Role,
         intakes: Sequence[Intake],
         *,
-        parking: Parking,
+        parking: LongPoll,
         min_versions: Sequence[Mapping[int, int]],
         lent: bool = False,
     ) -> set[int]:
@@ -293,7 +290,7 @@ class Servers:
 
         Waits for `min_versions`, shard id to version for each server, while `parking` lasts. `lent`: the vectors are.
         """
-        from pyps_client.pulling import IncomingPull
+        from pyps_client.pull import IncomingPull
 
         pulls = [
             IncomingPull(

@@ -13,12 +13,11 @@ from google.protobuf.message import Message
 
 from pyps.cli.control import Control
 from pyps_client import log
-from pyps_client.channel import Channel
-from pyps_client.connection import CALL_SECONDS, Connection
-from pyps_client.handshake import Handshake
+from pyps_client.join import Handshake
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy, Wait
-from pyps_client.servers import Operation, Servers
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import BadRequest, ModelMismatch, PypsError, ServerUnavailable, WaitTimedOut

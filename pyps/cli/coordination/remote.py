@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pyps.cli.coordination.link import Link
 from pyps.core.vectors.program import Instruction, Operation, num_answers
 from pyps.lbfgs.machine import VECTORS_FLOAT32, VECTORS_FLOAT64, Evaluation, ServerStanding
-from pyps_client.connection import CALL_SECONDS
 from pyps_client.launch import Launch
+from pyps_client.transport.connection import CALL_SECONDS
 from pyps_wire import vector_machine_pb2 as pb
 from pyps_wire import work_pb2 as work
 from pyps_wire.errors import BadRequest, WaitTimedOut

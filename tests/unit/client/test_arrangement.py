@@ -1,4 +1,4 @@
-"""pyps_client.arrangement: parts made of what processes hold, runs joined under another cut, and refusals in words."""
+"""Parts made of what the processes of a replica hold, runs joined under another cut, and refusals in words."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyps_client.arrangement import Claim, arrange
+from pyps_client.replica.arrangement import Claim, arrange
 from pyps_wire.errors import BadRequest, ModelMismatch
 from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor, partition
 

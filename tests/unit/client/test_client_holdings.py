@@ -9,10 +9,10 @@ from typing import cast
 
 import numpy as np
 
-from pyps_client.channel import Channel
-from pyps_client.connection import Connection
 from pyps_client.launch import Launch
 from pyps_client.pull import Held, Holdings, IncomingPull, Intake, LongPoll
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import Connection
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import (
     OUTCOME_PENDING,

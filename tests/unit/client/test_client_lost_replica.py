@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyps_client import departure, uncaught
-from pyps_client.lost_replica import LostReplica
+from pyps_client import leave
+from pyps_client.lease import LostReplica
 from pyps_wire.errors import ReplicaLost, Superseded
 from support import PythonProcess
 
@@ -16,11 +16,11 @@ StartPython = Callable[..., PythonProcess]
 
 HANGS = """\
 import sys, threading
-from pyps_client import lost_replica
+from pyps_client import lease
 from pyps_wire.errors import ReplicaLost
 
-lost_replica.GRACE_SECONDS = 0.2
-lost = lost_replica.LostReplica()
+lease.GRACE_SECONDS = 0.2
+lost = lease.LostReplica()
 sys.stdout.write("so far")
 lost.note(ReplicaLost("process 'r/1' is gone"))
 lost.note(ReplicaLost("told twice"))
@@ -30,10 +30,10 @@ threading.Event().wait()
 # Nobody reads what it prints, and it has printed more than a pipe holds.
 CANNOT_FLUSH = """\
 import io, os, sys, threading
-from pyps_client import hard_end, lost_replica
+from pyps_client import lease, leave
 from pyps_wire.errors import ReplicaLost
 
-lost_replica.GRACE_SECONDS = hard_end.FLUSH_SECONDS = 0.2
+lease.GRACE_SECONDS = leave.FLUSH_SECONDS = 0.2
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
 try:
@@ -42,17 +42,17 @@ try:
 except BlockingIOError:
     os.set_blocking(writer, True)
 sys.stdout = {stdout}
-lost = lost_replica.LostReplica()
+lost = lease.LostReplica()
 lost.note(ReplicaLost("process 'r/1' is gone"))
 threading.Event().wait()
 """
 COMES_TO_KNOW = """\
 import sys, threading
-from pyps_client import lost_replica
+from pyps_client import lease
 from pyps_wire.errors import ReplicaLost
 
-lost_replica.GRACE_SECONDS = 600.0
-lost = lost_replica.LostReplica()
+lease.GRACE_SECONDS = 600.0
+lost = lease.LostReplica()
 lost.note(ReplicaLost("process 'r/1' is gone"))
 try:
     lost.check()
@@ -65,17 +65,17 @@ sys.exit(7)
 """
 
 DIES_OF_ANOTHERS_ERROR = """\
-from pyps_client import departure, install_process_hooks, uncaught
+from pyps_client import install_process_hooks, leave
 from pyps_wire.errors import ReplicaLost
 
 class Closable:
     def close(self, cause="finished", message=""):
         print("left as", cause, "with", message)
 
-uncaught.translate_with(lambda error: ReplicaLost(f"lost ({error})") if isinstance(error, RuntimeError) else None)
+leave.translate_with(lambda error: ReplicaLost(f"lost ({error})") if isinstance(error, RuntimeError) else None)
 closable = Closable()
 install_process_hooks()
-departure.expect(closable)
+leave.expect(closable)
 
 def forward():
     raise RuntimeError("Connection closed by peer")
@@ -131,9 +131,9 @@ def test_an_error_of_others_that_tells_of_a_lost_process_is_one_sentence(start_p
 
 
 def test_an_error_that_no_translator_knows_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uncaught, "_translators", [])
-    uncaught.translate_with(lambda error: ReplicaLost("lost") if isinstance(error, OSError) else None)
+    monkeypatch.setattr(leave, "_translators", [])
+    leave.translate_with(lambda error: ReplicaLost("lost") if isinstance(error, OSError) else None)
     error = KeyError("x")
-    assert uncaught.translated(error) is error
-    assert departure.cause_of(error) == ("failed", "KeyError: 'x'")
-    assert departure.cause_of(OSError()) == ("failed", "ReplicaLost: lost")
+    assert leave.translated(error) is error
+    assert leave.cause_of(error) == ("failed", "KeyError: 'x'")
+    assert leave.cause_of(OSError()) == ("failed", "ReplicaLost: lost")

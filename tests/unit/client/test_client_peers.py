@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyps_client.peers import own_partition
+from pyps_client.replica.group import own_partition
 from pyps_client.run_state import View
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, REASON_FINISHED, Receipt
 from pyps_wire.errors import BadRequest

@@ -11,15 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyps.launcher.ports import free_port
-from pyps_client import heartbeat
-from pyps_client.channel import Channel
-from pyps_client.connection import Connection
-from pyps_client.heartbeat import Heartbeat
-from pyps_client.in_process import InProcess
+from pyps_client import lease
 from pyps_client.launch import Launch
-from pyps_client.outage import Outage
-from pyps_client.retry import LinkLost, RetryPolicy, Wait
-from pyps_client.servers import Servers
+from pyps_client.lease import Heartbeat
+from pyps_client.retry import LinkLost, Outage, RetryPolicy, Wait
+from pyps_client.transport import Channel
+from pyps_client.transport.connection import Connection, Servers
+from pyps_client.transport.in_process import InProcess
 from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.parameter_server_pb2 import HeartbeatRequest
 from support import DEADLINE_SECONDS, wait_until
@@ -219,7 +217,7 @@ def test_heartbeats_that_go_by_no_grpc_take_a_new_channel_after_each_loss(monkey
 def test_heartbeats_and_waits_agree_on_how_long_a_server_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(lease, "SILENCE_SECONDS", 1.0)
     launch = Launch(servers=(f"127.0.0.1:{free_port()}",))
     connection = Connection(0, launch=launch)
     beats = Heartbeat(launch=launch, request=HeartbeatRequest, heard=lambda *answer: None)

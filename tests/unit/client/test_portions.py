@@ -267,7 +267,7 @@ def test_a_finished_run_ends_the_epoch_and_then_the_loop() -> None:
 
 
 def test_a_run_that_finishes_while_a_worker_waits_ends_its_epoch(monkeypatch) -> None:
-    monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pyps_client.data.queue.LOOK_SECONDS", 0.05)
     work = make_queue()
     holder, worker = PortionWorker(work, "a"), PortionWorker(work, "b")
     batches = iter(Portions(range(16), holder, batch_size=4, portion_batches=2))

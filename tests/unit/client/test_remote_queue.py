@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from pyps_client.channel import GrpcChannel
-from pyps_client.work import RemoteQueue
+from pyps_client.data.queue import RemoteQueue
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 from training import QueueSession, make_queue
@@ -55,7 +55,7 @@ def test_a_wait_ends_with_the_portion_that_came_free_and_without_one_there_is_no
 
 
 def test_a_wait_ends_at_its_deadline_naming_the_setting_and_with_the_run(monkeypatch) -> None:
-    monkeypatch.setattr("pyps_client.work.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pyps_client.data.queue.LOOK_SECONDS", 0.05)
     _, _, remote = opened(wait_seconds=0.1, taken=True)
     with pytest.raises(WaitTimedOut, match="Raise wait_seconds"):
         remote.lease(pass_number=0)

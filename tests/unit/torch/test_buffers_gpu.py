@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from client_support import RecordingSession, lent_for, values_of
-from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
-from pyps_client.torch.pace import Pace
 from pyps_client.torch.parameters import Parameters
+from pyps_client.torch.steps import Pace, Steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,10 +29,10 @@ def network(*, spread: bool = False) -> torch.nn.Sequential:
     return model
 
 
-def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Downpour:
+def worker_of(session: RecordingSession, model: torch.nn.Module, **pace: str) -> Steps:
     """A worker without local steps, its parameters already pulled."""
     layout = layout_of(model)
-    worker = Downpour(
+    worker = Steps(
         session,
         layout,
         pace=Pace(**pace),

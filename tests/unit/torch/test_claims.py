@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pyps_client.arrangement import arrange
-from pyps_client.torch.claims import claims_of
-from pyps_client.torch.replica import Block, Replica
+from pyps_client.replica.arrangement import arrange
+from pyps_client.replica.dtensor import claims_of
+from pyps_client.replica.processes import Block, Replica
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Model, Tensor
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client_support import RecordingSession
-from pyps_client.torch.downpour import BEHIND_MAX, Downpour
 from pyps_client.torch.layout import plan
-from pyps_client.torch.pace import Pace
+from pyps_client.torch.steps import BEHIND_MAX, Pace, Steps
 from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
 from support import wait_until
 
@@ -28,7 +27,7 @@ def downpour(
     session_has=None,
     read_my_writes=False,
     **pace,
-) -> tuple[Downpour, RecordingSession, torch.nn.Parameter]:
+) -> tuple[Steps, RecordingSession, torch.nn.Parameter]:
     """A worker of a model of one tensor of numbers `first`, its parameters already pulled."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(SIZE, 1, bias=False).to(dtype)
@@ -36,7 +35,7 @@ def downpour(
     for name, value in (session_has or {}).items():
         setattr(session, name, value)
     layout = plan(model, [{"params": list(model.parameters())}])
-    worker = Downpour(
+    worker = Steps(
         session,
         layout,
         pace=Pace(**pace),
@@ -51,7 +50,7 @@ def gradient(value: float) -> list[torch.Tensor]:
     return [torch.full((1, SIZE), value)]
 
 
-def step_until_pulled(worker: Downpour) -> None:
+def step_until_pulled(worker: Steps) -> None:
     """Takes steps without a minibatch, until a pull that has begun is in the model: so many are not taken without."""
     for _ in range(BEHIND_MAX):
         worker.step([None])

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from client_support import RecordingSession, values_of
-from pyps_client.torch.downpour import Downpour
 from pyps_client.torch.layout import plan
-from pyps_client.torch.pace import Pace
+from pyps_client.torch.steps import Pace, Steps
 from pyps_wire.errors import ServerUnavailable
 
 
@@ -22,7 +21,7 @@ class Worker:
         self.model = torch.nn.Linear(3, 1, bias=False)
         layout = plan(self.model, [{"params": list(self.model.parameters())}])
         self.session = RecordingSession(values_of(layout), rate=rate, **(session_has or {}))
-        self.downpour = Downpour(
+        self.downpour = Steps(
             self.session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes
         )
         self.downpour.start()

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pyps_client.torch import portion_gradient
-from pyps_client.torch.batches import loss_function
-from pyps_client.torch.gradient_buffer import GradientBuffer
+from pyps_client.lbfgs import gradient
+from pyps_client.lbfgs.gradient import PortionGradient, loss_function
+from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
-from pyps_client.torch.portion_gradient import PortionGradient
 from pyps_wire.errors import BadRequest
 from support import compensated_sum
 
@@ -58,7 +57,7 @@ class Worker:
         self.model = model
         self.layout: Layout = plan(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
         self.vectors = [np.full(size, 9, np.float32) for size in self.layout.model.group_sizes]
-        self.gathered = GradientBuffer(self.layout, self.vectors)
+        self.gathered = Gradients(self.layout, self.vectors)
         loss = functional.cross_entropy if loss_of is None else None
         self.gradient = PortionGradient(self.layout, self.gathered, loss_function(model, loss, loss_of))
         self.gradient.begin_pass(keep_apart=keep_apart)
@@ -100,7 +99,7 @@ def test_a_portions_loss_has_the_same_bits_in_every_version_of_python(monkeypatc
     worker = Worker(make_model(), lambda model, batch: functional.cross_entropy(model(batch[0]).double(), batch[1]))
     portions = [batches(*examples(200, seed=seed), 1) for seed in range(4)]
     before = [worker.gradient.compute_batches(portion) for portion in portions]
-    monkeypatch.setattr(portion_gradient, "sum", compensated_sum, raising=False)
+    monkeypatch.setattr(gradient, "sum", compensated_sum, raising=False)
     assert [worker.gradient.compute_batches(portion) for portion in portions] == before
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pyps_client.torch.portion_loader import PortionLoader, checked_length
+from pyps_client.lbfgs.gradient import PortionLoader, checked_length
 from pyps_wire.errors import BadRequest
 from pyps_wire.work_pb2 import Portion
 from support import wait_until

@@ -6,9 +6,8 @@ import torch
 
 from client_support import RecordingSession, values_of
 from pyps_client.torch.buffers import shared_buffers
-from pyps_client.torch.downpour import BEHIND_MAX, Downpour
 from pyps_client.torch.layout import plan
-from pyps_client.torch.pace import Pace
+from pyps_client.torch.steps import BEHIND_MAX, Pace, Steps
 from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
 
@@ -24,7 +23,7 @@ class Worker:
         layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
         self.session = session or RecordingSession(values_of(layout), rate=0.1)
         wishes = Pace(**pace)
-        self.downpour = Downpour(
+        self.downpour = Steps(
             self.session,
             layout,
             pace=wishes,

@@ -1,8 +1,0 @@
-"""Moved: pyps_client.pull."""
-
-import sys
-
-from pyps_client import pull
-from pyps_client.pull import *  # noqa: F403
-
-sys.modules[__name__] = pull

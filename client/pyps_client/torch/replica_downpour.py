@@ -1,8 +1,0 @@
-"""Moved: pyps_client.replica.steps."""
-
-import sys
-
-from pyps_client.replica import steps
-from pyps_client.replica.steps import *  # noqa: F403
-
-sys.modules[__name__] = steps
