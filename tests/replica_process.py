@@ -54,10 +54,10 @@ def words(replica):
     """What is said, by each of the ways to say something."""
     return {
         "name": replica.name,
-        "told": replica.tell({"index": replica.index}),
-        "gathered": replica.gather(f"process {replica.index}"),
+        "told": replica.broadcast({"index": replica.index}),
+        "gathered": replica.all_gather(f"process {replica.index}"),
         # Lost in float32.
-        "total": replica.total([1.0, 2.0**-40 if replica.index else 1.0]),
+        "total": replica.all_reduce([1.0, 2.0**-40 if replica.index else 1.0]),
     }
 
 
@@ -79,7 +79,7 @@ def cut(replica):
     whole(inputs).pow(3).sum().backward()
     network(inputs).full_tensor().pow(3).sum().backward()
     claimed = claims_of([list(network.named_parameters())], replica)
-    arrangement = arrange(replica.gather(claimed.claims), replica.index, shard_size=SHARD_SIZE)
+    arrangement = arrange(replica.all_gather(claimed.claims), replica.index, shard_size=SHARD_SIZE)
     differences = {}
     parameters = dict(whole.named_parameters())
     for claim, gradient in zip(claimed.claims, claimed.gradients(), strict=True):
@@ -125,7 +125,7 @@ def plain(replica):
     mine = Replica(blocks={"patch": Block((3 * replica.index, 0), (5, 2))}, replicated=["shared"])
     named = [("patch", torch.zeros(rows, 2)), (f"stage{replica.index}", torch.zeros(3)), ("shared", torch.zeros(()))]
     claimed = claims_of([named[:1], named[1:]], mine)
-    arrangement = arrange(mine.gather(claimed.claims), mine.index, shard_size=SHARD_SIZE)
+    arrangement = arrange(mine.all_gather(claimed.claims), mine.index, shard_size=SHARD_SIZE)
     return {
         "claims": [described(claim) for claim in claimed.claims],
         "param_groups": [claim.param_group for claim in claimed.claims],
@@ -164,7 +164,7 @@ def refusals(replica):
 
 def refusal(replica, named):
     try:
-        claims = replica.gather(claims_of([named], replica).claims)
+        claims = replica.all_gather(claims_of([named], replica).claims)
         arrange(claims, replica.index, shard_size=SHARD_SIZE)
     except PypsError as error:
         return f"{type(error).__name__}: {error}"
@@ -190,7 +190,7 @@ def ended(replica):
     named = [(f"own{replica.index}", torch.zeros(2)), ("shared", torch.zeros(3))]
     alike = Replica(replicated=["shared"])
     claimed = claims_of([named], alike)
-    arrangement = arrange(alike.gather(claimed.claims), alike.index, shard_size=SHARD_SIZE)
+    arrangement = arrange(alike.all_gather(claimed.claims), alike.index, shard_size=SHARD_SIZE)
     dist.destroy_process_group()
     return {**words(alike), "wrong": filled(alike, arrangement, claimed)}
 
@@ -205,9 +205,9 @@ def meshes(everybody):
         for name, of_tensor in placements.items()
     ]
     claimed = claims_of([named], everybody)
-    arrangement = arrange(everybody.gather(claimed.claims), everybody.index, shard_size=SHARD_SIZE)
+    arrangement = arrange(everybody.all_gather(claimed.claims), everybody.index, shard_size=SHARD_SIZE)
     return {
-        "pair": [pair.index, pair.count, pair.gather(dist.get_rank())],
+        "pair": [pair.index, pair.count, pair.all_gather(dist.get_rank())],
         "claims": [described(claim) for claim in claimed.claims],
         "wrong": filled(everybody, arrangement, claimed),
         "outside": refusal(pair, named),
@@ -217,11 +217,11 @@ def meshes(everybody):
 def lost(replica):
     """What a process says that outlives another, in pyps's collective and in its own."""
     leave._hook_exceptions()
-    print("met", replica.gather(replica.index), flush=True)
+    print("met", replica.all_gather(replica.index), flush=True)
     if replica.index == 1:
         signal.pause()
     try:
-        replica.gather(0)
+        replica.all_gather(0)
     except ReplicaLost as error:
         print(f"ReplicaLost: {error}", flush=True)
     dist.all_reduce(torch.zeros(2))
@@ -245,7 +245,7 @@ def founding(replica, servers, stops_where):
     Session(CUT, SGD, launch=launch, initial=initial, parts=[replica.index], peers=replica).connect()
     print("joined", flush=True)
     stop("joined")
-    replica.gather("here")
+    replica.all_gather("here")
 
 
 def transformer(replica, how):

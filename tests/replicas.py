@@ -197,14 +197,14 @@ class ThreadPeers:
         self.index = index
         self.count = count
 
-    def tell(self, word: T) -> T:
+    def broadcast(self, word: T) -> T:
         told: T = self._meeting.exchange(self.index, word)[0]
         return told
 
-    def gather(self, word: T) -> list[T]:
+    def all_gather(self, word: T) -> list[T]:
         return self._meeting.exchange(self.index, word)
 
-    def total(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
         return [sum(column) for column in zip(*self._meeting.exchange(self.index, list(numbers)), strict=True)]
 
 

@@ -117,7 +117,7 @@ class Handshake:
         """
         self._stop = stop
         # All have one life: what one of them loses, all lose.
-        self.sender.incarnation = self._peers.tell(self.sender.incarnation)
+        self.sender.incarnation = self._peers.broadcast(self.sender.incarnation)
         if self.launch.way.insists and self._partition is not None:
             agreed(self._peers, partial(self._check_shareable, connections, self._partition))
         first = self._await_parameters(connections, initial)

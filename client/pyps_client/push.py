@@ -247,7 +247,7 @@ class Pushes:
         own = norm_of(parts, plan.gradients, codec=self._codec, kinds=kinds, converter=converter)
         if self._peers.count == 1:
             return own
-        return math.sqrt(self._peers.total([own * own])[0])
+        return math.sqrt(self._peers.all_reduce([own * own])[0])
 
     def _cut(self, place: int, plan: Plan, kinds: Sequence[int], intakes: Sequence[Intake] | None) -> Cut:
         index, present = self._connections[place].index, plan.present

@@ -199,11 +199,11 @@ class View:
         protocol, staleness, *told = heard.terms
         words = (protocol, staleness)
         of_leader = [leads * float(number) for number in (heard.global_step, words != self._words, *told)]
-        numbers = self._peers.total([float(heard.finished), float(pull_needed), *of_leader])
+        numbers = self._peers.all_reduce([float(heard.finished), float(pull_needed), *of_leader])
         finished, pull, step, reworded, asks, current_only, batch_size, accumulate, clip_norm = numbers
         if reworded:
             # Sums carry numbers alone, and words rarely change.
-            self._words = self._peers.tell(words)
+            self._words = self._peers.broadcast(words)
         terms = Terms(*self._words, bool(asks), bool(current_only), int(batch_size), int(accumulate), clip_norm)
         with self._lock:
             self.state = self.state._replace(

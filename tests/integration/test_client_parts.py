@@ -129,10 +129,10 @@ def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
             second = session.exchange(lent.gradients[0], lent.parameters)
             np.testing.assert_allclose(lent.parameters[0], vectors_of(moved(-2.0))[peers.index], rtol=1e-6, atol=1e-6)
             assert session.transport == transport
-            peers.gather("looked at")
+            peers.all_gather("looked at")
             if peers.index == 0:
                 check_contacts()
-            peers.gather("done")
+            peers.all_gather("done")
         return [[receipt.shard_id for receipt in receipts] for receipts in (first, second)]
 
     def check_contacts() -> None:
@@ -182,7 +182,7 @@ def test_replicas_and_a_worker_of_one_process_make_rounds_of_three(start_server:
             receipts = session.push(ones(session, value))
             if peers is not None:
                 # Of one opinion, though the round may be over on one server and not on the other.
-                assert len(set(peers.gather(session.pull_needed))) == 1
+                assert len(set(peers.all_gather(session.pull_needed))) == 1
             session.pull(parameters)
             assert not session.pull_needed
             expected = vectors_of(moved(-3.0))
@@ -253,7 +253,7 @@ def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server: Start
             seen.append(session.finished)
         with pytest.raises(RunFinished):
             session.push(ones(session))
-        peers.gather("done")
+        peers.all_gather("done")
         return seen
 
     first, second = in_replica(told, work)
@@ -310,16 +310,16 @@ def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_
     def work(session: Session, peers: ThreadPeers) -> None:
         parameters = pulled(session)
         session.exchange(ones(session), parameters)
-        peers.gather("before")
+        peers.all_gather("before")
         if peers.index == 0:
             for index in (0, 1):
                 servers[index].stop()
                 start(index, "--resume")
-        peers.gather("after")
+        peers.all_gather("after")
         # The first push after a restore may be refused as one of another epoch; then all processes pull.
         for _ in range(10):
             receipts = session.exchange(ones(session), parameters)
-            taken = peers.total([float(all(receipt.version_after == 2 for receipt in receipts))])[0]
+            taken = peers.all_reduce([float(all(receipt.version_after == 2 for receipt in receipts))])[0]
             if session.pull_needed:
                 session.pull(parameters)
             if taken == 2:
@@ -341,7 +341,7 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_serv
         session = session_of(told, peers)
         session.connect()
         parameters = pulled(session)
-        peers.gather("joined")
+        peers.all_gather("joined")
         if peers.index == failing:
             session.close("failed", "out of memory")
             return ""
@@ -373,7 +373,7 @@ def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server: Start) ->
     def work(session: Session, peers: ThreadPeers) -> int:
         # Of one part or the other: a later life of one process is one of all.
         wait_until(lambda: is_out(old[peers.index]), what="the end of the older life")
-        peers.gather("alone")
+        peers.all_gather("alone")
         return len(session.exchange(ones(session), pulled(session)))
 
     try:

@@ -227,7 +227,7 @@ def test_processes_that_meet_without_a_push_agree_on_the_runs_end(start_server: 
                     push(other)
             for meetings in range(1_000_000):
                 session.meet()
-                ended = peers.gather(session.finished)
+                ended = peers.all_gather(session.finished)
                 assert len(set(ended)) == 1
                 if ended[0]:
                     return meetings

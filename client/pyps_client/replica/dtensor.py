@@ -57,7 +57,7 @@ def claims_of(groups: Sequence[Sequence[tuple[str, torch.Tensor]]], replica: Rep
     """
     peers: Group = ALONE if replica is None else replica
     candidates = agreed(peers, lambda: _candidates(groups, replica))
-    of_processes = [set(of_process) for of_process in peers.gather([claim.key for claim in candidates])]
+    of_processes = [set(of_process) for of_process in peers.all_gather([claim.key for claim in candidates])]
     named = [pair for group in groups for pair in group]
     if replica is not None:
         agreed(peers, lambda: _check_names(replica, {name for name, _ in named}, of_processes))

@@ -32,13 +32,13 @@ class Group(Protocol):
     @property
     def count(self) -> int: ...
 
-    def tell(self, word: T) -> T:
+    def broadcast(self, word: T) -> T:
         """The leader's word, on all processes."""
 
-    def gather(self, word: T) -> list[T]:
+    def all_gather(self, word: T) -> list[T]:
         """Everybody's word, by index. Nobody goes on before all have come."""
 
-    def total(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
         """Sums of numbers over the processes, in float64, the same on all."""
 
 
@@ -49,13 +49,13 @@ class Alone:
     index = 0
     count = 1
 
-    def tell(self, word: T) -> T:
+    def broadcast(self, word: T) -> T:
         return word
 
-    def gather(self, word: T) -> list[T]:
+    def all_gather(self, word: T) -> list[T]:
         return [word]
 
-    def total(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
         return [float(number) for number in numbers]
 
 
@@ -84,7 +84,7 @@ class Failure(NamedTuple):
 def led(peers: Group, action: Callable[[], T]) -> T:
     """Runs an action on the leader alone; all processes get its result, or its error."""
     if peers.index > 0:
-        answer: tuple[T | None, Failure | None] = peers.tell((None, None))
+        answer: tuple[T | None, Failure | None] = peers.broadcast((None, None))
         result, failure = answer
         if failure is not None:
             raise failure.made()
@@ -92,9 +92,9 @@ def led(peers: Group, action: Callable[[], T]) -> T:
     try:
         result = action()
     except Exception as error:
-        peers.tell((None, Failure.of(error, peers)))
+        peers.broadcast((None, Failure.of(error, peers)))
         raise
-    peers.tell((result, None))
+    peers.broadcast((result, None))
     return result
 
 
@@ -106,7 +106,7 @@ def agreed(peers: Group, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         own = error
-    failures = peers.gather(None if own is None else Failure.of(own, peers))
+    failures = peers.all_gather(None if own is None else Failure.of(own, peers))
     for index, failure in enumerate(failures):
         if failure is not None:
             if own is not None and (index == peers.index or not isinstance(own, PypsError)):

@@ -106,14 +106,14 @@ class Replica:
         """Adds parameters that all processes hold alike, with the same gradients, as DistributedDataParallel's."""
         self.replicated |= frozenset(names)
 
-    def tell(self, word: T) -> T:
+    def broadcast(self, word: T) -> T:
         """Returns the leader's word, in all processes; what the others give is not used."""
         # Not a broadcast of torch's: it fails once the user's program has destroyed the world, before its last push.
-        words: list[Any] = self.gather(word if self.index == 0 else None)
+        words: list[Any] = self.all_gather(word if self.index == 0 else None)
         told: T = words[0]
         return told
 
-    def gather(self, word: T) -> list[T]:
+    def all_gather(self, word: T) -> list[T]:
         """Returns every process's word, by index; returns once all have called it."""
         words: list[Any] = [word] * self.count
         if self._group is not None:
@@ -121,7 +121,7 @@ class Replica:
                 dist.all_gather_object(words, word, group=self._group)
         return words
 
-    def total(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
         """Returns each number's sum over the processes, in float64; returns once all have called it."""
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if self._group is not None:

@@ -104,7 +104,7 @@ class ReplicaSteps(Steps):
                 float(overlap.pushing is not None and not pushed),
                 float(overlap.pulling is not None and not pulled),
             ]
-        refused, contributed, *busy = self._replica.total([float(not fits), float(bool(present)), *busy])
+        refused, contributed, *busy = self._replica.all_reduce([float(not fits), float(bool(present)), *busy])
         if refused:
             self._finite.leave_out(gradients, for_others=fits)
         elif contributed:
@@ -128,7 +128,7 @@ class ReplicaSteps(Steps):
 
     def _seal(self) -> bool:
         fits = super()._seal()
-        if self._replica.total([float(not fits)])[0] == 0:
+        if self._replica.all_reduce([float(not fits)])[0] == 0:
             return True
         self._gradients.clear()
         return False

@@ -125,7 +125,7 @@ class Joining:
     def _as_a_replica(self, replica: Replica) -> Joined:
         """Initialises the run, or takes over its cut; once more where another did so meanwhile in another cut."""
         replica.bind(self.settled.launch.worker_id)
-        agreed(replica, lambda: _check_common(replica.gather(self.settled.common)))
+        agreed(replica, lambda: _check_common(replica.all_gather(self.settled.common)))
         before = led(replica, self._run)
         try:
             return self._cut(before, replica)
@@ -141,7 +141,9 @@ class Joining:
 
         groups = agreed(replica or ALONE, lambda: named_groups(self.module, self.param_groups))
         claimed = claims_of(groups, replica)
-        claims, index = ([claimed.claims], 0) if replica is None else (replica.gather(claimed.claims), replica.index)
+        claims, index = (
+            ([claimed.claims], 0) if replica is None else (replica.all_gather(claimed.claims), replica.index)
+        )
         arrangement = arrange(claims, index, run=run, shard_size=self.settled.options.shard_size)
         layout = layout_of(arrangement, claimed)
         parts = arrangement.parts if arrangement.model.num_parts > 1 else ()

@@ -44,10 +44,10 @@ def test_a_replica_of_one_process_is_a_plain_worker(world_of_one: None) -> None:
     cut = distribute_tensor(torch.zeros(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
     named = [("cut", torch.nn.Parameter(cut)), ("block", torch.ones(3)), ("norm", torch.ones(2))]
     claimed = claims_of([named], replica)
-    arrangement = arrange(replica.gather(claimed.claims), replica.index, shard_size=1024)
+    arrangement = arrange(replica.all_gather(claimed.claims), replica.index, shard_size=1024)
     assert arrangement.model == Model((Tensor("cut", (4, 2)), Tensor("block", (3,)), Tensor("norm", (2,))), 1024)
     assert arrangement.copies == ()
-    assert (replica.index, replica.count, replica.tell("word"), replica.total([0.5])) == (0, 1, "word", [0.5])
+    assert (replica.index, replica.count, replica.broadcast("word"), replica.all_reduce([0.5])) == (0, 1, "word", [0.5])
 
 
 def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: None) -> None:
