@@ -49,7 +49,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(**more: object) -> dict[str, object]:
     sgd = ("sgd", {"learning_rate": 0.5})
-    return {"tensors": TENSORS, "optimizer": sgd, "codec": CODEC.name, "pull_codec": CODEC.name, **more}
+    return {"tensors": TENSORS, "optimizer": sgd, "gradient_codec": CODEC.name, "parameter_codec": CODEC.name, **more}
 
 
 def travelled(values: Floats, plan: Partition, present: slice = slice(None)) -> Floats:
@@ -96,14 +96,14 @@ def test_it_does_not_lie_in_shared_memory(start_server: Start) -> None:
         make_client(start_server().data, **options(transport="shm"))
 
 
-@pytest.mark.parametrize("setting", ["codec", "pull_codec"])
+@pytest.mark.parametrize("setting", ["gradient_codec", "parameter_codec"])
 def test_a_server_that_does_not_know_it_is_refused_with_what_both_know(
     start_server_process: Start, setting: str
 ) -> None:
-    others = {"codec": "float32", "pull_codec": "float32", setting: CODEC.name}
+    others = {"gradient_codec": "float32", "parameter_codec": "float32", setting: CODEC.name}
     with pytest.raises(BadRequest) as refused:
         make_client(start_server_process().data, **options(**others))
-    what = {"codec": "gradients", "pull_codec": "parameters"}[setting]
+    what = {"gradient_codec": "gradients", "parameter_codec": "parameters"}[setting]
     refused.match(rf"does not know codec scaled_bytes, in which {what} are to travel \(PYPS_{setting.upper()}, ")
     refused.match("This worker knows float32, float16, bfloat16, scaled_bytes; the server float32, float16, bfloat16 ")
 
@@ -113,6 +113,6 @@ def test_state_from_push_to_push_is_refused_as_no_session_keeps_it(
 ) -> None:
     monkeypatch.setattr(ScaledBytes, "stateful", True)
     server = start_server()
-    for codecs in ({"pull_codec": "float32"}, {"codec": "float32"}):
+    for codecs in ({"parameter_codec": "float32"}, {"gradient_codec": "float32"}):
         with pytest.raises(BadRequest, match="scaled_bytes carries state"):
             make_client(server.data, **options(**codecs))
