@@ -71,10 +71,10 @@ def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start
 
 def test_a_second_signal_ends_the_server_at_once(start_server_process):
     server = start_server_process("--drain-seconds", "100")
-    model = Model((Tensor("x", (4_000_000,)),))
+    model = Model((Tensor("x", (16_000_000,)),))
     with WireWorker(server.data, model=model) as worker:
         worker.join()
-        # A pull that nobody reads holds up the drain.
+        # A pull that nobody reads, of more than buffers on its way ever take, holds up the drain.
         request = wire.PullRequest(sender=worker.sender)
         pull = worker.stub.Pull(request, timeout=100)
         assert next(pull).version == 0
