@@ -19,6 +19,7 @@ from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch
 from pyps_client.pull import Holdings, LongPoll
+from pyps_client.push import Plan
 from pyps_client.transport.connection import Servers
 from pyps_client.vectors import Vector
 from pyps_client.worker import Worker
@@ -104,7 +105,7 @@ class Client:
         """Pushes and pulls in one: half the way there and back. Takes what `push` does, returns what `pull` does."""
         with self._step(gradients, examples) as described:
             if described is not None:
-                self.session.exchange([self._gradient], [self._parameters], **described)
+                self.session.exchange(Plan([self._gradient], [self._parameters], **described))
         self._enter_step()
         if described is None or self.session.pull_needed:
             self.session.pull([self._parameters])

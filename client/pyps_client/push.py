@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,19 +48,6 @@ class GroupRate(NamedTuple):
 
 
 _NO_RATES: Mapping[int, GroupRate] = MappingProxyType({})
-
-
-class Description(TypedDict, total=False):
-    """What is said of pushed vectors, in arguments: fields of Plan."""
-
-    present: Sequence[bool] | None
-    example_count: int
-    minibatch_count: int
-    base_versions: Mapping[int, int] | None
-    newest_base_versions: Mapping[int, int] | None
-    kinds: Sequence[int] | None
-    learning_rates: Mapping[int, GroupRate] | None
-    gradient_norm: float | None
 
 
 @dataclass(slots=True)

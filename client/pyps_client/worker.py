@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar
 
 from pyps_client import fork, leave
 from pyps_client.conversion import NUMPY, Converter
@@ -17,7 +17,7 @@ from pyps_client.launch import Launch
 from pyps_client.lease import Lease
 from pyps_client.log import logger
 from pyps_client.pull import Holdings, IncomingPull, Intake, LongPoll, Versions
-from pyps_client.push import Description, Plan, Pushes
+from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import RunState, View, warn_of_differences
 from pyps_client.transport import Channel
@@ -163,21 +163,17 @@ class Worker:
         self._lent_intakes = self._intakes(lent.parameters)
         return lent
 
-    def push(self, vectors: Vectors, **described: Unpack[Description]) -> list[Receipt]:
-        """Pushes a gradient alone: `exchange` of a plan that names no parameters."""
-        return self.exchange(Plan(vectors, **described))
+    def push(self, gradients: Vectors, **described: Any) -> list[Receipt]:
+        """Pushes gradients alone, described by fields of `Plan`."""
+        return self.exchange(Plan(gradients, **described))
 
-    def exchange(
-        self, plan: Plan | Vectors, parameters: Vectors | None = None, **described: Unpack[Description]
-    ) -> list[Receipt]:
+    def exchange(self, plan: Plan) -> list[Receipt]:
         """Pushes to all servers at once, and brings what is newer into the plan's parameters, if it names some.
 
         Returns the receipts, one for each shard pushed, by shard id. A shard may be REJECTED: see the receipt's reason,
         and `pull_needed`. A shard whose round waits for other workers brings nothing: `pull_needed` then, and `pull`
         waits. No other thread may pull meanwhile. Raises RunFinished after the run's end.
         """
-        if not isinstance(plan, Plan):
-            plan = Plan(plan, parameters, **described)
         self._check_open()
         terms, is_over, *_ = self.view.state
         if is_over:
@@ -491,6 +487,3 @@ class Worker:
         if not reply.known:
             again = self._handshake.hello if self._hello is None else self._rejoin
             again(connection, connection.channel, HELLO_SECONDS)
-
-
-# Its name for users.

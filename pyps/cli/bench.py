@@ -26,6 +26,7 @@ from rich.table import Table
 from pyps.cli.control import Control, DataServers, TokenFile, data_addresses, fail, read_token
 from pyps.run.handshake import new_name
 from pyps_client import Launch, Session
+from pyps_client.push import Plan
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, RUN_STATE_EMPTY, GroupSettings, OptimizerSettings, Reason
 from pyps_wire.errors import NotAllowed, PypsError
@@ -238,7 +239,7 @@ def _make_round(session: Session, gradient: Sequence[Array], parameters: Sequenc
     began = time.perf_counter()
     session.proceed()
     session.clock += 1
-    receipts = session.exchange(gradient, parameters)
+    receipts = session.exchange(Plan(gradient, parameters))
     if session.pull_needed:
         session.pull(parameters)
     took = time.perf_counter() - began

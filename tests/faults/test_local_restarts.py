@@ -17,6 +17,7 @@ import pytest
 
 from client_support import addresses, make_client
 from pyps.storage.checkpoint import Checkpoint
+from pyps_client.push import Plan
 from pyps_client.vectors import Vector
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH, Receipt
@@ -83,7 +84,7 @@ class Rounds:
 
     def _train(self) -> None:
         while not self._ends.is_set():
-            self.receipts.append(self._session.exchange([self._gradient], [self._parameters]))
+            self.receipts.append(self._session.exchange(Plan([self._gradient], [self._parameters])))
             if self._session.pull_needed:
                 self._session.pull([self._parameters])
 

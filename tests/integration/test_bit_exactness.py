@@ -12,6 +12,7 @@ import pytest
 from client_support import addresses, start_servers
 from pyps_client import Launch, Observer, Session
 from pyps_client.conversion import NUMPY, Converter
+from pyps_client.push import Plan
 from pyps_client.torch.memory import TorchConverter
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.codecs import codec_of
@@ -87,7 +88,7 @@ class Worker:
         present = [seed % 3 != index for index in range(len(self.session.model.tensors))]
         self.session.clock += 1
         if self._exchanges:
-            receipts = self.session.exchange(self._gradient, self.parameters, present=present, example_count=8)
+            receipts = self.session.exchange(Plan(self._gradient, self.parameters, present=present, example_count=8))
         else:
             receipts = self.session.push(self._gradient, present=present, example_count=8)
             if not self.session.pull_needed:

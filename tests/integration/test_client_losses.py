@@ -20,7 +20,7 @@ from client_support import (
     start_servers,
 )
 from pyps_client import RunFinished, ServerUnavailable, StateLost
-from pyps_client.push import GroupRate
+from pyps_client.push import GroupRate, Plan
 from pyps_wire.common_pb2 import OUTCOME_APPLIED, REASON_EPOCH
 from support import AnyServer, inspect, wait_until
 
@@ -146,7 +146,7 @@ def test_workers_go_on_after_kill_and_resume(start_server_process: Start, tmp_pa
     client.pull()
     restarted.kill()
     start_server_process(*checkpoints, "--resume", "--port", port)
-    refused = client.session.exchange([client._gradient], [client._parameters])
+    refused = client.session.exchange(Plan([client._gradient], [client._parameters]))
     assert {receipt.reason for receipt in refused} == {REASON_EPOCH}
     assert client.session.pull_needed
     resumed = client.pull()

@@ -20,6 +20,7 @@ from pyps.launcher.ports import free_port
 from pyps_client import Launch, ModelMismatch, Observer, PypsError, RunFinished, Session, Superseded, lease
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.join import model_of_run
+from pyps_client.push import Plan
 from pyps_wire.errors import ReplicaLost
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
@@ -126,7 +127,7 @@ def test_a_replica_founds_a_run_and_each_process_speaks_of_its_own_shards_alone(
             np.testing.assert_array_equal(lent.parameters[0], vectors_of(whole_tensors())[peers.index])
             lent.gradients[0][0][:] = 1.0
             first = session.push(lent.gradients[0])
-            second = session.exchange(lent.gradients[0], lent.parameters)
+            second = session.exchange(Plan(lent.gradients[0], lent.parameters))
             np.testing.assert_allclose(lent.parameters[0], vectors_of(moved(-2.0))[peers.index], rtol=1e-6, atol=1e-6)
             assert session.transport == transport
             peers.all_gather("looked at")
@@ -238,7 +239,7 @@ def test_a_look_at_the_run_tells_its_cut(start_server: Start) -> None:
 def test_the_norm_that_is_clipped_to_is_of_all_processes(start_server: Start) -> None:
     servers = start_servers(start_server, 2, "--clip-norm", "1.0")
     told = addresses(servers)
-    in_replica(told, lambda session, peers: session.exchange(ones(session), pulled(session)))
+    in_replica(told, lambda session, peers: session.exchange(Plan(ones(session), pulled(session))))
     assert_equal(snapshot(told), moved(-1 / np.sqrt(CUT.num_parameters)))
 
 
@@ -249,7 +250,7 @@ def test_all_processes_know_of_the_runs_end_by_the_same_push(start_server: Start
     def work(session: Session, peers: ThreadPeers) -> list[bool]:
         seen, parameters = [], pulled(session)
         while not session.finished:
-            session.exchange(ones(session), parameters)
+            session.exchange(Plan(ones(session), parameters))
             seen.append(session.finished)
         with pytest.raises(RunFinished):
             session.push(ones(session))
@@ -309,7 +310,7 @@ def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_
 
     def work(session: Session, peers: ThreadPeers) -> None:
         parameters = pulled(session)
-        session.exchange(ones(session), parameters)
+        session.exchange(Plan(ones(session), parameters))
         peers.all_gather("before")
         if peers.index == 0:
             for index in (0, 1):
@@ -318,7 +319,7 @@ def test_a_server_comes_back_from_its_checkpoint_and_both_processes_go_on(start_
         peers.all_gather("after")
         # The first push after a restore may be refused as one of another epoch; then all processes pull.
         for _ in range(10):
-            receipts = session.exchange(ones(session), parameters)
+            receipts = session.exchange(Plan(ones(session), parameters))
             taken = peers.all_reduce([float(all(receipt.version_after == 2 for receipt in receipts))])[0]
             if session.pull_needed:
                 session.pull(parameters)
@@ -362,7 +363,7 @@ def test_a_process_whose_sibling_failed_learns_of_it_by_its_next_call(start_serv
     assert f"'r/{failing}'" in said and "out of memory" in said
     # The other replica's way is free.
     with session_of(told) as session:
-        assert len(session.exchange(ones(session), pulled(session))) == 5
+        assert len(session.exchange(Plan(ones(session), pulled(session)))) == 5
 
 
 def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server: Start) -> None:
@@ -374,7 +375,7 @@ def test_a_later_life_of_a_replica_takes_over_as_a_whole(start_server: Start) ->
         # Of one part or the other: a later life of one process is one of all.
         wait_until(lambda: is_out(old[peers.index]), what="the end of the older life")
         peers.all_gather("alone")
-        return len(session.exchange(ones(session), pulled(session)))
+        return len(session.exchange(Plan(ones(session), pulled(session))))
 
     try:
         assert in_replica(told, work) == [3, 2]

@@ -28,6 +28,7 @@ from client_support import (
 from pyps.core.arrays import Floats
 from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable
 from pyps_client.launch import Launch
+from pyps_client.push import Plan
 from pyps_client.retry import RetryPolicy
 from pyps_client.transport import grpc as open_stream
 from pyps_client.transport import named
@@ -121,7 +122,7 @@ def test_the_same_gradients_in_vectors_that_nobody_lent_go_by_grpc(start_server:
         mine = np.empty(400_000, np.float32)
         for step in range(3):
             gradients = gradients_like(LARGE, step)
-            session.exchange([gradients["w"]], [mine])
+            session.exchange(Plan([gradients["w"]], [mine]))
             reference.step(gradients)
             reference.check({"w": mine})
 
@@ -186,7 +187,7 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
                     parameters[:] = 0.0
                     gradient[:] = np.nan
                 try:
-                    session.exchange([gradient], [parameters])
+                    session.exchange(Plan([gradient], [parameters]))
                 except ForkedClient as error:
                     session.close()
                     assert f"before process {os.getpid()} was forked" in str(error)
@@ -201,7 +202,7 @@ def test_a_forked_child_keeps_its_hands_off_the_memory_and_the_socket(start_serv
         gradients = gradients_like(LARGE, 0)
         reference.step(gradients)
         gradient[:] = gradients["w"]
-        session.exchange([gradient], [parameters])
+        session.exchange(Plan([gradient], [parameters]))
         reference.check({"w": parameters})
 
 
@@ -348,7 +349,7 @@ def test_ctrl_c_ends_a_pull_that_a_server_of_the_process_holds_and_the_next_step
             session.pull([parameters], min_versions={0: 99}, wait_seconds=600)
         interrupting.result(DEADLINE_SECONDS)
         wait_until(lambda: not inspect(server.control, "GetStatus").waiting_for, what="the end of the pull")
-        assert {receipt.outcome for receipt in session.exchange([gradient], [parameters])} == {OUTCOME_APPLIED}
+        assert {receipt.outcome for receipt in session.exchange(Plan([gradient], [parameters]))} == {OUTCOME_APPLIED}
         assert session.transport == "in_process"
 
 
@@ -387,7 +388,7 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
         assert session.checks_first
         path.unlink()
         cut_link()
-        receipts = session.exchange([gradient], [parameters])
+        receipts = session.exchange(Plan([gradient], [parameters]))
 
         assert [receipt.reason for receipt in receipts] == [REASON_NOT_FINITE] * session.partition.num_shards
         assert (session.transport, session.checks_first) == ("grpc", False)
@@ -396,7 +397,7 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
         session.snapshot([served])
         np.testing.assert_array_equal(served, before)
         gradient[399_999] = 1.0
-        receipts = session.exchange([gradient], [parameters])
+        receipts = session.exchange(Plan([gradient], [parameters]))
         assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
         assert (parameters != before).all()
 
