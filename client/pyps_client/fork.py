@@ -10,9 +10,9 @@ from pyps_wire.errors import ForkedClient
 # Grows in each forked child, so that objects made before the fork can tell.
 generation = 0
 
-# What the parent's connections are made of. A child must not free it either: freeing talks to threads it has
-# not got.
-_kept_alive: set[object] = set()
+# What the connections of this process are made of, until they are closed. A forked child, which closes none, must not
+# free it either: freeing talks to threads it has not got.
+kept_alive: set[object] = set()
 
 
 def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Callable[[], object] | None = None) -> None:
@@ -45,18 +45,6 @@ class ForkGuard:
         """Raises ForkedClient in a forked child."""
         if self.generation != generation:
             raise ForkedClient(
-                f"This pyps client was made before process {os.getpid()} was forked and works only in the "
-                "parent. Make "
-                "a client in the child, or start the child with spawn (DataLoader: "
-                "multiprocessing_context='spawn')."
+                f"This pyps client was made before process {os.getpid()} was forked and works only in the parent. Make "
+                "a client in the child, or start the child with spawn (DataLoader: multiprocessing_context='spawn')."
             )
-
-
-def keep_alive(resource: object) -> None:
-    """Holds on to a resource until `let_go`, which a forked child never calls."""
-    _kept_alive.add(resource)
-
-
-def let_go(resource: object) -> None:
-    """Ends `keep_alive`, in the process that made the resource."""
-    _kept_alive.discard(resource)

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from pyps_client import log
-from pyps_client.fork import ForkGuard, at_fork, keep_alive
+from pyps_client.fork import ForkGuard, at_fork, kept_alive
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS
 from pyps_wire import allocator
@@ -205,7 +205,7 @@ def _abandoned(worker: Any, guard: ForkGuard) -> None:
     """
     if guard.in_child:
         # Its connections are the parent's.
-        keep_alive(worker)
+        kept_alive.add(worker)
     elif worker in _open:
         done = _thread.allocate_lock()
         done.acquire()

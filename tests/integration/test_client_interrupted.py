@@ -86,7 +86,8 @@ def interrupt_an_exchange(servers: list[ServerProcess], transport: str, slow: in
 INTERRUPTED = """
 import sys
 import numpy as np
-from pyps_client import Client, open_stream
+from pyps_client import Client
+from pyps_client.transport import grpc as open_stream
 
 if sys.argv[3] == "queued":
     open_stream.cygrpc = None

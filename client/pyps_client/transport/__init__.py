@@ -83,15 +83,15 @@ class Link(ABC):
     transport: ClassVar[str]
 
     def __init__(self) -> None:
+        self.lost = False
         self._turn = threading.Lock()
         # Whether the request under way is one that the server holds until it is time.
         self._parked = False
-        self.lost = False
 
     def begin(self, *, parks: bool = False) -> bool:
-        """Takes the link for one request. False where the server holds another thread's until it is time.
+        """Takes the link for one request, which `parks` where the server may hold it until it is time.
 
-        `parks` tells that this request may be held so.
+        False where another thread's parks.
         """
         if not self._turn.acquire(blocking=False):
             while not self._turn.acquire(timeout=LOOK_SECONDS):
@@ -145,11 +145,6 @@ class Transport(ABC):
         """Why no memory can be shared with the server that gave this reply; empty where nothing speaks against it."""
         return NO_OFFER
 
-    def check_shareable(self, server: str, reply: HelloReply) -> None:
-        """Raises ServerUnavailable where no memory can be shared with the server that gave this reply."""
-        if reason := self.hindrance(reply):
-            raise cannot_share(server, reason)
-
 
 # Loaded when they are used: one of them needs what only Linux has, another may have no server to call.
 _CLASSES = {
@@ -178,16 +173,15 @@ def named(name: str) -> Transport:
     if name == "auto" and not _has_shared_memory():
         name = "grpc"
     module, _, of_module = _CLASSES[name].partition(":")
-    made: Transport = getattr(importlib.import_module(module), of_module)()
-    return made
+    return getattr(importlib.import_module(module), of_module)()  # type: ignore[no-any-return]
 
 
 def cannot_share(server: str, reason: str) -> ServerUnavailable:
     """The error for a worker that insists on shared memory which a server does not share."""
     return ServerUnavailable(
-        f"transport is 'shm', but no memory can be shared with {server}: {reason}. Run worker and "
-        "server on one machine, as one user, with the server's --local-socket where both see it; or set "
-        "transport (PYPS_TRANSPORT) to 'auto'."
+        f"transport is 'shm', but no memory can be shared with {server}: {reason}. Run worker and server on one "
+        "machine, as one user, with the server's --local-socket where both see it; or set transport (PYPS_TRANSPORT) "
+        "to 'auto'."
     )
 
 

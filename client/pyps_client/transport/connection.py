@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Operation = Callable[[Channel, threading.Event], T]
+# Introduces a caller again to a server that was lost, on a new channel, by a call that may take so long.
+Rejoin = Callable[["Connection", Channel, float], object]
 
 # A call with tensors may take this long, and longer by its size. A slow link that still moves is not cut:
 # what came through before the deadline counts, and the next call goes on from there.
@@ -95,10 +97,7 @@ class Connection:
         self._cut_because = problem
         with self._lock:
             channel, self._channel = self._channel, None
-        if self._link is not None:
-            self._link.close()
-        if channel is not None:
-            channel.close()
+        _close(self._link, channel)
 
     @property
     def link(self) -> Link | None:
@@ -123,8 +122,7 @@ class Connection:
         """Gives up the local link: lent vectors go by gRPC."""
         with self._lock:
             link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        _close(link)
 
     def attach(self, offer: LocalTransport, lending: Lending, sender: Sender) -> None:
         """Opens the local link anew, if it is not open. Raises LinkLost or a PypsError that says why it cannot be."""
@@ -137,8 +135,7 @@ class Connection:
         with self._lock:
             if not self._closed and self.link is None:
                 spare, self._link = self._link, link
-        if spare is not None:
-            spare.close()
+        _close(spare)
 
     def close(self) -> None:
         """Ends the connection for good; in a forked child only forgets it."""
@@ -147,17 +144,14 @@ class Connection:
         with self._lock:
             channel, self._channel, self._closed = self._channel, None, True
             link, self._link = self._link, None
-        if link is not None:
-            link.close()
-        if channel is not None:
-            channel.close()
+        _close(link, channel)
 
     def persist(
         self,
         operation: Operation[T],
-        *,
-        rejoin: Callable[[Connection, Channel, float], object],
         stop: threading.Event,
+        *,
+        rejoin: Rejoin,
         policy: RetryPolicy,
     ) -> T:
         """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
@@ -219,14 +213,10 @@ class Servers:
         self,
         launch: Launch,
         *,
-        rejoin: Callable[[Connection, Channel, float], object],
+        rejoin: Rejoin,
         contacts: Sequence[int] | None = None,
     ) -> None:
-        """`rejoin` introduces the caller again to a server that was lost.
-
-        `contacts`: the indices of the servers that the caller has to do with, 0 first; by default all. No other is
-        ever called.
-        """
+        """`contacts`: the servers that the caller has to do with, 0 first; by default all. No other is ever called."""
         indices = range(len(launch.servers)) if contacts is None else contacts
         outage = Outage()
         self.connections = [Connection(index, launch=launch, outage=outage) for index in indices]
@@ -243,9 +233,11 @@ class Servers:
             if len(operations) == 1:
                 # On this thread: nobody else's failure could end it.
                 [operation], stop = operations, self._threads.closed
-                return [self.connections[0].persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)]
-            pairs = zip(self.connections, operations, strict=True)
-            tasks = [partial(self._persist, connection, operation) for connection, operation in pairs]
+                return [self.connections[0].persist(operation, stop, rejoin=self._rejoin, policy=self._loss)]
+            tasks = [
+                partial(connection.persist, operation, rejoin=self._rejoin, policy=self._loss)
+                for connection, operation in zip(self.connections, operations, strict=True)
+            ]
             return self._threads.run(tasks, cut=self._cut)
         except Exception:
             raise
@@ -314,9 +306,6 @@ class Servers:
         for connection in self.connections:
             connection.close()
 
-    def _persist(self, connection: Connection, operation: Operation[T], stop: threading.Event) -> T:
-        return connection.persist(operation, rejoin=self._rejoin, stop=stop, policy=self._loss)
-
     def _cut(self) -> None:
         for connection in self.connections:
             connection.cut()
@@ -342,6 +331,12 @@ def contacts_of(own: Partition, whole: Partition, *, leads: bool) -> list[int]:
         for index in range(whole.num_servers)
         if index == 0 or own.of_server(index) or (leads and not whole.of_server(index))
     ]
+
+
+def _close(*ways: Channel | Link | None) -> None:
+    for way in ways:
+        if way is not None:
+            way.close()
 
 
 def call_seconds(num_bytes: int) -> float:

@@ -20,14 +20,7 @@ from pyps_client.log import logger
 from pyps_client.retry import Busy, LinkLost
 from pyps_client.transport import Channel, Reply, Take, Transport
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
-from pyps_wire.errors import (
-    METADATA_KEY,
-    LimitExceeded,
-    ProtocolMismatch,
-    PypsError,
-    ServerUnavailable,
-    from_status,
-)
+from pyps_wire.errors import METADATA_KEY, LimitExceeded, ProtocolMismatch, PypsError, ServerUnavailable, from_status
 
 try:
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
@@ -69,14 +62,13 @@ class GrpcChannel(Channel):
         self.address = address
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._grpc = grpc.insecure_channel(address, options=_options(use_proxy))
-        fork.keep_alive(self._grpc)
+        fork.kept_alive.add(self._grpc)
         self._lock = threading.Lock()
         # By method; changed under _lock, and read without.
         self._streams: dict[str, DirectStream | QueuedStream] = {}
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        message: Reply = self._verdict(self._unary(method, request, reply), request, timeout_seconds)
-        return message
+        return self._reply(self._unary(method, request, reply), request, timeout_seconds)  # type: ignore[no-any-return]
 
     def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
         return self._unary(method, request, reply).future(request, timeout=timeout_seconds, metadata=self._metadata)
@@ -88,63 +80,18 @@ class GrpcChannel(Channel):
         stream = self._streams.get(method) or self._open_stream(method)
         try:
             stream.round(frames, take, timeout_seconds=timeout_seconds)
-        except StreamEnded as ended:
-            self._forget(method, stream)
-            verdict = _verdict_of(ended.code, ended.details, ended.metadata, self.address)
+        except BaseException as error:
+            with self._lock:
+                if self._streams.get(method) is stream:
+                    del self._streams[method]
+            stream.close()
+            if not isinstance(error, grpc.RpcError):
+                raise
+            verdict = translate(error, self.address)
             raise (Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict) from None
-        except BaseException:
-            self._forget(method, stream)
-            raise
 
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
         start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
-        return self._answers(start, request, timeout_seconds)
-
-    def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
-        message: Reply = self._verdict(start, iter(requests), timeout_seconds)
-        return message
-
-    def close(self) -> None:
-        with self._lock:
-            streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.close()
-        self._grpc.close()
-        fork.let_go(self._grpc)
-
-    def _unary(self, method: str, request: Message, reply: type[Reply]) -> Any:
-        return self._grpc.unary_unary(
-            METHODS[method],
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=reply.FromString,
-        )
-
-    def _open_stream(self, method: str) -> DirectStream | QueuedStream:
-        with self._lock:
-            stream = self._streams.get(method)
-            if stream is None:
-                try:
-                    stream = self._streams[method] = open_stream(self._grpc, METHODS[method], self._metadata)
-                except ValueError:
-                    raise LinkLost("the channel was closed") from None
-            return stream
-
-    def _forget(self, method: str, stream: DirectStream | QueuedStream) -> None:
-        with self._lock:
-            if self._streams.get(method) is stream:
-                del self._streams[method]
-        stream.close()
-
-    def _verdict(self, start: Any, request: Any, timeout_seconds: float) -> Any:
-        try:
-            return start(request, timeout=timeout_seconds, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise translate(error, self.address) from None
-        except ValueError:
-            raise LinkLost("the channel was closed") from None
-
-    def _answers(self, start: Any, request: Any, timeout_seconds: float) -> Iterator[bytes]:
         answered = 0
         try:
             call = start(request, timeout=timeout_seconds, metadata=self._metadata)
@@ -163,15 +110,59 @@ class GrpcChannel(Channel):
         finally:
             call.cancel()
 
+    def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
+        start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
+        return self._reply(start, iter(requests), timeout_seconds)  # type: ignore[no-any-return]
 
-class StreamEnded(Exception):
-    """The stream ended before its round did. Never leaves this package."""
+    def close(self) -> None:
+        with self._lock:
+            streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.close()
+        self._grpc.close()
+        fork.kept_alive.discard(self._grpc)
 
-    def __init__(self, code: grpc.StatusCode, details: str, metadata: Any) -> None:
+    def _unary(self, method: str, request: Message, reply: type[Reply]) -> Any:
+        return self._grpc.unary_unary(
+            METHODS[method],
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=reply.FromString,
+        )
+
+    def _open_stream(self, method: str) -> DirectStream | QueuedStream:
+        with self._lock:
+            stream = self._streams.get(method)
+            if stream is None:
+                try:
+                    stream = self._streams[method] = open_stream(self._grpc, METHODS[method], self._metadata)
+                except ValueError:
+                    raise LinkLost("the channel was closed") from None
+            return stream
+
+    def _reply(self, start: Any, request: Any, timeout_seconds: float) -> Any:
+        try:
+            return start(request, timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise translate(error, self.address) from None
+        except ValueError:
+            raise LinkLost("the channel was closed") from None
+
+
+class StreamEnded(grpc.RpcError):
+    """The stream ended before its round did."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, metadata: Any = ()) -> None:
         super().__init__(details)
-        self.code = code
-        self.details = details
-        self.metadata = metadata
+        self._told = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._told[0]
+
+    def details(self) -> str:
+        return self._told[1]
+
+    def trailing_metadata(self) -> Any:
+        return self._told[2]
 
 
 def open_stream(channel: grpc.Channel, path: str, metadata: Metadata) -> DirectStream | QueuedStream:
@@ -206,7 +197,7 @@ class DirectStream:
             ((cygrpc.ReceiveInitialMetadataOperation(0),), _GREETED),
         )
         self._call = core.segregated_call(0, path.encode(), None, None, metadata, None, begin, None)
-        fork.keep_alive(self._call)
+        fork.kept_alive.add(self._call)
         # Operations begun whose ends have not been fetched: as long as there is one there is something to wait for.
         self._due = {_OPENED, _ENDED, _GREETED}
         self._end: StreamEnded | None = None
@@ -215,7 +206,7 @@ class DirectStream:
     def round(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
         """Sends the frames, each made when the one before has left, and hands replies to `take` until it says so.
 
-        Sending and reading go on at the same time. Raises StreamEnded; after any exception the stream is of no use.
+        Sending and reading go on at the same time. Raises grpc.RpcError; after any exception the stream is of no use.
         """
         watchdog, due = self._watchdog, self._due
         with self._turn:
@@ -245,12 +236,9 @@ class DirectStream:
                         if take(message):
                             break
                     elif event.tag in (_RECEIVED, _ENDED):
-                        self._drain()
                         raise self._ended()
-            except StreamEnded:
-                raise
             except Exception as error:
-                if not _is_of_grpcio(error):
+                if isinstance(error, StreamEnded) or not _is_of_grpcio(error):
                     raise
                 raise _given_up(error) from None
             watchdog.deadline = math.inf
@@ -264,14 +252,14 @@ class DirectStream:
             # Amid a round its own thread fetches what is due; a signal's handler may run in that very thread.
             if self._turn.acquire(blocking=False):
                 try:
-                    self._drain()
+                    self._ended()
                 finally:
                     self._turn.release()
         except Exception as error:
             if not _is_of_grpcio(error):
                 raise
             _given_up(error)
-        fork.let_go(self._call)
+        fork.kept_alive.discard(self._call)
 
     def _begin(self, operations: tuple[Any, ...], tag: int) -> None:
         begun = False
@@ -284,7 +272,6 @@ class DirectStream:
                 self._due.discard(tag)
         if not begun:
             # The call is over; its end says why.
-            self._drain()
             raise self._ended()
 
     def _fetch(self) -> Any:
@@ -305,13 +292,11 @@ class DirectStream:
             self._end = StreamEnded(code, end.details() or "", end.trailing_metadata())
         return event
 
-    def _drain(self) -> None:
+    def _ended(self) -> StreamEnded:
         """Fetches all that is due, so that nothing of the call is left; only once it has ended, or was given up."""
         while self._due:
             self._fetch()
-
-    def _ended(self) -> StreamEnded:
-        return self._end or StreamEnded(grpc.StatusCode.CANCELLED, "the stream was closed", ())
+        return self._end or StreamEnded(grpc.StatusCode.CANCELLED, "the stream was closed")
 
     def _expire(self) -> None:
         self._call.cancel(grpc.StatusCode.DEADLINE_EXCEEDED.value[0], "no answer in time")
@@ -325,7 +310,7 @@ class QueuedStream:
         self._rounds: queue.SimpleQueue[Iterator[bytes] | None] = queue.SimpleQueue()
         start: Any = channel.stream_stream(path)
         self._call = start(_frames_of(self._rounds), metadata=metadata)
-        fork.keep_alive(self._call)
+        fork.kept_alive.add(self._call)
         self._expired = False
         self._watchdog = Watchdog(self._expire)
 
@@ -339,21 +324,18 @@ class QueuedStream:
                 while not take(next(self._call)):
                     continue
             except StopIteration:
-                raise StreamEnded(grpc.StatusCode.OK, "", ()) from None
-            except grpc.RpcError as error:
-                raise self._ended(error) from None
+                raise StreamEnded(grpc.StatusCode.OK, "") from None
+            except grpc.RpcError:
+                if self._expired:
+                    raise StreamEnded(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time") from None
+                raise
             self._watchdog.deadline = math.inf
 
     def close(self) -> None:
         self._watchdog.end()
         self._rounds.put(None)
         self._call.cancel()
-        fork.let_go(self._call)
-
-    def _ended(self, error: Any) -> StreamEnded:
-        if self._expired:
-            return StreamEnded(grpc.StatusCode.DEADLINE_EXCEEDED, "no answer in time", ())
-        return StreamEnded(error.code(), error.details() or "", error.trailing_metadata() or ())
+        fork.kept_alive.discard(self._call)
 
     def _expire(self) -> None:
         self._expired = True
@@ -381,7 +363,7 @@ def _given_up(error: Exception) -> StreamEnded:
     if cygrpc is not None:
         cygrpc = None
         logger.warning("grpcio %s: the direct stream failed (%r): the slower way from now on", grpc.__version__, error)
-    return StreamEnded(grpc.StatusCode.UNAVAILABLE, "the direct stream failed", ())
+    return StreamEnded(grpc.StatusCode.UNAVAILABLE, "the direct stream failed")
 
 
 class Watchdog:
@@ -433,31 +415,23 @@ def _watch(watchdog: weakref.ref[Watchdog], ended: threading.Event, seconds: flo
 def problem_of(call: Any) -> Exception | None:
     """What went wrong with a call that `Channel.start` began, once it is over; None for nothing."""
     try:
-        problem: Exception | None = call.exception()
+        return call.exception()  # type: ignore[no-any-return]
     except grpc.FutureCancelledError as error:
         return error
-    return problem
 
 
 def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
     """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
-    return _verdict_of(error.code(), error.details() or "", error.trailing_metadata(), address, answered=answered)
-
-
-def _verdict_of(
-    code: grpc.StatusCode, details: str, metadata: Any, address: str, *, answered: int = 0
-) -> PypsError | LinkLost:
-    status = code.name
-    if code is grpc.StatusCode.OK:
+    status, details = error.code().name, error.details() or ""
+    if status == "OK":
         return LinkLost("the server ended the stream", answered=answered)
-    name = next((str(value) for key, value in metadata or () if key == METADATA_KEY), None)
+    name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
     if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
         return LinkLost(_reason(status, details), answered=answered)
     if name is None and status == "UNIMPLEMENTED":
         return ProtocolMismatch(
             f"{address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default "
-            f"{DATA_PORT}), "
-            f"not the control port ({CONTROL_PORT})."
+            f"{DATA_PORT}), not the control port ({CONTROL_PORT})."
         )
     return from_status(status, f"{details} (server {address})", name)
 
@@ -484,8 +458,7 @@ def _reason(status: str, details: str) -> str:
 
 def _options(use_proxy: bool) -> list[tuple[str, int]]:
     return [
-        # The server states and enforces the bounds on messages; here they would only be a second setting to
-        # raise.
+        # The server states and enforces the bounds on messages; here they would only be a second setting to raise.
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
         ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
@@ -495,8 +468,7 @@ def _options(use_proxy: bool) -> list[tuple[str, int]]:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.enable_http_proxy", int(use_proxy)),
-        # No sharing of connections with other channels of this process, nor lookups of service
-        # configurations.
+        # No sharing of connections with other channels of this process, nor lookups of service configurations.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.service_config_disable_resolution", 1),
         # Pushes are sent again by us, from the buffers: gRPC need not keep copies for retries of its own.

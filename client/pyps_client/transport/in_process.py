@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as Overdue
+from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -53,14 +53,14 @@ class InProcessChannel(Channel):
     def exchange(
         self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
     ) -> None:
-        for message in self._told(method, frames, timeout_seconds):
+        for message in self._answers(method, frames, timeout_seconds):
             take(message)
 
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
-        return self._told(method, [request.SerializeToString()], timeout_seconds)
+        return self._answers(method, [request.SerializeToString()], timeout_seconds)
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        [message] = self._answers(method, requests, timeout_seconds)
+        [message] = self._answers(method, requests, timeout_seconds, streams=False)
         return reply.FromString(message)
 
     def close(self) -> None:
@@ -69,32 +69,29 @@ class InProcessChannel(Channel):
         for call in calls:
             call.cancel()
 
-    def _told(self, method: str, requests: Iterable[bytes], timeout_seconds: float) -> Iterator[bytes]:
-        """The answers; an error tells how many had come."""
-        answered = 0
-        try:
-            for message in self._answers(method, requests, timeout_seconds):
-                answered += 1
-                yield message
-        except LinkLost as lost:
-            lost.answered = answered
-            raise
-        except LimitExceeded as error:
-            raise Busy(str(error), answered=answered) from None
-
-    def _answers(self, method: str, requests: Iterable[bytes], timeout_seconds: float) -> Iterator[bytes]:
+    def _answers(
+        self, method: str, requests: Iterable[bytes], timeout_seconds: float, *, streams: bool = True
+    ) -> Iterator[bytes]:
+        """The answers; an error tells how many had come. What exceeds a stream's limits may fit in later."""
         inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         with self._lock:
             if self._closed:
                 raise LinkLost("the channel was closed")
-            call = server_at(self.address).call(METHODS[method], iter(requests), inbox.put)
+            call = _server_at(self.address).call(METHODS[method], iter(requests), inbox.put)
             self._calls.add(call)
         call.add_done_callback(lambda _: inbox.put(None))
         deadline = time.monotonic() + timeout_seconds
+        answered = 0
         try:
-            while (message := _next(inbox, deadline)) is not None:
+            while (message := _awaited(partial(inbox.get, True), deadline)) is not None:
+                answered += 1
                 yield message
-            outcome(call, self.address, timeout_seconds)
+            _outcome(call, self.address, deadline)
+        except LimitExceeded as error:
+            raise Busy(str(error), answered=answered) if streams else error from None
+        except LinkLost as lost:
+            lost.answered = answered
+            raise
         finally:
             call.cancel()
             with self._lock:
@@ -111,27 +108,18 @@ class InProcessLink(Link):
         self._end = end
         self._address = address
 
-    @classmethod
-    def attach(cls, address: str, lending: Lending, sender: Sender) -> InProcessLink:
-        """Hands the lent vectors to the server. Raises LinkLost or a PypsError that says why it cannot be."""
-        assert lending.segment is not None
-        request = lending.attach_request(sender, b"").attach
-        attaching = server_at(address).attach(request, lending.segment.whole)
-        return cls(outcome(attaching, address, ATTACH_SECONDS), address)
-
     def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
         try:
-            return outcome(self._end.request(request), self._address, timeout_seconds)
-        except LinkLost as lost:
-            self.close()
-            raise LocalLost(str(lost)) from None
+            return _outcome(self._end.request(request), self._address, time.monotonic() + timeout_seconds)
         except LimitExceeded as error:
             raise Busy(str(error)) from None
         except PypsError:
             raise
-        except BaseException:
+        except BaseException as error:
             # It may be worked on still, which the next request must not meet.
             self.close()
+            if isinstance(error, LinkLost):
+                raise LocalLost(str(error)) from None
             raise
 
     def close(self) -> None:
@@ -154,11 +142,13 @@ class InProcess(Transport):
         return LocalTransport(address=address)
 
     def attach(self, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> Link:
-        return InProcessLink.attach(offer.address, lending, sender)
+        assert lending.segment is not None
+        address, request = offer.address, lending.attach_request(sender, b"").attach
+        attaching = _server_at(address).attach(request, lending.segment.whole)
+        return InProcessLink(_outcome(attaching, address, time.monotonic() + ATTACH_SECONDS), address)
 
 
-def server_at(address: str) -> Server:
-    """The server of this process that has that address. Raises LinkLost where none has."""
+def _server_at(address: str) -> Server:
     server = SERVERS.get(address)
     if server is None:
         others = ", ".join(SERVERS) or "none"
@@ -166,28 +156,26 @@ def server_at(address: str) -> Server:
     return server
 
 
-def outcome(future: Future[T], address: str, timeout_seconds: float) -> T:
+def _outcome(future: Future[T], address: str, deadline: float) -> T:
     """What came of it, in the client's errors; given up where it does not come in time."""
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            return future.result(SIGNAL_SECONDS)
-        except Overdue:
-            if time.monotonic() >= deadline:
-                future.cancel()
-                raise LinkLost("no answer within the call's deadline") from None
-        except CancelledError:
-            raise LinkLost("the channel was closed") from None
-        except ServerUnavailable as error:
-            raise LinkLost(str(error)) from None
-        except PypsError as error:
-            raise from_status(error.status, f"{error} (server {address})", type(error).__name__) from None
+    try:
+        return _awaited(future.result, deadline)
+    except LinkLost:
+        future.cancel()
+        raise
+    except CancelledError:
+        raise LinkLost("the channel was closed") from None
+    except ServerUnavailable as error:
+        raise LinkLost(str(error)) from None
+    except PypsError as error:
+        raise from_status(error.status, f"{error} (server {address})", type(error).__name__) from None
 
 
-def _next(inbox: queue.SimpleQueue[bytes | None], deadline: float) -> bytes | None:
+def _awaited(wait: Callable[[float], T], deadline: float) -> T:
+    """What `wait` returns, at the latest then."""
     while True:
         try:
-            return inbox.get(timeout=SIGNAL_SECONDS)
-        except queue.Empty:
+            return wait(SIGNAL_SECONDS)
+        except (TimeoutError, queue.Empty):
             if time.monotonic() >= deadline:
                 raise LinkLost("no answer within the call's deadline") from None

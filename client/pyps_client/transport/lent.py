@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -75,23 +76,43 @@ class Layout:
     # Whether vectors that no other process sees are float32, converted on their way.
     converts: bool = False
 
-    def lists(self) -> Iterator[Codec]:
+    @property
+    def codecs(self) -> list[Codec]:
         """The codec of each list of vectors: the gradients', then the parameters'."""
-        yield from [self.codec] * self.gradient_buffers
-        yield self.pull_codec
+        return [self.codec] * self.gradient_buffers + [self.pull_codec]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of a segment that holds them all."""
+        return self._laid_out[1]
+
+    @property
+    def offsets(self) -> list[list[int]]:
+        """Where each vector begins in such a segment, list by list."""
+        return self._laid_out[0]
+
+    @cached_property
+    def _laid_out(self) -> tuple[list[list[int]], int]:
+        offsets: list[list[int]] = []
+        end = HEAD_BYTES
+        for codec in self.codecs:
+            offsets.append([])
+            for size in self.model.group_sizes:
+                offsets[-1].append(end)
+                end += -(-codec.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return offsets, end
 
 
 class Lending:
     """What one session has lent, in its own memory or in a segment."""
 
     def __init__(self, layout: Layout, segment: Memory | None = None) -> None:
-        """In a segment of `segment_bytes(layout)`; without one in the process's own memory."""
+        """In a segment of `layout.num_bytes`; without one in the process's own memory."""
         self.segment = segment
         self._layout = layout
-        self._offsets = _offsets(layout)
         converts = layout.converts and segment is None
         lists: list[list[npt.NDArray[Any]]] = []
-        for codec, offsets in zip(layout.lists(), self._offsets, strict=True):
+        for codec, offsets in zip(layout.codecs, layout.offsets, strict=True):
             dtype = dtype_of(codec, converted=converts)
             places = zip(layout.model.group_sizes, offsets, strict=True)
             lists.append(
@@ -105,7 +126,7 @@ class Lending:
         assert self.segment is not None
         vectors = [
             LocalVectors(codec=codec, offsets=offsets)  # type: ignore[arg-type]
-            for codec, offsets in zip(self._layout.lists(), self._offsets, strict=True)
+            for codec, offsets in zip(self._layout.codecs, self._layout.offsets, strict=True)
         ]
         request = LocalRequest()
         request.attach.sender.CopyFrom(sender)
@@ -142,11 +163,10 @@ class Sharing:
         lending = self._shared(layout)
         if lending is not None:
             attached = [self._attach(connection, lending) for connection in self._connections]
-            if any(attached):
-                self._lending = lending
-                return lending
-        self._lending = Lending(layout)
-        return self._lending
+        if lending is None or not any(attached):
+            lending = Lending(layout)
+        self._lending = lending
+        return lending
 
     def greeted(self, connection: Connection, reply: HelloReply) -> None:
         """Notes a server's offer; one that had been lost and came back is handed the same memory again."""
@@ -178,14 +198,6 @@ class Sharing:
         names = {(connection.link or connection.channel).transport for connection in self._connections}
         return "mixed" if len(names) > 1 else names.pop()
 
-    @property
-    def checks_first(self) -> bool:
-        """Whether one server sees all that is pushed, before it applies any.
-
-        Where the link is lost before a push is sent, the push is looked through here (see push.Outgoing).
-        """
-        return len(self._connections) == 1 and self._connections[0].is_local
-
     def _shared(self, layout: Layout) -> Lending | None:
         """Vectors in a segment; None where nobody would see it, or it cannot be had."""
         if not self._launch.way.shares:
@@ -195,15 +207,14 @@ class Sharing:
             self._refuse(self._connections[0], NO_OFFER)
             return None
         try:
-            for codec in layout.lists():
+            for codec in layout.codecs:
                 codec.require_divisible()
-            return Lending(layout, self._launch.way.memory(segment_bytes(layout)))
+            return Lending(layout, self._launch.way.memory(layout.num_bytes))
         except BadRequest as refused:
             self._refuse(offered[0], str(refused))
-            return None
         except OSError as error:
-            self._refuse(offered[0], f"{segment_bytes(layout)} bytes of memory to share cannot be had ({error})")
-            return None
+            self._refuse(offered[0], f"{layout.num_bytes} bytes of memory to share cannot be had ({error})")
+        return None
 
     def _attach(self, connection: Connection, lending: Lending) -> bool:
         """Hands the memory to a server; False where its gradients and parameters go by gRPC instead."""
@@ -228,28 +239,6 @@ class Sharing:
             raise cannot_share(connection.name, reason)
         connection.detach()
         logger.info("gradients and parameters go to and from %s by gRPC: %s", connection.name, reason)
-
-
-def segment_bytes(layout: Layout) -> int:
-    """The size of a segment that holds the layout."""
-    *_, (*_, last) = _offsets(layout)
-    return last + _whole_pages(layout.model.group_sizes[-1], layout.pull_codec)
-
-
-def _offsets(layout: Layout) -> list[list[int]]:
-    """Where each vector begins in a segment, list by list."""
-    offsets: list[list[int]] = []
-    end = HEAD_BYTES
-    for codec in layout.lists():
-        offsets.append([])
-        for size in layout.model.group_sizes:
-            offsets[-1].append(end)
-            end += _whole_pages(size, codec)
-    return offsets
-
-
-def _whole_pages(size: int, codec: Codec) -> int:
-    return -(-codec.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _same(vectors: Vectors, lent: Vectors) -> bool:

@@ -48,7 +48,29 @@ class SharedMemory(Grpc):
         return reply.local if reply.HasField("local") else None
 
     def attach(self, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> Link:
-        return SharedMemoryLink.attach(offer, lending, sender, name=name)
+        assert isinstance(lending.segment, Segment)
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link = SharedMemoryLink(connected, name=name)
+        try:
+            connected.settimeout(ATTACH_SECONDS)
+            connected.connect(_path_of(offer))
+            link.allow(ATTACH_SECONDS)
+            # The first byte carries the descriptor; the message follows.
+            request = lending.attach_request(sender, offer.ticket).SerializeToString()
+            message = _LENGTH.pack(len(request)) + request
+            sent = socket.send_fds(connected, [message], [lending.segment.fd])
+            if sent < len(message):
+                # Not for nothing: an empty send to an end that has answered and closed fails, and hides its answer.
+                connected.sendall(message[sent:])
+            reply = link.reply()
+            if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != lending.segment.nonce:
+                raise LocalLost("the process behind the socket does not see this worker's memory")
+        except BaseException as error:
+            link.close()
+            if isinstance(error, OSError):
+                raise _lost(error) from None
+            raise
+        return link
 
     def hindrance(self, reply: HelloReply) -> str:
         if not reply.HasField("local"):
@@ -88,52 +110,20 @@ class SharedMemoryLink(Link):
         self._timeout_seconds = 0.0
         _links.add(self)
 
-    @classmethod
-    def attach(cls, offer: LocalTransport, lending: Lending, sender: Sender, *, name: str) -> SharedMemoryLink:
-        """Connects and hands the segment over. Raises LinkLost or a PypsError that says why it cannot be."""
-        assert isinstance(lending.segment, Segment)
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link = cls(connected, name=name)
-        try:
-            connected.settimeout(ATTACH_SECONDS)
-            connected.connect(_path_of(offer))
-            link._allow(ATTACH_SECONDS)
-            # The first byte carries the descriptor; the message follows.
-            request = lending.attach_request(sender, offer.ticket).SerializeToString()
-            message = _LENGTH.pack(len(request)) + request
-            sent = socket.send_fds(connected, [message], [lending.segment.fd])
-            if sent < len(message):
-                # Not for nothing: an empty send to an end that has answered and closed fails, and hides its answer.
-                connected.sendall(message[sent:])
-            reply = link._reply()
-            if reply.WhichOneof("reply") != "attached" or reply.attached.nonce != lending.segment.nonce:
-                raise LocalLost("the process behind the socket does not see this worker's memory")
-        except OSError as error:
-            link.close()
-            raise LocalLost(error.strerror or str(error)) from None
-        except BaseException:
-            link.close()
-            raise
-        return link
-
     def request(self, request: LocalRequest, *, timeout_seconds: float) -> LocalReply:
         try:
             if timeout_seconds != self._timeout_seconds:
-                self._allow(timeout_seconds)
+                self.allow(timeout_seconds)
             message = request.SerializeToString()
             self._socket.sendall(_LENGTH.pack(len(message)) + message)
-            return self._reply()
-        except BlockingIOError:
-            self.close()
-            raise LocalLost("no answer within the call's deadline") from None
-        except OSError as error:
-            self.close()
-            raise LocalLost(error.strerror or str(error)) from None
+            return self.reply()
         except (PypsError, Busy):
             raise
-        except BaseException:
+        except BaseException as error:
             # A reply may be under way still, which the next request must not take for its own.
             self.close()
+            if isinstance(error, OSError):
+                raise _lost(error) from None
             raise
 
     def close(self) -> None:
@@ -151,7 +141,7 @@ class SharedMemoryLink(Link):
         self.lost = True
         self._socket.close()
 
-    def _allow(self, timeout_seconds: float) -> None:
+    def allow(self, timeout_seconds: float) -> None:
         """Sets how long the socket may wait: by the system's own means, since Python's cost a call each time."""
         self._timeout_seconds = timeout_seconds
         self._socket.setblocking(True)
@@ -162,8 +152,11 @@ class SharedMemoryLink(Link):
             microseconds = max(round(seconds * 1e6), 1)
             self._socket.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(*divmod(microseconds, 1_000_000)))
 
-    def _reply(self) -> LocalReply:
-        """Reads a reply; BlockingIOError when nothing comes for as long as the socket may wait."""
+    def reply(self) -> LocalReply:
+        """Reads a reply; BlockingIOError when nothing comes for as long as the socket may wait.
+
+        After that, or LocalLost, or whatever else does not come from the server, the link is to be closed.
+        """
         data, num_bytes, waited_seconds = b"", _LENGTH.size, 0.0
         while len(data) < num_bytes:
             try:
@@ -174,7 +167,6 @@ class SharedMemoryLink(Link):
                     raise
                 continue
             if not more:
-                self.close()
                 raise LocalLost("the server closed the local connection")
             data, waited_seconds = data + more, 0.0
             if len(data) >= _LENGTH.size:
@@ -182,7 +174,6 @@ class SharedMemoryLink(Link):
         try:
             reply = LocalReply.FromString(data[_LENGTH.size :])
         except DecodeError:
-            self.close()
             raise LocalLost("the server's answer is no message of the contract") from None
         if reply.WhichOneof("reply") != "failure":
             return reply
@@ -233,6 +224,11 @@ class Segment(Memory):
             # Without a copy to write to, a child that writes must end rather than spoil its parent's run.
             os.abort()
         self._close()
+
+
+def _lost(error: OSError) -> LocalLost:
+    silent = isinstance(error, BlockingIOError)
+    return LocalLost("no answer within the call's deadline" if silent else error.strerror or str(error))
 
 
 def _path_of(offer: LocalTransport) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pyps_client.launch import Launch
-from pyps_client.transport.lent import ALIGNMENT_BYTES, Layout, Lending, Sharing, segment_bytes
+from pyps_client.transport.lent import ALIGNMENT_BYTES, Layout, Lending, Sharing
 from pyps_client.transport.shared_memory import Segment
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import Sender
@@ -26,7 +26,7 @@ LAYOUT = Layout(MODEL, BFLOAT16, FLOAT32, 2)
 
 @pytest.fixture(params=["segment", "own memory"])
 def lending(request: pytest.FixtureRequest) -> Lending:
-    return Lending(LAYOUT, Segment(segment_bytes(LAYOUT)) if request.param == "segment" else None)
+    return Lending(LAYOUT, Segment(LAYOUT.num_bytes) if request.param == "segment" else None)
 
 
 def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending) -> None:
@@ -45,7 +45,7 @@ def test_vectors_are_of_the_codecs_types_zero_aligned_and_apart(lending: Lending
 
 def test_memory_that_no_server_sees_is_float32_where_it_is_converted_on_its_way() -> None:
     layout = Layout(MODEL, BFLOAT16, FLOAT16, 2, converts=True)
-    own, shared = Lending(layout).lent, Lending(layout, Segment(segment_bytes(layout))).lent
+    own, shared = Lending(layout).lent, Lending(layout, Segment(layout.num_bytes)).lent
     dtypes = [{vector.dtype.name for vector in (*lent.parameters, *lent.gradients[0])} for lent in (own, shared)]
     assert dtypes == [{"float32"}, {"float16", "uint16"}]
     assert (own.converted_to, shared.converted_to) == (BFLOAT16, None)
@@ -66,7 +66,7 @@ def test_lent_vectors_are_known_by_themselves_not_by_their_numbers(lending: Lend
 
 
 def test_the_request_to_attach_says_where_the_numbers_are() -> None:
-    lending = Lending(LAYOUT, Segment(segment_bytes(LAYOUT)))
+    lending = Lending(LAYOUT, Segment(LAYOUT.num_bytes))
     assert lending.segment is not None
     lending.lent.gradients[1][0][:] = 0x3F80
     lending.lent.parameters[2][:] = 0.5

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyps_client.retry import Busy, LocalLost
-from pyps_client.transport.lent import Layout, Lending, segment_bytes
-from pyps_client.transport.shared_memory import Segment, SharedMemoryLink
+from pyps_client.transport.lent import Layout, Lending
+from pyps_client.transport.shared_memory import Segment, SharedMemory, SharedMemoryLink
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError, UnknownWorker, WaitTimedOut
@@ -162,7 +162,7 @@ def test_who_would_wait_for_a_held_request_is_sent_elsewhere_and_who_waits_for_a
 
 def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
     layout = Layout(Model((Tensor("a", (10,)),)), FLOAT32, FLOAT32, 1)
-    lending = Lending(layout, Segment(segment_bytes(layout)))
+    lending = Lending(layout, Segment(layout.num_bytes))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("")
     listener.listen()
@@ -179,8 +179,8 @@ def test_a_process_that_does_not_see_the_memory_is_refused() -> None:
     thread = threading.Thread(target=liar)
     thread.start()
     with pytest.raises(LocalLost, match="does not see this worker's memory"):
-        SharedMemoryLink.attach(offer, lending, Sender(), name="server 0")
+        SharedMemory().attach(offer, lending, Sender(), name="server 0")
     thread.join(20)
     listener.close()
     with pytest.raises(LocalLost, match="refused"):
-        SharedMemoryLink.attach(offer, lending, Sender(), name="server 0")
+        SharedMemory().attach(offer, lending, Sender(), name="server 0")
