@@ -93,7 +93,7 @@ def test_nan_is_skipped_with_its_place_named_and_ten_in_a_row_end_the_worker(
 
 def test_a_number_too_large_for_float16_is_skipped(start_server: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start_server()
-    with make_client(server.data, codec="float16") as client:
+    with make_client(server.data, gradient_codec="float16") as client:
         assert client.push({"scale": np.float32(1e6).reshape(())}) == []
 
     assert "the gradient of scale is 1000000.0" in caplog.text

@@ -134,7 +134,7 @@ def test_parameters_and_gradients_of_two_bytes(start_server: Start, transport: s
 
     tensors = small_model()
     reference = Reference(tensors)
-    with make_client(start_server().data, transport=transport, codec=codec, pull_codec=codec) as client:
+    with make_client(start_server().data, transport=transport, gradient_codec=codec, parameter_codec=codec) as client:
         for step in range(3):
             gradients = gradients_like(tensors, step)
             reference.step({name: rounded(gradient) for name, gradient in gradients.items()})

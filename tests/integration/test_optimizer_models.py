@@ -208,7 +208,7 @@ def test_parameters_that_are_loaded_after_joining_are_refused_and_a_clamp_betwee
     told = r"Parameters \(0\.weight and 5 more\) were written after RemoteOptimizer was"
     server = start_server()
     for load in (lambda model: model.load_state_dict(saved), assign):
-        for how in ({}, {"overlap": "step"}, {"parameter_dtype": "bfloat16"}):
+        for how in ({}, {"overlap": "step"}, {"parameter_codec": "bfloat16"}):
             model = mlp()
             with remote(model, server, run_id="r", worker_id="w", **how) as optimizer:
                 load(model)
@@ -304,7 +304,7 @@ def test_torchs_defaults_are_no_matter_and_a_float64_model_is_told_what_it_loses
     torch.set_default_device("meta")
     try:
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            with remote(model.to(dtype), start_server(), gradient_dtype="bfloat16") as optimizer:
+            with remote(model.to(dtype), start_server(), gradient_codec="bfloat16") as optimizer:
                 for inputs, classes in data:
                     backward(model, (inputs.to(dtype), classes))
                     optimizer.step()

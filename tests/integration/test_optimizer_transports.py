@@ -31,7 +31,7 @@ OPTIONS = [
     {},
     {"push_every": 2, "pull_every": 3, "local_learning_rate": 0.05},
     {"push_every": 3, "read_my_writes": True},
-    {"gradient_dtype": "float16", "parameter_dtype": "bfloat16"},
+    {"gradient_codec": "float16", "parameter_codec": "bfloat16"},
 ]
 
 
@@ -55,7 +55,7 @@ def test_models_train_alike_over_each_transport_whatever_is_asked_for(start_serv
 
 def test_halves_travel_in_half_the_bytes_and_parameters_are_float32_on_the_servers(start_server) -> None:
     server = start_server()
-    for way, gradient_dtype, parameter_dtype in (
+    for way, gradient_codec, parameter_codec in (
         ("grpc", "float16", "bfloat16"),
         ("grpc", "bfloat16", "float16"),
         ("grpc", "float32", "float16"),
@@ -64,21 +64,21 @@ def test_halves_travel_in_half_the_bytes_and_parameters_are_float32_on_the_serve
     ):
         model = mlp()
         masters = parameters_of(model)
-        dtypes = {"gradient_dtype": gradient_dtype, "parameter_dtype": parameter_dtype}
-        with remote(model, server.data, run_id="halves", transport=way, **dtypes) as optimizer:
+        codecs = {"gradient_codec": gradient_codec, "parameter_codec": parameter_codec}
+        with remote(model, server.data, run_id="halves", transport=way, **codecs) as optimizer:
             joined = status_of(server)
             for batch in batches(5):
                 backward(model, batch)
-                masters = masters - np.float32(0.1) * rounded(gradients_of(model), gradient_dtype)
+                masters = masters - np.float32(0.1) * rounded(gradients_of(model), gradient_codec)
                 optimizer.step()
-                np.testing.assert_array_equal(parameters_of(model), rounded(masters, parameter_dtype), err_msg=way)
+                np.testing.assert_array_equal(parameters_of(model), rounded(masters, parameter_codec), err_msg=way)
             snapshot = optimizer.snapshot()
             trained = status_of(server)
         np.testing.assert_array_equal(np.concatenate([tensor.flatten() for tensor in snapshot.values()]), masters)
         if way == "grpc":
             size = {"float32": 4, "float16": 2, "bfloat16": 2}
-            assert trained.tally.bytes_in - joined.tally.bytes_in == 5 * size[gradient_dtype] * len(masters)
-            pulled = 5 * size[parameter_dtype] * len(masters) + 4 * len(masters)
+            assert trained.tally.bytes_in - joined.tally.bytes_in == 5 * size[gradient_codec] * len(masters)
+            pulled = 5 * size[parameter_codec] * len(masters) + 4 * len(masters)
             assert trained.tally.bytes_out - joined.tally.bytes_out == pulled
         inspect(server.control, "Reset", pb.ResetRequest(run_id="halves"))
 
@@ -90,7 +90,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 def test_over_grpc_halves_leave_and_reach_the_models_own_float32(start_server) -> None:
     for overlap, num_servers in (("off", 1), ("off", 2), ("step", 1)):
         model = mlp()
-        halves = {"gradient_dtype": "bfloat16", "parameter_dtype": "float16", "overlap": overlap, "transport": "grpc"}
+        halves = {"gradient_codec": "bfloat16", "parameter_codec": "float16", "overlap": overlap, "transport": "grpc"}
         with remote(model, addresses([start_server() for _ in range(num_servers)]), **halves) as optimizer:
             for batch in batches(6):
                 backward_in_place(model, optimizer, batch)

@@ -254,8 +254,12 @@ def test_portions_may_be_summed_before_they_are_staged(hire: Callable[..., Job])
 
 def test_stages_travel_in_the_codec_of_pushes(hire: Callable[..., Job]) -> None:
     _, gradient = mean_loss_and_gradient(make_model())
-    for codec, transport, tolerance in (("float16", "grpc", 1e-3), ("bfloat16", "shm", 8e-3)):
-        job = hire(1, gradient_dtype=codec, parameter_dtype="float32", transport=transport)
+    for setting, codec, transport, tolerance in (
+        ("gradient_codec", "float16", "grpc", 1e-3),
+        # By its old name.
+        ("gradient_dtype", "bfloat16", "shm", 8e-3),
+    ):
+        job = hire(1, **{setting: codec}, parameter_codec="float32", transport=transport)
         before = flat(job.conductor.parameters())
         job.conductor.run_pass(portions=5)
         job.conductor.step(1.0)
@@ -305,14 +309,14 @@ def test_a_gradient_that_is_too_large_for_its_type_is_told_of_with_one_that_hold
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(outputs, targets) * 1e6
 
-    job = hire(1, loss=loss, gradient_dtype="float16")
+    job = hire(1, loss=loss, gradient_codec="float16")
     with caplog.at_level("WARNING", logger="pyps"):
         outcomes = [job.conductor.run_pass(portions=5) for _ in range(2)]
     assert all(math.isnan(outcome.loss_sum) and not outcome.stage_ids for outcome in outcomes)
     told = [message for message in caplog.messages if "told as NaN" in message]
     assert [message.partition(" is told as NaN")[0] for message in told] == ["the loss of pass 1", "the loss of pass 2"]
     assert "exceeds 65504, the most that float16 holds, in which it travels" in told[0]
-    assert "gradient_dtype='bfloat16' or 'float32'" in told[0]
+    assert "gradient_codec='bfloat16' or 'float32'" in told[0]
     job.end()
 
 
@@ -426,6 +430,7 @@ def test_a_wrong_call_is_refused_before_any_server_hears_of_it() -> None:
         ({"batch_size": 0}, r"^batch_size is 0; expected 1 or more\.$"),
         ({"threads": 0}, r"^threads is 0; expected 1 or more, or None\.$"),
         ({"loss": None}, r"^Neither of loss and loss_of were given"),
+        ({"gradient_codec": "float16", "gradient_dtype": "bfloat16"}, "^gradient_dtype is the old name of "),
     ):
         with pytest.raises(BadRequest, match=words):
             pyps_client.sandblaster(**(call | wrong), servers="127.0.0.1:1")

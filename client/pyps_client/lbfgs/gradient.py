@@ -115,7 +115,7 @@ class PortionGradient:
         others = "'bfloat16' or 'float32'" if narrow == torch.float16 else "'float32'"
         return (
             f"the gradient, a sum over the examples, exceeds {torch.finfo(narrow).max:g}, the most that "
-            f"{str(narrow).removeprefix('torch.')} holds, in which it travels. Use gradient_dtype={others}."
+            f"{str(narrow).removeprefix('torch.')} holds, in which it travels. Use gradient_codec={others}."
         )
 
     def clear(self) -> None:

@@ -50,10 +50,13 @@ def sandblaster(
     run_id: str | None = None,
     worker_id: str | None = None,
     token_file: str | None = None,
-    gradient_dtype: str | torch.dtype | None = None,
-    parameter_dtype: str | torch.dtype | None = None,
+    gradient_codec: str | torch.dtype | None = None,
+    parameter_codec: str | torch.dtype | None = None,
     transport: str | None = None,
     shard_size: int = DEFAULT_SHARD_SIZE,
+    # The two by their old names.
+    gradient_dtype: str | torch.dtype | None = None,
+    parameter_dtype: str | torch.dtype | None = None,
 ) -> SandblasterResult:
     """Computes portions of the data set for a coordinator (`pyps sandblaster`) until it ends the work; brings the last
     parameters into the model.
@@ -94,8 +97,10 @@ def sandblaster(
         token_file=token_file,
         run_id=run_id,
         worker_id=worker_id,
-        codec=dtype_name(gradient_dtype),
-        pull_codec=dtype_name(parameter_dtype),
+        gradient_codec=dtype_name(gradient_codec),
+        parameter_codec=dtype_name(parameter_codec),
+        gradient_dtype=dtype_name(gradient_dtype),
+        parameter_dtype=dtype_name(parameter_dtype),
         transport=transport,
     )
     session = Worker(
