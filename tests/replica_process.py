@@ -303,7 +303,7 @@ def main():
     if int(count) > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(count))
         replica = Replica()
-        replica.bind("replica-0")
+        replica.name = "replica-0"
     # However a model is cut, it begins with the same parameters.
     torch.manual_seed(1)
     print(json.dumps({run.__name__: run(replica, *arguments) for run in SCENARIOS[scenario]}))

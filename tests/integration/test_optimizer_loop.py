@@ -170,9 +170,12 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
         ({"gradient_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
         ({"parameter_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
         ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, grpc"),
+        ({"read_my_writes": True, "local_learning_rate": 0.0}, r"read_my_writes .* pass local_learning_rate"),
     ):
         with pytest.raises(BadRequest, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
+    with pytest.raises(BadRequest, match=r"read_my_writes .* pass local_learning_rate"):
+        RemoteOptimizer(model, torch.optim.Adam(model.parameters()), "127.0.0.1:1", read_my_writes=True)
     for options, error, message in (
         ({"push_evry": 4}, TypeError, "no setting 'push_evry'; did you mean push_every?"),
         ({"options": Options(push_every=4), "push_every": 2}, BadRequest, "push_every is 4 in options, and 2 beside"),

@@ -6,8 +6,8 @@ A replica is one worker that consists of several processes, each with a part of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from pyps_wire.errors import BadRequest, PypsError, ReplicaLost, from_status
 from pyps_wire.partition import Partition
@@ -15,51 +15,38 @@ from pyps_wire.partition import Partition
 T = TypeVar("T")
 
 
-class Group(Protocol):
-    """The processes of one replica. Every method is collective: all processes call it, in the same order.
+class Group:
+    """The processes of one replica; here of one process, which leads itself and has nobody to wait for.
 
-    Raises ReplicaLost where another process is gone.
+    Every method is collective: all processes call it, in the same order. Raises ReplicaLost where another process is
+    gone.
     """
 
-    @property
-    def name(self) -> str:
-        """The replica's name, unique in the run."""
-
-    @property
-    def index(self) -> int:
-        """This process's place in the replica; 0 leads."""
-
-    @property
-    def count(self) -> int: ...
+    # The replica's name, unique in the run.
+    name = ""
+    # This process's place in the replica; 0 leads.
+    index = 0
+    count = 1
+    # Its processes as torch's world numbers them.
+    ranks: tuple[int, ...] = ()
+    # What the user says of plain parameters, by name: which lie in blocks (Block), and which several processes hold.
+    blocks: Mapping[str, Any] = {}
+    replicated: frozenset[str] = frozenset()
 
     def broadcast(self, word: T) -> T:
         """The leader's word, on all processes."""
-
-    def all_gather(self, word: T) -> list[T]:
-        """Everybody's word, by index. Nobody goes on before all have come."""
-
-    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Sums of numbers over the processes, in float64, the same on all."""
-
-
-class Alone:
-    """A worker of one process: its own leader, with nobody to wait for."""
-
-    name = ""
-    index = 0
-    count = 1
-
-    def broadcast(self, word: T) -> T:
         return word
 
     def all_gather(self, word: T) -> list[T]:
+        """Everybody's word, by index. Nobody goes on before all have come."""
         return [word]
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
+        """Sums of numbers over the processes, in float64, the same on all."""
         return [float(number) for number in numbers]
 
 
-ALONE = Alone()
+ALONE = Group()
 
 
 class Failure(NamedTuple):
@@ -77,25 +64,21 @@ class Failure(NamedTuple):
             error = ReplicaLost(f"process {peers.index} of {peers.name} failed ({words}): a replica ends as a whole")
         return cls(error.status, str(error), type(error).__name__)
 
-    def made(self) -> PypsError:
-        return from_status(self.status, self.message, self.name)
-
 
 def led(peers: Group, action: Callable[[], T]) -> T:
     """Runs an action on the leader alone; all processes get its result, or its error."""
-    if peers.index > 0:
-        answer: tuple[T | None, Failure | None] = peers.broadcast((None, None))
-        result, failure = answer
-        if failure is not None:
-            raise failure.made()
-        return result  # type: ignore[return-value]
-    try:
-        result = action()
-    except Exception as error:
-        peers.broadcast((None, Failure.of(error, peers)))
-        raise
-    peers.broadcast((result, None))
-    return result
+    result: T | None = None
+    failure: Failure | None = None
+    own: Exception | None = None
+    if peers.index == 0:
+        try:
+            result = action()
+        except Exception as error:
+            own, failure = error, Failure.of(error, peers)
+    result, failure = peers.broadcast((result, failure))
+    if failure is not None:
+        raise own or from_status(*failure)
+    return result  # type: ignore[return-value]
 
 
 def agreed(peers: Group, action: Callable[[], T]) -> T:
@@ -111,7 +94,7 @@ def agreed(peers: Group, action: Callable[[], T]) -> T:
         if failure is not None:
             if own is not None and (index == peers.index or not isinstance(own, PypsError)):
                 raise own
-            raise failure.made()
+            raise from_status(*failure)
     return result  # type: ignore[return-value]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pyps_client import leave
 from pyps_client.replica.arrangement import Copy
+from pyps_client.replica.group import Group
 from pyps_wire.errors import BadRequest, PypsError, ReplicaLost
 
 T = TypeVar("T")
@@ -58,11 +59,11 @@ class Block:
                 raise BadRequest(f"{name} of a Block is {numbers!r}; expected whole numbers, one a dimension.")
 
 
-class Replica:
+class Replica(Group):
     """This process among those that hold one model together, each a part of it: one worker in the run's eyes.
 
-    All methods but `bind` are collective: every process of the replica calls them, in the same order. Any failure of
-    one raises ReplicaLost: a replica ends as a whole.
+    All methods are collective: every process of the replica calls them, in the same order. Any failure of one raises
+    ReplicaLost: a replica ends as a whole.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Replica:
             if not isinstance(block, Block):
                 raise BadRequest(f"blocks[{name!r}] is {block!r}; expected Block(offset=..., whole_shape=...).")
         ranks = _ranks_of(group)
+        # Its worker's once an optimizer is made with it, for messages.
         self.name = UNNAMED
         self.ranks = ranks
         self.index = ranks.index(dist.get_rank())
@@ -98,23 +100,11 @@ class Replica:
         _replicas.add(self)
         leave.translate_with(translated)
 
-    def bind(self, name: str) -> None:
-        """Sets the replica's name, for messages."""
-        self.name = name
-
-    def hold_alike(self, names: Iterable[str]) -> None:
-        """Adds parameters that all processes hold alike, with the same gradients, as DistributedDataParallel's."""
-        self.replicated |= frozenset(names)
-
     def broadcast(self, word: T) -> T:
-        """Returns the leader's word, in all processes; what the others give is not used."""
         # Not a broadcast of torch's: it fails once the user's program has destroyed the world, before its last push.
-        words: list[Any] = self.all_gather(word if self.index == 0 else None)
-        told: T = words[0]
-        return told
+        return self.all_gather(word)[0]
 
     def all_gather(self, word: T) -> list[T]:
-        """Returns every process's word, by index; returns once all have called it."""
         words: list[Any] = [word] * self.count
         if self._group is not None:
             with self._as_one():
@@ -122,7 +112,6 @@ class Replica:
         return words
 
     def all_reduce(self, numbers: Sequence[float]) -> list[float]:
-        """Returns each number's sum over the processes, in float64; returns once all have called it."""
         sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if self._group is not None:
             with self._as_one():
@@ -180,12 +169,10 @@ class Replica:
 def translated(error: BaseException) -> PypsError | None:
     """ReplicaLost for an error of the user's own collectives that says that another process is gone; else None."""
     # One that an optimizer gave a name before any that was only tried.
-    several = sorted(
-        (replica for replica in _replicas if replica.count > 1), key=lambda replica: replica.name == UNNAMED
-    )
-    replica = next(iter(several), None)
-    if replica is None or isinstance(error, PypsError) or not isinstance(error, Exception):
+    several = [replica for replica in _replicas if replica.count > 1]
+    if not several or isinstance(error, PypsError) or not isinstance(error, Exception):
         return None
+    replica = min(several, key=lambda replica: replica.name == UNNAMED)
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -225,8 +212,7 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
 
 def _new_group(ranks: Sequence[int]) -> Any:
     """A group of these ranks alone, over gloo, whatever the user's is: what it carries lies on the CPU."""
-    new_group: Callable[..., Any] = dist.new_group
-    return new_group(
+    return dist.new_group(
         list(ranks),
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
         backend="gloo",

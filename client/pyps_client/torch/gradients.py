@@ -367,6 +367,3 @@ def all_fit(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
     return all(
         bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all()) for tensor in tensors if tensor.numel()
     )
-
-
-# As they were called.

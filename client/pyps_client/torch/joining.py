@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pyps_client.join import model_of_run
+from pyps_client.launch import Launch
 from pyps_client.replica.arrangement import arrange
-from pyps_client.replica.group import ALONE, agreed, led
-from pyps_client.torch.buffers import shared_buffers
+from pyps_client.replica.group import ALONE, Group, agreed, led
+from pyps_client.torch.buffers import MODES, shared_buffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan
-from pyps_client.torch.options import Settled
+from pyps_client.torch.memory import dtype_name
+from pyps_client.torch.options import Options
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
-from pyps_client.torch.steps import Steps
+from pyps_client.torch.rules import Translation, translate, translation_of
+from pyps_client.torch.steps import Pace, Steps
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest, ModelMismatch
@@ -26,7 +31,6 @@ from pyps_wire.partition import Model
 
 if TYPE_CHECKING:
     from pyps_client.replica.dtensor import Cut
-    from pyps_client.replica.processes import Replica
 
 _gradient = attrgetter("grad")
 
@@ -50,125 +54,203 @@ class Joined:
 
 @dataclass(frozen=True)
 class Joining:
-    """One worker's, or one process's, way into a run."""
+    """One worker's, or one process's, way into a run: what its settings come to."""
 
     module: torch.nn.Module
     param_groups: Sequence[Mapping[str, Any]]
-    settled: Settled
-    replica: Replica | None
+    replica: Group
+    options: Options
+    # How the optimizer's rule is called on the servers.
+    translation: Translation
+    settings: OptimizerSettings
+    pace: Pace
+    launch: Launch
+
+    @classmethod
+    def of(
+        cls,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        servers: str | Sequence[str] | None,
+        options: Options,
+        replica: Group,
+        *,
+        run_id: str | None,
+        worker_id: str | None,
+        overlap: str,
+    ) -> Joining:
+        """What the settings come to for this optimizer; raises a ConfigurationError for what cannot be."""
+        if options.buffers not in MODES:
+            raise BadRequest(f"buffers is {options.buffers!r}; expected one of {', '.join(MODES)}.")
+        translation, local_rate = translation_of(optimizer), options.local_learning_rate
+        if local_rate is not None and not 0 <= local_rate < math.inf:
+            raise BadRequest(f"local_learning_rate is {local_rate!r}; expected 0 (no local steps) or more.")
+        pace = Pace(
+            push_every=options.push_every,
+            pull_every=options.pull_every,
+            overlap=overlap,
+            compat=options.compat,
+            local_rate_known=local_rate is not None or not translation.stateful,
+        )
+        if options.read_my_writes and (local_rate == 0 or (local_rate is None and translation.stateful)):
+            raise BadRequest(
+                "read_my_writes takes the worker's own steps on what was pulled, but there are no local steps: pass "
+                "local_learning_rate, the size of a plain SGD step."
+            )
+        if replica is not ALONE:
+            for name, possible in (("buffers", "local"), ("read_my_writes", False)):
+                if (value := getattr(options, name)) != possible:
+                    raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+        settings = translate(optimizer)
+        launch = Launch.from_environment(
+            servers,
+            token_file=options.token_file,
+            run_id=run_id,
+            worker_id=worker_id,
+            gradient_codec=dtype_name(options.gradient_codec),
+            parameter_codec=dtype_name(options.parameter_codec),
+            transport=options.transport,
+            start_wait_seconds=options.start_wait_seconds,
+            loss_wait_seconds=options.loss_wait_seconds,
+            wait_seconds=options.wait_seconds,
+        )
+        if replica is ALONE and launch.parts > 1:
+            raise BadRequest(
+                f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
+                "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
+            )
+        return cls(module, optimizer.param_groups, replica, options, translation, settings, pace, launch)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the worker is the first of several, or nobody said which it is."""
+        return self.launch.worker_index in (None, 0)
 
     def join(self) -> Joined:
         """Joins the run; all processes of a replica call it, and raise the same error or none."""
-        if self.replica is not None:
-            return self._as_a_replica(self.replica)
+        if self.replica is not ALONE:
+            return self._as_a_replica()
         try:
             return self._whole()
         except ModelMismatch:
             run = self._run()
-            if run is None or run.num_parts == 1 or self.settled.options.buffers != "local":
+            if run is None or run.num_parts == 1 or self.options.buffers != "local":
                 raise
-        return self._cut(run, None)
+        return self._cut(run)
 
     def rates(self, joined: Joined) -> Rates:
         """What the worker's pushes say of learning rates."""
-        options = self.settled.options
         return Rates(
-            *(self.settled.translation, self.param_groups, self.settled.settings),
-            owns_schedule=self.settled.is_first if options.owns_schedule is None else options.owns_schedule,
-            local_rate=options.local_learning_rate,
+            *(self.translation, self.param_groups, self.settings),
+            owns_schedule=self.is_first if self.options.owns_schedule is None else self.options.owns_schedule,
+            local_rate=self.options.local_learning_rate,
             groups_of_vectors=joined.groups_of_vectors,
         )
 
     def steps(self, joined: Joined, rates: Rates) -> Steps:
         """What takes the worker's steps, or those of one process of a replica."""
-        options, session = self.settled.options, joined.session
+        session, cut = joined.session, joined.cut
         none = [0.0] * len(joined.groups_of_vectors or self.param_groups)
         common: dict[str, Any] = {
-            "pace": self.settled.pace,
+            "pace": self.pace,
             "local_rates": lambda: rates.sizes(session.next_rates()) or none,
             "rate_changes": rates.changes,
         }
-        if joined.cut is not None and self.replica is not None and self.replica.count > 1:
+        if cut is not None and self.replica.count > 1:
             from pyps_client.replica.steps import ReplicaSteps
 
-            return ReplicaSteps(
-                *(session, joined.layout),
-                **common,
-                replica=self.replica,
-                cut=joined.cut,
-                takes_local_steps=rates.takes_local_steps,
-            )
+            common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
+            return ReplicaSteps(session, joined.layout, **common)
         buffers = shared_buffers(
             *(self.module, joined.layout),
-            mode=options.buffers,
-            is_first=self.settled.is_first,
-            overlaps=self.settled.pace.overlap == "step",
+            mode=self.options.buffers,
+            is_first=self.is_first,
+            overlaps=self.pace.overlap == "step",
         )
-        return Steps(session, joined.layout, **common, buffers=buffers, read_my_writes=options.read_my_writes)
+        return Steps(session, joined.layout, **common, buffers=buffers, read_my_writes=self.options.read_my_writes)
 
     def _whole(self) -> Joined:
-        options = self.settled.options
         layout = plan(
             *(self.module, self.param_groups),
-            shard_size=options.shard_size,
-            with_buffers=options.buffers != "local",
+            shard_size=self.options.shard_size,
+            with_buffers=self.options.buffers != "local",
         )
         # With a group for buffers, where they are shared. What is pushed of them is added as it comes.
         settings = OptimizerSettings()
-        settings.CopyFrom(self.settled.settings)
+        settings.CopyFrom(self.settings)
         while len(settings.groups) < layout.model.num_groups:
             settings.groups.add()
         trained = layout.parameters[: layout.first_buffer]
         session = self._connected(layout, layout.model, settings)
         return Joined(session, layout, lambda: list(map(_gradient, trained)))
 
-    def _as_a_replica(self, replica: Replica) -> Joined:
+    def _as_a_replica(self) -> Joined:
         """Initialises the run, or takes over its cut; once more where another did so meanwhile in another cut."""
-        replica.bind(self.settled.launch.worker_id)
-        agreed(replica, lambda: _check_common(replica.all_gather(self.settled.common)))
-        before = led(replica, self._run)
+        self.replica.name = self.launch.worker_id
+        agreed(self.replica, self._check_common)
+        before = led(self.replica, self._run)
         try:
-            return self._cut(before, replica)
+            return self._cut(before)
         except ModelMismatch as mismatch:
-            run = led(replica, self._run)
+            run = led(self.replica, self._run)
             if run is None or run == before:
                 raise mismatch from None
-        return self._cut(run, replica)
+        return self._cut(run)
 
-    def _cut(self, run: Model | None, replica: Replica | None) -> Joined:
+    def _cut(self, run: Model | None) -> Joined:
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
-        from pyps_client.replica.dtensor import Cut, claims_of, gradients_of, layout_of, settings_of
+        from pyps_client.replica.dtensor import Cut, claims_of
 
-        groups = agreed(replica or ALONE, lambda: named_groups(self.module, self.param_groups))
+        replica = self.replica
+        groups = agreed(replica, lambda: named_groups(self.module, self.param_groups))
         claimed = claims_of(groups, replica)
-        claims, index = (
-            ([claimed.claims], 0) if replica is None else (replica.all_gather(claimed.claims), replica.index)
-        )
-        arrangement = arrange(claims, index, run=run, shard_size=self.settled.options.shard_size)
-        layout = layout_of(arrangement, claimed)
-        parts = arrangement.parts if arrangement.model.num_parts > 1 else ()
-        settings = settings_of(arrangement, self.settled.settings)
-        session = self._connected(layout, arrangement.model, settings, parts=parts, peers=replica)
-        return Joined(session, layout, lambda: gradients_of(arrangement, claimed), Cut(arrangement, claimed))
+        claims = replica.all_gather(claimed.claims)
+        cut = Cut(arrange(claims, replica.index, run=run, shard_size=self.options.shard_size), claimed)
+        layout, model = cut.layout(), cut.arrangement.model
+        parts = cut.arrangement.parts if model.num_parts > 1 else ()
+        session = self._connected(layout, model, cut.settings(self.settings), parts=parts, peers=replica)
+        return Joined(session, layout, cut.gradients, cut)
 
     def _run(self) -> Model | None:
         """The run's model, None before there is one."""
-        found = model_of_run(self.settled.launch)
+        found = model_of_run(self.launch)
         return None if found is None else found[0]
 
     def _connected(self, layout: Layout, model: Model, settings: OptimizerSettings, **part: Any) -> Worker:
-        session = Worker(
-            *(model, settings),
-            launch=self.settled.launch,
-            initial=lambda: initial_values(layout),
-            device=layout.devices,
-            **part,
-        )
+        initial = partial(initial_values, layout)
+        session = Worker(model, settings, launch=self.launch, initial=initial, device=layout.devices, **part)
         session.connect()
         return session
 
+    def _check_common(self) -> None:
+        """Refuses processes of a replica that were told different things."""
+        groups = [dict(sorted(group.hyperparameters.items())) for group in self.settings.groups]
+        common = {
+            "The optimizer's rule": self.settings.rule,
+            **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
+            "push_every": self.pace.push_every,
+            "pull_every": self.pace.pull_every,
+            "overlap": self.pace.overlap,
+            "compat": self.pace.compat,
+            "local_learning_rate": self.options.local_learning_rate,
+            "gradient_codec": self.launch.gradient_codec,
+            "parameter_codec": self.launch.parameter_codec,
+            "shard_size": self.options.shard_size,
+            "The list of servers": ",".join(self.launch.servers),
+            "PYPS_WORKER_ID": self.launch.worker_id,
+            "PYPS_WORKER_INDEX": self.launch.worker_index,
+        }
+        first, *others = self.replica.all_gather(common)
+        for process, of_process in enumerate(others, 1):
+            for name, value in first.items():
+                if of_process.get(name) != value:
+                    raise BadRequest(
+                        f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process "
+                        f"{process}: give all processes of a replica the same."
+                    )
 
-def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Module:
+
+def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:
     """The model itself, of one that torch wraps for training by several processes, who must then be one worker.
 
     Refuses what averages gradients among workers that would each push the average, and what cuts parameters unseen.
@@ -188,16 +270,16 @@ def unwrapped(model: torch.nn.Module, replica: Replica | None) -> torch.nn.Modul
         if not isinstance(part, torch.nn.parallel.DistributedDataParallel) or part.process_group.size() == 1:
             continue
         ranks = torch.distributed.get_process_group_ranks(part.process_group)
-        if replica is None or not set(ranks) <= set(replica.ranks):
+        if not set(ranks) <= set(replica.ranks):
             raise BadRequest(
                 f"The model is a DistributedDataParallel, whose {len(ranks)} processes average their gradients: each "
                 "would push the average, and a step count that often. Leave DistributedDataParallel out, so that each "
                 "process is a worker, or give RemoteOptimizer replica=Replica() with all of them: one worker together."
             )
         if len(ranks) == replica.count:
-            alike = {id(parameter) for parameter in part.parameters()}
-            named = inner.named_parameters()
-            replica.hold_alike(plain_name(name) for name, parameter in named if id(parameter) in alike)
+            # All hold these alike, with the same gradients.
+            alike = set(map(id, part.parameters()))
+            replica.replicated |= {plain_name(name) for name, tensor in inner.named_parameters() if id(tensor) in alike}
     whole: torch.nn.Module = inner
     return whole
 
@@ -212,14 +294,3 @@ def _averagers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
     own = set(map(id, module.parameters()))
     around_any = (found for found in gc.get_objects() if issubclass(type(found), kind))
     return [found for found in around_any if not own.isdisjoint(map(id, found.parameters()))]
-
-
-def _check_common(told: Sequence[Mapping[str, object]]) -> None:
-    """Refuses processes of a replica that were told different things."""
-    for process, of_process in enumerate(told):
-        for name, value in told[0].items():
-            if of_process.get(name) != value:
-                raise BadRequest(
-                    f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process {process}: "
-                    f"give all processes of a replica the same."
-                )

@@ -1,22 +1,15 @@
-"""A RemoteOptimizer's settings beside those that its constructor shows, and what follows from all of them."""
+"""A RemoteOptimizer's settings beside those that its constructor shows."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
 
-from pyps_client.launch import Launch, renamed
-from pyps_client.torch.buffers import MODES
-from pyps_client.torch.memory import dtype_name
-from pyps_client.torch.rates import check_local_rate, check_read_my_writes
-from pyps_client.torch.rules import Translation, translate, translation_of
-from pyps_client.torch.steps import Pace
-from pyps_wire.common_pb2 import OptimizerSettings
+from pyps_client.launch import renamed
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
@@ -102,90 +95,3 @@ class Options:
         if not isinstance(options, cls | None):
             raise BadRequest(f"options is {options!r}; expected pyps_client.torch.Options(...).")
         return dataclasses.replace(options or cls(), **given)
-
-    def settle(
-        self,
-        optimizer: torch.optim.Optimizer,
-        servers: str | Sequence[str] | None,
-        *,
-        run_id: str | None,
-        worker_id: str | None,
-        overlap: str,
-        in_replica: bool,
-    ) -> Settled:
-        """What follows for this optimizer; raises a ConfigurationError for what cannot be."""
-        if self.buffers not in MODES:
-            raise BadRequest(f"buffers is {self.buffers!r}; expected one of {', '.join(MODES)}.")
-        translation = translation_of(optimizer)
-        check_local_rate(self.local_learning_rate)
-        pace = Pace(
-            push_every=self.push_every,
-            pull_every=self.pull_every,
-            overlap=overlap,
-            compat=self.compat,
-            local_rate_known=self.local_learning_rate is not None or not translation.stateful,
-        )
-        if self.read_my_writes:
-            check_read_my_writes(translation, asked=self.local_learning_rate)
-        if in_replica:
-            for name, value, possible in (
-                ("buffers", self.buffers, "local"),
-                ("read_my_writes", self.read_my_writes, False),
-            ):
-                if value != possible:
-                    raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
-        settings = translate(optimizer)
-        launch = Launch.from_environment(
-            servers,
-            token_file=self.token_file,
-            run_id=run_id,
-            worker_id=worker_id,
-            gradient_codec=dtype_name(self.gradient_codec),
-            parameter_codec=dtype_name(self.parameter_codec),
-            transport=self.transport,
-            start_wait_seconds=self.start_wait_seconds,
-            loss_wait_seconds=self.loss_wait_seconds,
-            wait_seconds=self.wait_seconds,
-        )
-        if not in_replica and launch.parts > 1:
-            raise BadRequest(
-                f"This process is one of the {launch.parts} parts of {launch.worker_id} (PYPS_PARTS, which "
-                "`pyps run --parts` sets): give RemoteOptimizer replica=Replica(), or start workers of one process."
-            )
-        return Settled(self, translation, settings, pace, launch)
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What an optimizer's settings come to: how its rule is called on the servers, and which worker it is."""
-
-    options: Options
-    translation: Translation
-    settings: OptimizerSettings
-    pace: Pace
-    launch: Launch
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the worker is the first of several, or nobody said which it is."""
-        return self.launch.worker_index in (None, 0)
-
-    @property
-    def common(self) -> dict[str, object]:
-        """What all processes of a replica must have in common, by name."""
-        groups = [dict(sorted(group.hyperparameters.items())) for group in self.settings.groups]
-        return {
-            "The optimizer's rule": self.settings.rule,
-            **{f"The optimizer's group {index}": group for index, group in enumerate(groups)},
-            "push_every": self.pace.push_every,
-            "pull_every": self.pace.pull_every,
-            "overlap": self.pace.overlap,
-            "compat": self.pace.compat,
-            "local_learning_rate": self.options.local_learning_rate,
-            "gradient_codec": self.launch.gradient_codec,
-            "parameter_codec": self.launch.parameter_codec,
-            "shard_size": self.options.shard_size,
-            "The list of servers": ",".join(self.launch.servers),
-            "PYPS_WORKER_ID": self.launch.worker_id,
-            "PYPS_WORKER_INDEX": self.launch.worker_index,
-        }

@@ -365,6 +365,3 @@ def _in_child() -> None:
 
 
 at_fork(before=_before_fork, after_in_child=_in_child)
-
-
-# As they were called.

@@ -19,7 +19,7 @@ from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, agreed
 from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
-from pyps_client.torch.options import Options, Settings, Settled
+from pyps_client.torch.options import Options, Settings
 from pyps_client.torch.parameters import Replaced
 from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.steps import Steps
@@ -105,32 +105,30 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
             if not isinstance(replica, Replica):
                 raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
+        peers = replica or ALONE
 
-        def settle() -> Settled:
-            how = {"run_id": run_id, "worker_id": worker_id}
-            chosen = Options.of(options, settings)
-            settled = chosen.settle(optimizer, servers, **how, overlap=overlap, in_replica=replica is not None)
-            _require_first(settled.launch)
-            return settled
+        def settled() -> Joining:
+            how = {"run_id": run_id, "worker_id": worker_id, "overlap": overlap}
+            whole = unwrapped(model, peers)
+            joining = Joining.of(whole, optimizer, servers, Options.of(options, settings), peers, **how)  # type: ignore[arg-type]
+            _require_first(joining.launch)
+            return joining
 
-        model = agreed(replica or ALONE, lambda: unwrapped(model, replica))
         # What one process of a replica was told wrong all of them refuse.
-        settled = agreed(replica or ALONE, settle)
+        joining = agreed(peers, settled)
         self._groups_are_fixed = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._groups_are_fixed = True
         self.state = _OnServers()
-        self._told_of_state = False
         # The same groups, so that a scheduler that was made with the torch optimizer moves them too.
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
-        self._model, self._replica = model, replica
-        self._replaced = Replaced(model, (parameter for group in self.param_groups for parameter in group["params"]))
-        self.examples_in_batch = settled.options.examples_in_batch
-        self._finish_seen = self._told_of_end = False
-        self._closed = False
+        self._model, self._replica = joining.module, peers
+        trained = (parameter for group in self.param_groups for parameter in group["params"])
+        self._replaced = Replaced(self._model, trained)
+        self.examples_in_batch = joining.options.examples_in_batch
+        self._finish_seen = self._told_of_end = self._told_of_state = False
         self._guard = ForkGuard()
-        joining = Joining(model, self.param_groups, settled, replica)
         joined = joining.join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
         self._rates = joining.rates(joined)
@@ -143,7 +141,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             # They may depend on what the servers said when the run was joined.
             self._downpour = joining.steps(joined, self._rates)
             self._ending = Ending(self._session, self._downpour)
-            _made[self] = (settled.launch.servers, settled.launch.worker_id)
+            _made[self] = (joining.launch.servers, joining.launch.worker_id)
             member = self
             # The session is not to close by itself: what has gathered goes before.
             leave.forget(self._session)
@@ -153,7 +151,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             member.close(*leave.cause_of(error))
             raise
-        tell_unshared(model, self._layout)
+        tell_unshared(self._model, self._layout)
         tell_narrowed(self._layout)
         # The memory that the parameters lay in, where they lie in the session's now.
         give_back_free_memory()
@@ -188,7 +186,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         become tensors in the memory that is pushed from, which saves copying them; they are the optimizer's own: clone
         what is to be kept.
         """
-        if not (set_to_none or self._closed or self._guard.in_child):
+        if not (set_to_none or self._ending.begun.locked() or self._guard.in_child):
             self._downpour.hand_out_gradients()
         super().zero_grad(set_to_none)
 
@@ -266,9 +264,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         The program's end does the same, if nobody did, and before it the end of the optimizer itself, once nobody
         holds it any more.
         """
-        if self._closed or self._guard.in_child:
-            return
-        self._closed = True
         self._ending.close(cause, message, separate=True)
 
     def __enter__(self) -> RemoteOptimizer:
@@ -344,7 +339,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None, *, examples: int | None = None) -> Any:
         if self._guard.generation != fork.generation:
             self._guard.check()
-        if self._closed:
+        if self._ending.begun.locked():
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
         self._rates.check(self.param_groups)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
@@ -372,14 +367,15 @@ class Ending:
         self._session = session
         self._downpour = downpour
         self._guard = ForkGuard()
-        self._begun = threading.Lock()
+        # Held from the first `close` on.
+        self.begun = threading.Lock()
 
     def close(self, cause: str = "finished", message: str = "", *, separate: bool = False) -> None:
         """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
 
         `separate`: the model's parameters are brought out of the memory that servers see.
         """
-        if self._guard.in_child or not self._begun.acquire(blocking=False):
+        if self._guard.in_child or not self.begun.acquire(blocking=False):
             return
         leave.forget(self)
         try:
@@ -403,7 +399,7 @@ _made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] =
 def _require_first(launch: Launch) -> None:
     """Refuses to be the same worker of the same servers twice at once: the first would be taken for dead."""
     worker = (launch.servers, launch.worker_id)
-    if any(of_other == worker and not other._closed for other, of_other in _made.items()):
+    if any(of_other == worker and not other._ending.begun.locked() for other, of_other in _made.items()):
         raise BadRequest(
             f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, as worker {launch.worker_id!r}, "
             "and one run holds one model with one optimizer: give one torch optimizer all parameters, in groups, or "

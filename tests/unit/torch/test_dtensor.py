@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from pyps_client.replica.arrangement import arrange
 from pyps_client.replica.dtensor import claims_of
+from pyps_client.replica.group import ALONE
 from pyps_client.replica.processes import Block, Replica
+from pyps_client.torch.layout import plan
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Model, Tensor
 
@@ -24,7 +26,7 @@ def world_of_one() -> Iterator[None]:
 
 def test_without_a_replica_all_is_held_as_a_whole() -> None:
     linear = torch.nn.Linear(3, 2)
-    claimed = claims_of([[("weight", linear.weight)], [("bias", linear.bias)]], None)
+    claimed = claims_of([[("weight", linear.weight)], [("bias", linear.bias)]], ALONE)
     assert [(c.name, c.param_group, c.shape, c.whole_shape, c.offset, c.holders) for c in claimed.claims] == [
         ("weight", 0, (2, 3), (2, 3), (0, 0), {0}),
         ("bias", 1, (2,), (2,), (0,), {0}),
@@ -54,9 +56,10 @@ def test_a_dtensor_without_a_replica_is_refused_in_one_sentence(world_of_one: No
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    cut = torch.nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    up = torch.nn.Linear(2, 2, bias=False)
+    up.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 2), init_device_mesh("cpu", (1,)), [Shard(0)]))
     with pytest.raises(BadRequest, match=r"'up.weight' is a DTensor.*give RemoteOptimizer replica=Replica\(\)"):
-        claims_of([[("up.weight", cut)]], None)
+        plan(torch.nn.ModuleDict({"up": up}), [{"params": [up.weight]}])
 
 
 def test_a_replica_that_cannot_be_is_refused(world_of_one: None) -> None:

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from pyps_client.torch.rates import Rates, check_read_my_writes
+from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import translate, translation_of
 from pyps_wire.errors import BadRequest, SettingsChanged
 
@@ -112,9 +112,6 @@ def test_a_local_step_is_of_the_present_rate_where_the_worker_can_take_it() -> N
         # Another worker's changes, and the servers' own schedule.
         theirs = rates_of(optimizer, owns_schedule=False, local_rate=asked)
         assert list(theirs.sizes({0: 0.25})) == [0.25 if rate == 0.125 else rate for rate in expected]
-    for settings, asked in (({"momentum": 0.9}, None), ({}, 0.0)):
-        with pytest.raises(BadRequest, match=r"read_my_writes .* pass local_learning_rate"):
-            check_read_my_writes(translation_of(sgd(**settings)), asked=asked)
 
 
 def test_rates_of_a_cut_model_are_told_of_each_vector() -> None:
