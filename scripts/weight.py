@@ -2,9 +2,9 @@
 
 python scripts/weight.py [--side server|client] [--rounds 200] [--markdown]
 
-A round is a push, its update by Adagrad and a pull, of a model of one shard on one server; a step is that of a
-RemoteOptimizer over such a model, background threads included. Server and worker run in processes of their own under
-`sys.setprofile`; what is counted are calls of Python functions of ours, generated code left out. Up to Python 3.11 a
+A step is that of a RemoteOptimizer over a model of one shard on one server, background threads included; a round is
+what the server does for it: a push, its update by Adagrad and a pull. Both run under `sys.setprofile`, the server in a
+process of its own; what is counted are calls of Python functions of ours, generated code left out. Up to Python 3.11 a
 comprehension is a call, and so is each resume of a generator.
 """
 
@@ -34,7 +34,9 @@ SHARD = f"{CORE}shard.py"
 SMALL = 70
 TRANSPORTS = {"gRPC": "grpc", "shared memory": "shm"}
 # Longer than what a step leaves to background threads takes.
-BACKGROUND_SECONDS = 0.02
+BACKGROUND_SECONDS = 0.01
+# Steps before those that are counted.
+WARM_UP = 20
 
 
 class CountedLock:
@@ -77,12 +79,27 @@ class Profile:
         self.locks: Counter[str] = Counter()
         self._held = threading.local()
 
-    def install(self) -> None:
-        """Watches this thread and all that begin later, and every lock that we make from now on."""
+    def watch_locks(self) -> None:
+        """Watches every lock that we make from now on."""
         threading.Lock = self._maker(threading.Lock)  # type: ignore[assignment]
         threading.RLock = self._maker(threading.RLock)  # type: ignore[assignment]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watches this thread, and all that begin meanwhile."""
         sys.setprofile(self._note)
         threading.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def begin(self) -> None:
+        """Counts from nothing on."""
+        for counter in (self.calls, self.climbs, self.locks):
+            counter.clear()
+        self.on = True
 
     def taken(self, site: str, change: int) -> None:
         """Notes that this thread takes a lock or lets it go."""
@@ -93,11 +110,12 @@ class Profile:
 
     def report(self, rounds: int) -> dict[str, Any]:
         """The figures of so many rounds."""
+        # What comes by the clock, such as a heartbeat, is no part of them.
         often = {place for place, count in self.calls.items() if count >= rounds / 2}
         return {
-            "calls": round(sum(self.calls.values()) / rounds),
-            "functions": len(often),
-            "files": len({file for file, _ in often}),
+            "calls": round(sum(self.calls[place] for place in often) / rounds),
+            "functions": sorted(f"{Path(file).relative_to(ROOT)}:{function}" for file, function in often),
+            "files": sorted({f"{Path(file).relative_to(ROOT)}" for file, _ in often}),
             "climbs": sorted(edge for edge, count in self.climbs.items() if count >= rounds),
             "locks": {site: round(count / rounds, 1) for site, count in self.locks.items() if count >= rounds},
         }
@@ -126,9 +144,9 @@ class Profile:
 
 
 def serve() -> None:
-    """A server that counts between two lines of stdin, and tells what it counted."""
+    """A server that counts between two lines of stdin and tells what it counted, and ends with its input."""
     profile = Profile("server")
-    profile.install()
+    profile.watch_locks()
     from pyps import _kernels
     from pyps.config import ServerConfig
     from pyps.service.server import Server
@@ -140,8 +158,8 @@ def serve() -> None:
         loop = asyncio.get_running_loop()
 
         def obey() -> None:
-            if sys.stdin.readline():
-                profile.on = True
+            while sys.stdin.readline():
+                profile.begin()
                 print("counting", flush=True)
                 rounds = int(sys.stdin.readline() or 1)
                 profile.on = False
@@ -151,7 +169,8 @@ def serve() -> None:
         threading.Thread(target=obey, daemon=True).start()
         await server.run(on_ready=lambda addresses: print(f"at {addresses.data}", flush=True))
 
-    asyncio.run(run())
+    with profile.watching():
+        asyncio.run(run())
 
 
 class Server:
@@ -167,7 +186,7 @@ class Server:
         self._line("counting")
 
     def counted(self, rounds: int) -> dict[str, Any]:
-        """What was counted, for one of so many rounds; ends the server."""
+        """What was counted since, for one of so many rounds."""
         self._say(str(rounds))
         found: dict[str, Any] = json.loads(self._line("{"))
         return found
@@ -184,56 +203,39 @@ class Server:
 def started() -> Iterator[Server]:
     """Starts a server."""
     command = [sys.executable, __file__, "--serve"]
-    # It ends with its input.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Server(process)
 
 
-def rounds_of(transport: str, rounds: int) -> dict[str, Any]:
-    """Makes that many rounds with a server of its own, and returns what it counted."""
-    import numpy as np
-
-    from pyps_client import Client
-
-    tensors = {"weights": np.zeros(1000, np.float32)}
-    gradients = {"weights": np.ones(1000, np.float32)}
-    with started() as server, Client(tensors, servers=server.address, transport=transport) as client:
-        for turn in range(rounds + 20):
-            if turn == 20:
-                server.begin()
-            client.exchange(gradients)
-        return server.counted(rounds)
-
-
-def steps_of(transport: str, overlap: str, rounds: int) -> dict[str, Any]:
-    """Makes that many steps in a process of their own, with a server in another; returns what the worker counted."""
-    with started() as server:
-        command = [sys.executable, __file__, "--work", server.address, transport, overlap, "--rounds", str(rounds)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    counted: dict[str, Any] = json.loads(done.stdout)
-    return counted
-
-
-def work(address: str, transport: str, overlap: Literal["off", "step"], rounds: int) -> None:
-    """A worker that counts its steps, and tells what it counted."""
-    profile = Profile("client")
-    profile.install()
+def steps_of(
+    server: Server, transport: str, rounds: int, *, overlap: Literal["off", "step"] = "off"
+) -> dict[str, dict[str, Any]]:
+    """Makes that many steps in this process, and returns what each side counted."""
     import torch
 
     from pyps_client import RemoteOptimizer
 
+    profile = Profile("client")
     model = torch.nn.Linear(10, 10, bias=False)
     adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    with RemoteOptimizer(model, adagrad, address, transport=transport, overlap=overlap) as optimizer:
-        for turn in range(rounds + 20):
+    with (
+        profile.watching(),
+        RemoteOptimizer(
+            *(model, adagrad, server.address), run_id="weight", transport=transport, overlap=overlap
+        ) as optimizer,
+    ):
+        for turn in range(rounds + WARM_UP):
+            if turn == WARM_UP:
+                server.begin()
+                profile.begin()
             optimizer.zero_grad()
             model(torch.ones(1, 10)).sum().backward()
-            profile.on = turn >= 20
+            profile.on = turn >= WARM_UP
             optimizer.step()
             if overlap != "off":
                 time.sleep(BACKGROUND_SECONDS)
             profile.on = False
-        print(json.dumps(profile.report(rounds)))
+        return {"client": profile.report(rounds), "server": server.counted(rounds)}
 
 
 def sources(side: str) -> dict[str, Path]:
@@ -317,7 +319,7 @@ def circles_in_words(edges: Mapping[str, set[str]]) -> str:
 
 def calls_in_words(counted: Mapping[str, Any]) -> str:
     """The calls of a round or step, and where they are."""
-    return f"{counted['calls']}: {counted['functions']} functions in {counted['files']} files"
+    return f"{counted['calls']}: {len(counted['functions'])} functions in {len(counted['files'])} files"
 
 
 def edges_of(names: Mapping[str, Path]) -> dict[str, set[str]]:
@@ -330,12 +332,13 @@ def edges_of(names: Mapping[str, Path]) -> dict[str, set[str]]:
 
 def of_server(rounds: int) -> Iterator[tuple[str, str]]:
     """Yields the server's measures with their values."""
-    for name, transport in TRANSPORTS.items():
-        counted = rounds_of(transport, rounds)
-        yield f"calls a round, {name}", calls_in_words(counted)
-        yield f"climbs under a shard's lock, {name}", f"{len(counted['climbs'])}  {', '.join(counted['climbs'])}"
-        places = (f"{Path(site).relative_to(ROOT)} {often:g}" for site, often in sorted(counted["locks"].items()))
-        yield f"kinds of locks taken a round, {name}", f"{len(counted['locks'])}  {', '.join(places)}"
+    with started() as server:
+        for name, transport in TRANSPORTS.items():
+            counted = steps_of(server, transport, rounds)["server"]
+            yield f"calls a round, {name}", calls_in_words(counted)
+            yield f"climbs under a shard's lock, {name}", f"{len(counted['climbs'])}  {', '.join(counted['climbs'])}"
+            places = (f"{Path(site).relative_to(ROOT)} {often:g}" for site, often in sorted(counted["locks"].items()))
+            yield f"kinds of locks taken a round, {name}", f"{len(counted['locks'])}  {', '.join(places)}"
     names = sources("server")
     sizes = [len(path.read_text(encoding="utf-8").splitlines()) for path in names.values()]
     yield "lines of pyps/", str(sum(sizes))
@@ -347,9 +350,11 @@ def of_server(rounds: int) -> Iterator[tuple[str, str]]:
 
 def of_client(rounds: int) -> Iterator[tuple[str, str]]:
     """Yields the client's measures with their values."""
-    for overlap, how in (("off", ""), ("step", ", overlap")):
+    with started() as server:
         for name, transport in TRANSPORTS.items():
-            yield f"calls a step, {name}{how}", calls_in_words(steps_of(transport, overlap, rounds))
+            yield f"calls a step, {name}", calls_in_words(steps_of(server, transport, rounds)["client"])
+            counted = steps_of(server, transport, rounds, overlap="step")["client"]
+            yield f"calls a step, {name}, overlap", calls_in_words(counted)
     names = sources("client")
     texts = [path.read_text(encoding="utf-8") for path in names.values()]
     nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
@@ -376,14 +381,9 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help="the one side to measure; both by default")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
-        return
-    if options.work:
-        address, transport, overlap = options.work
-        work(address, transport, overlap, rounds=options.rounds)
         return
     for side, measures in (("server", of_server), ("client", of_client)):
         if options.side in (None, side):
