@@ -47,7 +47,7 @@ class Mutant:
     file: str
     old: str
     new: str
-    # Tests to try first: files or folders; those that are no more are passed over.
+    # Tests to try first: files or folders.
     near: tuple[str, ...]
 
     @property
@@ -63,12 +63,14 @@ class Mutant:
     def wrong(self) -> str:
         """Why it cannot be seeded, in words; empty where it can."""
         count = self.path.read_text(encoding="utf-8").count(self.old) if self.path.exists() else 0
-        return "" if count == 1 else f"{self.name}: the old text stands {count} times in {self.file}; expected once"
+        if count != 1:
+            return f"{self.name}: the old text stands {count} times in {self.file}; expected once"
+        gone = [place for place in self.near if not (ROOT / place).exists()]
+        return f"{self.name}: {', '.join(gone)} is no more; name the tests where they are now" if gone else ""
 
     def find(self, *, whole: bool) -> str:
         """The first test that fails under it and what runs that test, empty where it survives."""
-        near = [place for place in self.near if (ROOT / place.partition("::")[0]).exists()]
-        for tests in ([near] if near else []) + ([ALL_TESTS] if whole else []):
+        for tests in (self.near, ALL_TESTS) if whole else (self.near,):
             for tier, marked in TIERS.items():
                 if found := _first_failure(
                     ["-m", marked, *tests], seconds=None if tests is ALL_TESTS else NEAR_SECONDS
@@ -87,7 +89,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the mutants named, or all; returns the exit status."""
     parser = argparse.ArgumentParser(description="Seeds faults and says which test finds each.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="the mutants to run; all without")
-    parser.add_argument("--check", action="store_true", help="only see that every old text stands where it is expected")
+    parser.add_argument(
+        "--check", action="store_true", help="only see that old texts and tests are where they are named"
+    )
     parser.add_argument("--whole", action="store_true", help="run all tests where no near-by one finds a mutant (long)")
     parser.add_argument("--out", type=Path, help="write a table, in Markdown")
     options = parser.parse_args(arguments)
@@ -104,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     # So that files are restored then too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     chosen = [mutant for mutant in mutants if not options.names or mutant.name in options.names]
-    near = sorted({place for mutant in chosen for place in mutant.near if (ROOT / place.partition("::")[0]).exists()})
+    near = sorted({place for mutant in chosen for place in mutant.near})
     if failed := _first_failure(["-m", "not extended", *near], seconds=None):
         print(f"{failed} fails without any mutant: it would be said to have found one.")
         return 1
