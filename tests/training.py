@@ -23,8 +23,8 @@ from pyps_client import RemoteOptimizer
 from pyps_client.data import Portions
 from pyps_client.launch import Launch
 from pyps_client.torch.layout import plan
-from pyps_client.torch.stepper import TorchStepper
-from pyps_client.torch.steps import Pace, Steps
+from pyps_client.torch.schedule import Pace
+from pyps_client.torch.steps import Steps
 from pyps_wire import work_pb2 as wire
 from pyps_wire.codecs import FLOAT32
 from pyps_wire.common_pb2 import OptimizerSettings, Sender
@@ -247,14 +247,11 @@ class PortionWorker:
         layout = plan(model, [{"params": list(model.parameters())}])
         self.downpour = Steps(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
         self.downpour.start()
-        self.examples_in_batch: int | None = None
-        self.stepper = TorchStepper(self, self.session, self.downpour)  # type: ignore[arg-type]
+        self.downpour.tell_over = self._end  # type: ignore[method-assign]
+        self.stepper = self.downpour
 
     def step(self) -> None:
-        self.downpour.step([torch.ones(1, SIZE)], example_count=self.examples_in_batch or 0)
+        self.downpour.step([torch.ones(1, SIZE)])
 
-    def check_model(self) -> None:
-        """Finds it as it was."""
-
-    def tell_over(self) -> None:
+    def _end(self) -> None:
         raise Stopped

@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from pyps_client import leave
 from pyps_client.data.portions import Stepper, others_wait
-from pyps_client.data.queue import LeaseCall
 from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch
-from pyps_client.pull import Holdings, LongPoll
+from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Servers
 from pyps_client.vectors import Vector
@@ -302,15 +301,11 @@ class Observer:
         self._holdings = Holdings(partition(self.model, num_servers=first.num_servers))
         # What was last read, one vector a group; only what is newer is read again.
         self._vectors = [np.zeros(size, np.float32) for size in self.model.group_sizes]
-        self._intakes = self._servers.intakes(self._vectors, self._holdings, codec=FLOAT32)
+        self._intakes = intakes(self._servers, self._vectors, self._holdings, codec=FLOAT32)
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
-        self._servers.read(
-            *(self._handshake.sender, ROLE_OBSERVER, self._intakes),
-            parking=LongPoll(0.0),
-            min_versions=[{}] * len(self._intakes),
-        )
+        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._intakes, parking=LongPoll(0.0))
         return split_tensors(self.model, self._vectors)
 
     @property

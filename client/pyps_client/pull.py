@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.conversion import NUMPY, Converter
 from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost
 from pyps_client.run_state import OUTDATED
 from pyps_client.transport import Channel, Link
-from pyps_client.transport.connection import CALL_SECONDS, Connection, call_seconds
-from pyps_client.vectors import part_of
+from pyps_client.transport.connection import CALL_SECONDS, Connection, Servers, call_seconds
+from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, part_of
 from pyps_wire.codecs import Codec, codec_numbered
 from pyps_wire.common_pb2 import CODEC_UNSPECIFIED, Receipt, Role, Sender
 from pyps_wire.errors import PypsError, RunFinished, WaitTimedOut, WrongSize
@@ -30,6 +29,9 @@ from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 # A server is asked to hold a call for so long at the most; what it then says it waited for goes to the log, and
 # it is asked again.
 PARK_SECONDS = 30.0
+
+# Asks server 0 for a portion.
+LeaseCall = Callable[[Channel, LeaseRequest, threading.Event], LeaseReply]
 
 # A call that moves more is worth telling the allocator of.
 LARGE_BYTES = 1 << 20
@@ -252,9 +254,6 @@ class LongPoll:
         return ask
 
 
-# Its name until all who wait for others say LongPoll.
-
-
 class IncomingPull:
     """What one server has that is newer. Asked again after a loss, it asks only for what did not come yet."""
 
@@ -369,3 +368,46 @@ class IncomingPull:
         self._intake.accept(reply.shard_id, reply.version)
         self._waiting.discard(reply.shard_id)
         self._changed.add(reply.shard_id)
+
+
+def intakes(
+    servers: Servers, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter = NUMPY
+) -> list[Intake]:
+    """The way of each server's parameters into the vectors, one a group, which travel in that codec.
+
+    The vectors are of the codec's type, or float32, into which they are converted.
+    """
+    dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
+    check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
+    return [
+        Intake(vectors, holdings.of_server[each.index], codec=codec, name=each.name, converter=converter)
+        for each in servers
+    ]
+
+
+def read(
+    servers: Servers,
+    sender: Sender,
+    role: Role,
+    intakes: Sequence[Intake],
+    *,
+    parking: LongPoll,
+    min_versions: Sequence[Mapping[int, int]] | None = None,
+    lent: bool = False,
+) -> set[int]:
+    """Brings what is newer than held; returns changed shard ids.
+
+    Waits for `min_versions`, shard id to version for each server, while `parking` lasts. `lent`: the vectors are.
+    """
+    return set().union(
+        *servers.on_all(
+            [
+                IncomingPull(
+                    *(sender, role, intake), connection=connection, min_versions=wanted, parking=parking, lent=lent
+                )
+                for connection, intake, wanted in zip(
+                    servers, intakes, min_versions or [{}] * len(intakes), strict=True
+                )
+            ]
+        )
+    )

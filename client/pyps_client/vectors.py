@@ -1,4 +1,4 @@
-"""The flat vectors that a session reads and writes, one per parameter group."""
+"""The flat vectors that a worker reads and writes, one per parameter group, and how they become what travels."""
 
 from __future__ import annotations
 
@@ -49,3 +49,22 @@ def check_vectors(
 def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArray[Any]:
     """The shard's stretch of its group's vector, not copied."""
     return vectors[shard.group][shard.offset : shard.offset + shard.length]
+
+
+class Converter:
+    """Makes of float32 what travels, and back, with what every client has. Several threads may call it at once."""
+
+    def encode(self, values: npt.NDArray[np.float32], codec: Codec) -> memoryview:
+        """The contiguous values as they travel."""
+        return codec.encode(values)
+
+    def decode(self, payload: memoryview, codec: Codec, place: npt.NDArray[np.float32]) -> None:
+        """Writes what came into its place, which has its length."""
+        codec.decode_into(payload, place)
+
+    def encoded(self, values: npt.NDArray[Any], codec: Codec) -> memoryview:
+        """Contiguous values as they travel: float32 is converted, words of the codec stay as they are."""
+        return values.view(np.uint8).data if values.dtype == codec.dtype else self.encode(values, codec)
+
+
+NUMPY = Converter()

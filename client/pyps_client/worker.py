@@ -9,21 +9,19 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from pyps_client import fork, leave
-from pyps_client.conversion import NUMPY, Converter
-from pyps_client.data.queue import LeaseCall
 from pyps_client.fork import ForkGuard
 from pyps_client.join import Handshake, Values
 from pyps_client.launch import Launch
 from pyps_client.lease import Lease
 from pyps_client.log import logger
-from pyps_client.pull import Holdings, IncomingPull, Intake, LongPoll, Versions
+from pyps_client.pull import Holdings, IncomingPull, Intake, LeaseCall, LongPoll, Versions, intakes, read
 from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import RunState, View, warn_of_differences
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection, Operation, Servers, contacts_of
 from pyps_client.transport.lent import Layout, Lent, Sharing
-from pyps_client.vectors import Vector, Vectors
+from pyps_client.vectors import NUMPY, Converter, Vector, Vectors
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import ROLE_OBSERVER, ROLE_WORKER, OptimizerSettings, Receipt, Sender
 from pyps_wire.errors import BadRequest, RunFinished
@@ -178,21 +176,21 @@ class Worker:
         terms, is_over, *_ = self.view.state
         if is_over:
             raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
-        into, lent_index, intakes = plan.parameters, plan.lent_index, None
+        into, lent_index, ways = plan.parameters, plan.lent_index, None
         if lent_index is None:
             lent_index = self._sharing.gradients(plan.gradients)
             if into is not None and not self._sharing.are_parameters(into):
                 # What goes one way goes that way whole.
                 lent_index = None
         if into is not None:
-            intakes = self._lent_intakes if plan.lent_index is not None else self._intakes(into)
+            ways = self._lent_intakes if plan.lent_index is not None else self._intakes(into)
         sent_at = time.monotonic()
         pushes = self._pushes.outgoing(
             plan,
             clock=self.clock if plan.clock is None else plan.clock,
             clip_norm=terms.clip_norm,
             converter=self._converter,
-            intakes=intakes,
+            intakes=ways,
             lent_index=lent_index,
         )
         receipts: list[Receipt] = []
@@ -229,8 +227,8 @@ class Worker:
         """
         self._check_open()
         indices = [connection.index for connection in self._servers]
-        changed = self._servers.read(
-            *(self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
+        changed = read(
+            *(self._servers, self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
             parking=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
@@ -271,12 +269,8 @@ class Worker:
         """
         self._check_open()
         holdings = Holdings(self.partition)
-        intakes = self._servers.intakes(vectors, holdings, codec=FLOAT32)
-        self._servers.read(
-            *(self._handshake.sender, ROLE_OBSERVER, intakes),
-            parking=LongPoll(0.0),
-            min_versions=[{}] * len(intakes),
-        )
+        into = intakes(self._servers, vectors, holdings, codec=FLOAT32)
+        read(self._servers, self._handshake.sender, ROLE_OBSERVER, into, parking=LongPoll(0.0))
         return holdings.versions
 
     def proceed(self) -> None:
@@ -454,7 +448,7 @@ class Worker:
     def _intakes(self, vectors: Vectors) -> list[Intake]:
         if self._lent_intakes and self._sharing.are_parameters(vectors):
             return self._lent_intakes
-        return self._servers.intakes(vectors, self._holdings, codec=self._pull_codec, converter=self._converter)
+        return intakes(self._servers, vectors, self._holdings, codec=self._pull_codec, converter=self._converter)
 
     def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
         self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))

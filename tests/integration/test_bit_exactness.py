@@ -11,9 +11,9 @@ import pytest
 
 from client_support import addresses, start_servers
 from pyps_client import Launch, Observer, Session
-from pyps_client.conversion import NUMPY, Converter
 from pyps_client.push import Plan
 from pyps_client.torch.memory import TorchConverter
+from pyps_client.vectors import NUMPY, Converter
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, GroupSettings, OptimizerSettings, Receipt

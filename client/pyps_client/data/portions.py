@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.data.queue import LeaseCall, RemoteQueue
+from pyps_client.data.queue import RemoteQueue
 from pyps_client.data.samplers import length_of, permutation
 from pyps_client.log import logger
+from pyps_client.pull import LeaseCall
 from pyps_wire.errors import BadRequest, RunFinished
 from pyps_wire.work_pb2 import DataSpec, LeaseReply
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
 
-from pyps_client.pull import LongPoll
+from pyps_client.pull import LeaseCall, LongPoll
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import CALL_SECONDS
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from pyps_client.worker import Worker
 
 Reply = TypeVar("Reply", bound=Message)
-
-# Asks server 0 for a portion.
-LeaseCall: TypeAlias = Callable[[Channel, LeaseRequest, threading.Event], LeaseReply]
 
 # A free worker looks this often whether the run, as its heartbeats know it, is over.
 LOOK_SECONDS = 5.0

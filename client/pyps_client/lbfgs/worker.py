@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from pyps_client import leave
-from pyps_client.conversion import NUMPY, Converter
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.leave import keep_large_blocks
 from pyps_client.log import logger
@@ -25,7 +24,7 @@ from pyps_client.pull import LARGE_BYTES
 from pyps_client.retry import Busy, RetryPolicy, Wait
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import call_seconds
-from pyps_client.vectors import Vectors, part_of
+from pyps_client.vectors import NUMPY, Converter, Vectors, part_of
 from pyps_client.worker import Worker
 from pyps_wire.codecs import codec_of
 from pyps_wire.errors import BadRequest, LimitExceeded, NoRoom, RunFinished

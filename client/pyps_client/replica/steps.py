@@ -29,7 +29,8 @@ from pyps_client.replica.processes import Replica
 from pyps_client.torch.gradients import Finite, all_fit, surely_fit
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.rates import RateChanges
-from pyps_client.torch.steps import Due, Pace, Steps
+from pyps_client.torch.schedule import Due, Pace
+from pyps_client.torch.steps import Steps
 from pyps_client.transport.threads import Future
 from pyps_client.worker import Worker
 from pyps_wire.errors import RunFinished
@@ -69,10 +70,10 @@ class ReplicaSteps(Steps):
 
         The other processes need not call it.
         """
-        launch = self._worker.launch
+        launch = self.session.launch
         with Observer(
             launch.servers,
-            run_id=self._worker.run_id,
+            run_id=self.session.run_id,
             token=launch.token,
             use_proxy=launch.use_proxy,
             start_wait_seconds=launch.loss_wait_seconds,
@@ -98,27 +99,24 @@ class ReplicaSteps(Steps):
         fits = surely_fit(present, torch.float32) or all_fit(present, torch.float32)
         overlap = self._overlap
         busy: list[float] = []
-        if overlap is not None:
+        if overlap.is_used:
             pushed, pulled = overlap.over()
-            busy = [
-                float(overlap.pushing is not None and not pushed),
-                float(overlap.pulling is not None and not pulled),
-            ]
+            pushing, pulling = overlap.pushing is not None and not pushed, overlap.pulling is not None and not pulled
+            busy = [float(pushing), float(pulling)]
         refused, contributed, *busy = self._replica.all_reduce([float(not fits), float(bool(present)), *busy])
         if refused:
             self._finite.leave_out(gradients, for_others=fits)
         elif contributed:
             # Of a process without gradients too: the others' count for all.
             self._add(gradients, example_count, due)
-        if overlap is not None or refused or not (contributed and self._push_due):
+        if overlap.is_used or refused or not (contributed and self._push_due):
             # No push may follow, with which the processes would agree on what they have heard.
-            self._worker.meet()
+            self.session.meet()
             if self.finished:
                 # Here, on all: a push that is under way learns of it on some processes sooner than on others.
                 raise RunFinished("The run is over.")
-        if overlap is not None:
-            pushing, pulling = busy
-            self._end(overlap.pushing is not None and not pushing, overlap.pulling is not None and not pulling)
+        if overlap.is_used:
+            self._end(overlap.pushing is not None and not busy[0], overlap.pulling is not None and not busy[1])
 
     def _add(self, gradients: Sequence[torch.Tensor | None], example_count: int, due: Due) -> None:
         super()._add(gradients, example_count, due)
@@ -135,18 +133,18 @@ class ReplicaSteps(Steps):
 
     def _plan(self, *, pulls: bool) -> Plan:
         plan = super()._plan(pulls=pulls)
-        if self._overlap is not None:
+        if self._overlap.is_used:
             # Found here, as a thread beside this one may not: collective calls of two would mix.
             plan.gradient_norm = 0.0
-            if self._worker.clips:
+            if self.session.clips:
                 self._gradients.ready()
-                plan.gradient_norm = self._worker.norm(plan)
+                plan.gradient_norm = self.session.norm(plan)
         return plan
 
     def _exchange(self, *, pulls: bool) -> None:
         super()._exchange(pulls=pulls)
-        if self._overlap is not None:
-            self._worker.meet()
+        if self._overlap.is_used:
+            self.session.meet()
 
     def _take_pulled(self) -> bool:
         taken = super()._take_pulled()
@@ -157,11 +155,10 @@ class ReplicaSteps(Steps):
         """Nothing: what is over beside the computation the processes find together, as they gather a minibatch."""
 
     def _wait_for(self, future: Future[Any] | None) -> None:
-        if future is not None and self._overlap is not None:
+        if future is not None and future is self._overlap.pushing:
             future.wait()
-            if future is self._overlap.pushing:
-                # Who waits for a push goes by what was answered to it.
-                self._worker.meet()
+            # Who waits for a push goes by what was answered to it.
+            self.session.meet()
         super()._wait_for(future)
 
     def _hand_on(self) -> None:
@@ -170,6 +167,3 @@ class ReplicaSteps(Steps):
             self._brought = False
             self._replica.spread(self._cut.arrangement.copies, self._cut.claimed.local)
             self._written.note()
-
-
-# Its name until all say ReplicaSteps.

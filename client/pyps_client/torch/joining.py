@@ -23,7 +23,8 @@ from pyps_client.torch.options import Options
 from pyps_client.torch.parameters import initial_values
 from pyps_client.torch.rates import Rates
 from pyps_client.torch.rules import Translation, translate, translation_of
-from pyps_client.torch.steps import Pace, Steps
+from pyps_client.torch.schedule import Pace
+from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import OptimizerSettings
 from pyps_wire.errors import BadRequest, ModelMismatch

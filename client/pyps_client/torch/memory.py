@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pyps_client.conversion import Converter
 from pyps_client.log import logger
 from pyps_client.torch.layout import Block, Layout
+from pyps_client.vectors import Converter
 from pyps_wire.codecs import Codec
 
 # index of a tensor -> its place in a flat vector

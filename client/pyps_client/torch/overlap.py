@@ -16,10 +16,12 @@ class Overlap:
     Gradients are never dropped: while a push is under way they gather in the other buffer, and go together after.
     """
 
-    def __init__(self, spare: Gradients) -> None:
+    def __init__(self, spare: Gradients | None) -> None:
+        """`spare`: the other buffer; None where nothing ever goes on beside the computation."""
+        self.is_used = spare is not None
         self._spare = spare
         self._threads = Threads()
-        # The gradients of the push under way; they rest until it is over.
+        # The gradients of the push under way, or whose end nobody has taken over; they rest.
         self.in_flight: Gradients | None = None
         # The same for an exchange.
         self.pushing: Future[Sequence[Receipt]] | None = None
@@ -27,7 +29,7 @@ class Overlap:
 
     def push(self, gradients: Gradients, exchange: Callable[[], Sequence[Receipt]], *, pulls: bool) -> Gradients:
         """Begins to push sealed gradients, and to pull where that is one; returns an empty buffer to go on with."""
-        assert self.pushing is None, "a push began while another was under way"
+        assert self._spare is not None and self.pushing is None, "a push began while another was under way"
         self.pushing = self._threads.submit(exchange)
         if pulls:
             self.pulling = self.pushing

@@ -16,12 +16,11 @@ from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.replica.group import ALONE, agreed
+from pyps_client.replica.group import ALONE, Group, agreed
 from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings
 from pyps_client.torch.parameters import Replaced
-from pyps_client.torch.stepper import TorchStepper
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
 from pyps_wire.allocator import give_back_free_memory
@@ -69,9 +68,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
     worker that owns the schedule; nothing else of the settings may. Not trained, and each worker's own:
     parameters that are not the optimizer's.
     """
-
-    # Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it.
-    examples_in_batch: int | None
 
     def __init__(
         self,
@@ -123,11 +119,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         # The same groups, so that a scheduler that was made with the torch optimizer moves them too.
         self.param_groups = optimizer.param_groups
         self._wrapped = optimizer
-        self._model, self._replica = joining.module, peers
-        trained = (parameter for group in self.param_groups for parameter in group["params"])
-        self._replaced = Replaced(self._model, trained)
-        self.examples_in_batch = joining.options.examples_in_batch
-        self._finish_seen = self._told_of_end = self._told_of_state = False
+        self._model = joining.module
+        self._finish_seen = self._told_of_state = False
         self._guard = ForkGuard()
         joined = joining.join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
@@ -140,6 +133,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             give_back_free_memory()
             # They may depend on what the servers said when the run was joined.
             self._downpour = joining.steps(joined, self._rates)
+            self._downpour.check_model = _model_check(self._model, peers, self.param_groups)
+            self.examples_in_batch = joining.options.examples_in_batch
             self._ending = Ending(self._session, self._downpour)
             _made[self] = (joining.launch.servers, joining.launch.worker_id)
             member = self
@@ -241,9 +236,18 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._downpour.skipped
 
     @property
-    def stepper(self) -> TorchStepper:
+    def examples_in_batch(self) -> int | None:
+        """Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it."""
+        return self._downpour.examples_in_batch
+
+    @examples_in_batch.setter
+    def examples_in_batch(self, count: int | None) -> None:
+        self._downpour.examples_in_batch = count
+
+    @property
+    def stepper(self) -> Steps:
         """What `pyps_client.data.Portions` asks of it."""
-        return TorchStepper(self, self._session, self._downpour)
+        return self._downpour
 
     def report(self, **scalars: float) -> None:
         """Sends figures of this worker, such as loss=0.3, to the servers with its next heartbeat."""
@@ -271,22 +275,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(*leave.cause_of(error))
-
-    def check_model(self) -> None:
-        """Refuses a model whose parameters were replaced since, or that DistributedDataParallel was put around."""
-        if self._downpour.steps == 0:
-            unwrapped(self._model, self._replica)
-        self._replaced.check()
-
-    def tell_over(self) -> None:
-        """Says once that a loop goes on although the run is over."""
-        if not self._told_of_end:
-            self._told_of_end = True
-            logger.warning(
-                "the run %s is over: steps do nothing any more. Leave the loop where optimizer.finished is true, or "
-                "write `for batch in optimizer.until_finished(loader)`.",
-                self.run_id,
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: all workers of a run agree on its parameters before the first step."""
@@ -351,13 +339,27 @@ class RemoteOptimizer(torch.optim.Optimizer):
             if loss is not None:
                 self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         if self._finish_seen:
-            self.tell_over()
+            self._downpour.tell_over()
             return loss
-        self.check_model()
-        count = self.examples_in_batch if examples is None else examples
-        self._downpour.step(self._gradients(), example_count=count or 0)
-        self._finish_seen = self._downpour.finished
+        steps = self._downpour
+        steps.check_model(steps.steps == 0)
+        steps.step(self._gradients(), example_count=examples)
+        self._finish_seen = steps.finished
         return loss
+
+
+def _model_check(
+    model: torch.nn.Module, peers: Group, param_groups: Iterable[Mapping[str, Any]]
+) -> Callable[[bool], None]:
+    """What refuses a model whose parameters were replaced since, or that DistributedDataParallel was put around."""
+    replaced = Replaced(model, (parameter for group in param_groups for parameter in group["params"]))
+
+    def check(is_first: bool) -> None:
+        if is_first:
+            unwrapped(model, peers)
+        replaced.check()
+
+    return check
 
 
 class Ending:

@@ -19,17 +19,15 @@ workers), overlaps nothing under either, and sums as many minibatches as are wan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from pyps_client.data.queue import LeaseCall
 from pyps_client.log import logger
+from pyps_client.pull import LeaseCall
 from pyps_client.push import Plan
-from pyps_client.run_state import Terms, View
 from pyps_client.torch.buffers import SharedBuffers
 from pyps_client.torch.gradients import Finite, Gradients
 from pyps_client.torch.layout import Layout
@@ -37,10 +35,11 @@ from pyps_client.torch.memory import PinnedPages, TorchConverter
 from pyps_client.torch.overlap import Overlap
 from pyps_client.torch.parameters import Parameters, Written
 from pyps_client.torch.rates import RateChanges
+from pyps_client.torch.schedule import Due, Pace, Schedule
 from pyps_client.transport.threads import Future
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
-from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
+from pyps_wire.errors import RunFinished, ServerUnavailable
 from pyps_wire.work_pb2 import LeaseReply
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
@@ -54,7 +53,8 @@ _HALF = (torch.float16, torch.bfloat16)
 class Steps:
     """One worker's steps: gathers gradients, pushes, pulls, and steps locally in between. Used by one thread.
 
-    Its worker is connected, and lends it the memory for gradients and parameters.
+    Its worker is connected, and lends it the memory for gradients and parameters. For portions of data it is a
+    `pyps_client.data.portions.Stepper`.
     """
 
     def __init__(
@@ -68,11 +68,15 @@ class Steps:
         buffers: SharedBuffers | None = None,
         read_my_writes: bool = False,
     ) -> None:
-        self._worker = worker
+        """`local_rates`: the sizes of a local step now, one a parameter group; empty or zero for none."""
+        self.session = worker
+        # Refuses a model that was changed so that steps would not train it; told whether a step is the first.
+        self.check_model: Callable[[bool], object] = lambda is_first: None
+        # Examples in each minibatch from now on; None where nobody says.
+        self.examples_in_batch: int | None = None
         self._view = worker.view
         self._layout = layout
         self._schedule = Schedule(pace, worker.view)
-        # The sizes of a local step now, one a parameter group; empty or zero for none.
         self._local_rates = local_rates
         self._rate_changes = rate_changes
         self._buffers = buffers
@@ -87,7 +91,7 @@ class Steps:
         # As they were lent; those that gather now, and with overlap the others.
         self._lent = [Gradients(layout, vectors, codec=lent.converted_to) for vectors in lent.gradients]
         self._gradients = self._lent[0]
-        self._overlap = Overlap(self._lent[1]) if overlaps else None
+        self._overlap = Overlap(self._lent[1] if overlaps else None)
         # What lands beside the computation must not be in the model at once.
         self._parameters = Parameters(layout, lent.parameters, alias=not overlaps, private=lent.private)
         # Versions of what a pull has brought, which is not in the model yet; and of the parameters in the model.
@@ -99,8 +103,7 @@ class Steps:
         self._pull_due = False
         self._steps_since_pull = 0
         self._finite = Finite(layout.model)
-        self._finished = False
-        self._settled = False
+        self._finished = self._settled = self._told_of_end = False
         # Minibatches so far, steps without one included.
         self.steps = 0
         # Minibatches that had left the buffer, on their way or left out, before the newest push and with it.
@@ -126,29 +129,35 @@ class Steps:
             self._collect()
         except RunFinished:
             self._finished = True
-        return self._sent if self._in_flight is None else self._sent_before
+        return self._sent if self._overlap.in_flight is None else self._sent_before
 
     def start(self) -> None:
         """Pulls the run's parameters into the model, before the first minibatch, once the worker may begin."""
         try:
-            self._worker.proceed()
+            self.session.proceed()
         except RunFinished:
             self._finished = True
         self._pull()
         self._written.note()
 
-    def step(self, gradients: Sequence[torch.Tensor | None], *, example_count: int = 0) -> None:
-        """Takes one minibatch's gradients, one entry a parameter; None where there is none."""
+    def step(self, gradients: Sequence[torch.Tensor | None], *, example_count: int | None = None) -> None:
+        """Takes one minibatch's gradients, one entry a parameter; None where there is none.
+
+        `example_count`: `examples_in_batch` by default.
+        """
         self._written.check(is_first=self.steps == 0)
         try:
-            with torch.no_grad():
-                self._step(gradients, example_count)
+            self._step(gradients, (example_count if example_count is not None else self.examples_in_batch) or 0)
         except RunFinished:
             self._finished = True
         finally:
             self._written.note()
         if not self._settled and (self._finished or self._view.state.finished):
             self._settle()
+
+    def tell_examples(self, count: int) -> None:
+        """Says how many examples the minibatch that comes next has."""
+        self.examples_in_batch = count
 
     def end_portion_after(self, step: int) -> None:
         """Says that minibatch number `step`, from 0, is the last of its portion of data."""
@@ -161,8 +170,7 @@ class Steps:
             return
         self._written.check(is_first=self.steps == 0)
         try:
-            with torch.no_grad():
-                self._idle()
+            self._idle()
         except RunFinished:
             self._finished = True
         finally:
@@ -172,17 +180,26 @@ class Steps:
         """Takes over that the run is over, and brings its parameters into the model."""
         self._finished = True
         if not self._settled:
-            with torch.no_grad():
-                self._settle()
+            self._settle()
+
+    def tell_over(self) -> None:
+        """Says once that a loop goes on although the run is over."""
+        if not self._told_of_end:
+            self._told_of_end = True
+            logger.warning(
+                "the run %s is over: steps do nothing any more. Leave the loop where optimizer.finished is true, or "
+                "write `for batch in optimizer.until_finished(loader)`.",
+                self.session.run_id,
+            )
 
     def flush(self) -> None:
         """Pushes what has gathered and waits for the answer. ServerUnavailable says how much was not delivered."""
-        delivered = self._sent if self._in_flight is None else self._sent_before
+        delivered = self._sent if self._overlap.in_flight is None else self._sent_before
         try:
-            self._wait_for_push()
+            self._wait_for(self._overlap.pushing)
             delivered = self._sent
-            if self._gradients.minibatch_count and not self.finished:
-                self._push()
+            if self._gradients.minibatch_count and not self.finished and self._seal():
+                self._exchange(pulls=False)
             if not self._gradients.minibatch_count:
                 self._sent = self.steps
         except RunFinished:
@@ -195,22 +212,23 @@ class Steps:
 
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
         """Asks for a portion; the parameters come with it where one mutex is held for both, and no gradient gathers."""
-        if self._overlap is not None or not self._worker.gives_out_data or self._gradients.minibatch_count:
+        # DistributedDataParallel writes parameters too: what wrote them is the better word.
+        self.check_model(self.steps == 0)
+        if self._overlap.is_used or not self.session.gives_out_data or self._gradients.minibatch_count:
             return ask(None)
         self._written.check(is_first=self.steps == 0)
         self._parameters.wait_until_free()
-        with torch.no_grad():
-            try:
-                return ask(self._worker.with_parameters(self._parameters.vectors))
-            finally:
-                self._pulled = self._worker.held_versions
-                self._take_pulled()
-                self._written.note()
+        try:
+            return ask(self.session.with_parameters(self._parameters.vectors))
+        finally:
+            self._pulled = self.session.held_versions
+            self._take_pulled()
+            self._written.note()
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """The servers' parameters as they are now, by name. The model keeps its own until the next pull."""
         vectors = [np.empty(size, np.float32) for size in self._layout.model.group_sizes]
-        self._worker.snapshot(vectors)
+        self.session.snapshot(vectors)
         return self._parameters.tensors_of(vectors)
 
     def hand_out_gradients(self) -> None:
@@ -218,7 +236,7 @@ class Steps:
 
         The model's gradients lose their values, and are to be made zero.
         """
-        if self._overlap is None and self._schedule.pushes_after(self.steps):
+        if not self._overlap.is_used and self._schedule.pushes_after(self.steps):
             self._gradients.hand_out()
         else:
             self._gradients.take_back()
@@ -228,8 +246,7 @@ class Steps:
 
         Without `separate` the model's parameters stay where they lie.
         """
-        if self._overlap is not None:
-            self._overlap.close()
+        self._overlap.close()
         if separate and not self._private:
             # What other processes see is let go: the model keeps what it has.
             self._gradients.take_back()
@@ -241,31 +258,29 @@ class Steps:
         """Brings the finished run's parameters into the model."""
         self._settled = True
         # There is nothing to come but the end.
-        self._worker.hurry()
+        self.session.hurry()
         self.flush()
-        self._wait_for_pull()
+        self._wait_for(self._overlap.pulling)
         self._pull()
         self._written.note()
 
     def _step(self, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
-        if self._overlap is not None:
+        if self._overlap.is_used:
             self._collect()
         step = self.steps
         due = self._schedule.at(step)
-        self.steps = self._worker.clock = step + 1
+        self.steps = self.session.clock = step + 1
         self._push_due = self._push_due or due.push
         self._pull_due = self._pull_due or due.pull
         self._gather(gradients, example_count, due)
         if self._schedule.overlaps:
             if due.ends_portion:
                 # Nothing of the next portion comes into its push.
-                self._wait_for_push()
+                self._wait_for(self._overlap.pushing)
             self._go_on_beside()
         else:
-            if self._overlap is not None:
-                self._wait_for_push()
-                self._wait_for_pull()
-                self._take_pulled()
+            if self._overlap.is_used:
+                self._come_back()
             self._push_and_pull()
         if self._gradients.minibatch_count:
             self._gradients.take_back()
@@ -274,16 +289,14 @@ class Steps:
 
     def _idle(self) -> None:
         """Says in so many words that there is no gradient, and waits for what every worker waits for."""
-        self._wait_for_push()
-        self._wait_for_pull()
-        self._take_pulled()
+        self._come_back()
         self._schedule.follow(self.steps)
-        self.steps = self._worker.clock = self.steps + 1
+        self.steps = self.session.clock = self.steps + 1
         absent = [False] * len(self._layout.parameters)
-        self._worker.exchange(Plan(self._gradients.vectors, present=absent, base_versions=self._versions))
+        self.session.exchange(Plan(self._gradients.vectors, present=absent, base_versions=self._versions))
         if not self._gradients.minibatch_count:
             self._sent = self.steps
-        self._worker.proceed()
+        self.session.proceed()
         self._pull()
 
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int, due: Due) -> None:
@@ -307,12 +320,12 @@ class Steps:
             # It goes alone and at once to a server that looks for NaN before it applies any of it; else the worker
             # takes a step with it, or, with buffers, its own statistics would have to be undone.
             servers_look=(
-                self._overlap is None
+                not self._overlap.is_used
                 and self._push_due
                 and self._gradients.minibatch_count == 0
                 and not steps_locally
                 and buffers is None
-                and self._worker.checks_first
+                and self.session.checks_first
             ),
         )
         if buffers is not None:
@@ -326,46 +339,40 @@ class Steps:
 
     def _push_and_pull(self) -> None:
         """Pushes and pulls what is due, and waits for it: in one where both are, and nothing comes in between."""
-        asks = self._view.state.terms.ask_to_proceed
-        if self._push_due and self._pull_due and not asks and self._gradients.minibatch_count and self._seal():
-            self._push_due = self._pull_due = False
-            try:
-                self._exchange(pulls=True)
-            except BaseException:
-                # What came before the error is noted for the next step, should there be one.
-                self._take_pulled()
-                raise
-            asks = self._view.state.terms.ask_to_proceed
-            if asks:
-                self._worker.proceed()
-            if asks or self._worker.pull_needed:
-                self._pull()
-            else:
-                self._take_pulled()
-            return
         if self._push_due:
             # The end of a push's worth of minibatches.
             self._push_due = False
-            if self._gradients.minibatch_count:
-                self._push()
+            if self._gradients.minibatch_count and self._seal():
+                pulls = self._pull_due and not self._view.state.terms.ask_to_proceed
+                try:
+                    self._exchange(pulls=pulls)
+                except BaseException:
+                    # What came before the error is noted for the next step, should there be one.
+                    self._take_pulled()
+                    raise
+                self._pull_due = self._pull_due and not pulls
+                if pulls and self._view.state.terms.ask_to_proceed:
+                    # What came with the push came before the leave to begin a step.
+                    self._pull_due = True
             if self._view.state.terms.ask_to_proceed:
-                self._worker.proceed()
-        if self._pull_due or self._worker.pull_needed:
+                self.session.proceed()
+        if self._pull_due or self.session.pull_needed:
             self._pull_due = False
             self._pull()
+        else:
+            self._take_pulled()
 
     def _go_on_beside(self) -> None:
         """Begins what is due beside the computation, and waits only where too much is behind."""
         overlap, schedule = self._overlap, self._schedule
-        assert overlap is not None
         if self._gradients.minibatch_count >= BEHIND_MAX * schedule.push_every:
-            self._wait_for_push()
+            self._wait_for(overlap.pushing)
         self._steps_since_pull += 1
         if self._steps_since_pull >= BEHIND_MAX * schedule.pull_every:
-            self._wait_for_pull()
+            self._wait_for(overlap.pulling)
         # What landed is taken first: a pull rewrites the buffer.
         self._take_pulled()
-        pull_needed = self._worker.pull_needed
+        pull_needed = self.session.pull_needed
         if self._push_due and overlap.pushing is None:
             self._push_due = False
             if self._gradients.minibatch_count and self._seal():
@@ -374,30 +381,23 @@ class Steps:
                 self._pull_due = self._pull_due and not pulls
                 self._begin_push(pulls=pulls)
             if self._view.state.terms.ask_to_proceed:
-                self._worker.proceed()
+                self.session.proceed()
         if (self._pull_due or pull_needed) and overlap.pulling is None:
             self._pull_due = False
             overlap.pull(self._bring)
 
     def _begin_push(self, *, pulls: bool) -> None:
         """Begins to push sealed gradients, and to pull in one with it; gathers in the other buffer from now on."""
-        overlap, gradients, plan = self._overlap, self._gradients, self._plan(pulls=pulls)
-        assert overlap is not None
+        gradients, plan = self._gradients, self._plan(pulls=pulls)
         self._sent_before, self._sent = self._sent, self.steps
 
         def exchange() -> Sequence[Receipt]:
             gradients.ready()
             if pulls:
                 self._parameters.wait_until_free()
-            return self._worker.exchange(plan)
+            return self.session.exchange(plan)
 
-        self._gradients = overlap.push(gradients, exchange, pulls=pulls)
-
-    def _push(self) -> None:
-        """Pushes what has gathered, alone, and waits for the answer."""
-        if self._seal():
-            self._sent_before, self._sent = self._sent, self.steps
-            self._exchange(pulls=False)
+        self._gradients = self._overlap.push(gradients, exchange, pulls=pulls)
 
     def _exchange(self, *, pulls: bool) -> None:
         """Pushes sealed gradients, and pulls what is newer in one; the buffer is empty then."""
@@ -407,13 +407,13 @@ class Steps:
             gradients.ready()
             self._parameters.wait_until_free()
         try:
-            self.receipts = self._worker.exchange(self._plan(pulls=pulls))
+            self.receipts = self.session.exchange(self._plan(pulls=pulls))
         finally:
             # After an error too: the worker has tried for as long as it was told to.
             gradients.clear()
             if pulls:
                 # Likewise: some shards may have come, and the model's parameters may lie in the vectors.
-                self._pulled = self._worker.held_versions
+                self._pulled = self.session.held_versions
         self._finite.note(self.receipts)
 
     def _plan(self, *, pulls: bool) -> Plan:
@@ -440,13 +440,13 @@ class Steps:
     def _pull(self) -> None:
         """Pulls into the model, and waits for it."""
         self._bring()
-        self._pulled = self._worker.held_versions
+        self._pulled = self.session.held_versions
         self._take_pulled()
 
     def _bring(self) -> None:
         """Pulls into the parameters' buffer; on any thread."""
         self._parameters.wait_until_free()
-        self._worker.pull(self._parameters.vectors)
+        self.session.pull(self._parameters.vectors)
 
     def _take_pulled(self) -> bool:
         """Brings what was pulled into the model; False where nothing was."""
@@ -455,205 +455,58 @@ class Steps:
             return False
         if self._parameters.written_elsewhere():
             # Something else lies where the pulled parameters were, and not all of them came anew just now.
-            versions = self._worker.snapshot(self._parameters.vectors)
+            versions = self.session.snapshot(self._parameters.vectors)
             self._parameters.separate()
         self._parameters.write()
         if self._local.masters:
             self._local.reset()
         if self._read_my_writes or self._buffers is not None:
-            sizes = (self._local_rates() if self._read_my_writes else ()) or [0.0] * self._layout.model.num_groups
-            num_trained = self._layout.model.num_groups - (self._buffers is not None)
-            if self._read_my_writes and self._in_flight is not None:
-                self._local.reapply(self._in_flight, [*sizes[:num_trained], 0.0])
-            # How far buffers moved is added whole: what has gathered is not to be gathered again.
-            self._local.reapply(self._gradients, [*sizes[:num_trained], -1.0])
+            self._reapply()
         if self._buffers is not None:
             self._buffers.pulled()
         self._versions = versions
         self._steps_since_pull = 0
         return True
 
-    # Beside the computation.
+    def _reapply(self) -> None:
+        """Takes the steps of what the servers may not have yet on parameters that were pulled; with buffers, theirs."""
+        num_groups = self._layout.model.num_groups
+        sizes = (self._local_rates() if self._read_my_writes else ()) or [0.0] * num_groups
+        trained = sizes[: num_groups - (self._buffers is not None)]
+        if self._read_my_writes and self._overlap.in_flight is not None:
+            self._local.step(self._overlap.in_flight.sums(), [*trained, 0.0])
+        # How far buffers moved is added whole: what has gathered is not to be gathered again.
+        self._local.step(self._gradients.sums(), [*trained, -1.0])
 
-    @property
-    def _in_flight(self) -> Gradients | None:
-        """The gradients of a push that is not known to be answered; they rest."""
-        return None if self._overlap is None else self._overlap.in_flight
+    # Beside the computation.
 
     def _collect(self) -> None:
         """Takes over what has ended beside the computation; raises what it raised."""
-        if self._overlap is not None:
-            self._end(*self._overlap.over())
+        self._end(*self._overlap.over())
 
     def _end(self, pushed: bool, pulled: bool) -> None:
         """Takes over the end of the push, and of the pull, that are under way; raises what it raised."""
-        overlap = self._overlap
-        if overlap is None or not (pushed or pulled):
+        if not (pushed or pulled):
             return
-        receipts = overlap.end(pushed=pushed, pulled=pulled)
+        receipts = self._overlap.end(pushed=pushed, pulled=pulled)
         if receipts is not None:
             self.receipts = receipts
             self._finite.note(receipts)
         # Where an exchange's round waits for other workers, a pull follows.
-        if pulled and not (pushed and self._worker.pull_needed):
-            self._pulled = self._worker.held_versions
+        if pulled and not (pushed and self.session.pull_needed):
+            self._pulled = self.session.held_versions
 
     def _wait_for(self, future: Future[Any] | None) -> None:
         """Returns once it is over; raises what it raised."""
-        if future is not None and self._overlap is not None:
+        if future is not None:
             future.wait()
             self._end(future is self._overlap.pushing, future is self._overlap.pulling)
 
-    def _wait_for_push(self) -> None:
-        if self._overlap is not None:
-            self._wait_for(self._overlap.pushing)
-
-    def _wait_for_pull(self) -> None:
-        if self._overlap is not None:
-            self._wait_for(self._overlap.pulling)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """What the user says of how often to push and to pull, and whether beside the computation."""
-
-    # Minibatches summed in a push (the paper's n_push), and minibatches between pulls (n_fetch). None: what the
-    # protocol in force wants, or else 1.
-    push_every: int | None = None
-    pull_every: int | None = None
-    # "off": the worker waits for each. "step": both go on beside the computation, on threads, where the protocol in
-    # force lets them.
-    overlap: str = "off"
-    # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
-    compat: str | None = None
-    # Whether it is known how large the worker's own steps between pulls are, be it 0.
-    local_rate_known: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("push_every", "pull_every"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise BadRequest(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
-        if self.overlap not in ("off", "step"):
-            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off' or 'step'.")
-        if self.compat not in (None, "paper"):
-            raise BadRequest(f"compat is {self.compat!r}; expected None or 'paper'.")
-
-
-class Due(NamedTuple):
-    """What is to follow a minibatch."""
-
-    push: bool
-    pull: bool
-    # Whether because a portion of data ends with it.
-    ends_portion: bool
-
-
-class Schedule:
-    """After which minibatches a worker pushes and pulls: by the user's pace, or the protocol's, which may change."""
-
-    def __init__(self, pace: Pace, view: View) -> None:
-        self._pace = pace
-        self._view = view
-        self._terms: Terms | None = None
-        self._wanted = 0
-        self._warned = False
-        self._told_of_rest = False
-        self._held_back = False
-        # A push follows every so many minibatches, counted from the border before minibatch number `_pushes_since`.
-        self.push_every = pace.push_every or 1
-        self._pushes_since = 0
-        self.pull_every = pace.pull_every or 1
-        self._pulls_since = 0
-        # Minibatches that are the last of their portions of data.
-        self.portion_ends: set[int] = set()
-        # Whether pushes and pulls go on beside the computation now.
-        self.overlaps = False
-        self.follow(0)
-
-    def at(self, step: int) -> Due:
-        """What is to follow minibatch number `step`, from 0, by what the protocol in force wants then."""
-        if self._view.state.terms is not self._terms:
-            self.follow(step)
-        ends_portion = bool(self.portion_ends) and self._ends_portion(step)
-        border = step if self._pace.compat == "paper" else step + 1
-        pushes = (border - self._pushes_since) % self.push_every == 0
-        return Due(ends_portion or pushes, (step + 1 - self._pulls_since) % self.pull_every == 0, ends_portion)
-
-    def pushes_after(self, step: int) -> bool:
-        """Whether a push is to follow minibatch number `step`, as far as is known now."""
-        return ((step if self._pace.compat == "paper" else step + 1) - self._pushes_since) % self.push_every == 0
-
-    def follow(self, step: int) -> None:
-        """Takes over what the protocol in force wants, at the border before minibatch number `step`."""
-        self._terms = terms = self._view.state.terms
-        wanted = terms.accumulate
-        if wanted != self._wanted:
-            self._wanted = wanted
-            self._warn_of(wanted)
-            every = self._pace.push_every or wanted or 1
-            self._pushes_since = _since(self._pushes_since, self.push_every, every, border=step)
-            self.push_every = every
-            every = self._pace.pull_every or wanted or 1
-            self._pulls_since = _since(self._pulls_since, self.pull_every, every, border=step)
-            self.pull_every = every
-        if self.pull_every > 1 and not (self._pace.local_rate_known or self._told_of_rest):
-            self._told_of_rest = True
-            logger.warning(
-                "a pull comes after every %d minibatches (%s), and until it does this worker's model stays as it is: "
-                "the steps of its optimizer depend on earlier gradients, which the servers hold. Pass "
-                "local_learning_rate, the size of a plain SGD step, or 0 to say that no local steps are meant.",
-                self.pull_every,
-                f"pull_every={self._pace.pull_every}" if self._pace.pull_every else terms.protocol,
-            )
-        present_only = terms.current_version_only
-        if self._pace.overlap == "step" and present_only and not self._held_back:
-            logger.info(
-                "overlap is 'step', but %s takes gradients of the present version only, and a worker that computes "
-                "ahead has none: pushes and pulls are waited for while it is in force",
-                terms.protocol,
-            )
-        self._held_back = present_only
-        # Where steps are granted one by one, nothing goes on beside the computation either.
-        self.overlaps = self._pace.overlap == "step" and not present_only and not terms.ask_to_proceed
-
-    def _ends_portion(self, step: int) -> bool:
-        """Whether a push and a pull are to follow minibatch number `step` because a portion ends with it.
-
-        So it is where the protocol sums a push's worth of minibatches, and a portion is one: both begin to count anew.
-        """
-        ended = {end for end in self.portion_ends if end <= step}
-        self.portion_ends -= ended
-        if not self._wanted or step not in ended:
-            return False
-        self._pushes_since = self._pulls_since = step + 1
-        return True
-
-    def _warn_of(self, wanted: int) -> None:
-        """Says once that the user's number is another than the protocol's, which it goes before."""
-        if not wanted or self._warned:
-            return
-        stated = {"push_every": self._pace.push_every, "pull_every": self._pace.pull_every}
-        others = [f"{name} is {value}" for name, value in stated.items() if value not in (None, wanted)]
-        if others:
-            self._warned = True
-            logger.warning(
-                "%s here, but %s wants %d minibatches in a push and a pull after each: this worker keeps to its own. "
-                "Leave push_every and pull_every out to follow the protocol.",
-                *(" and ".join(others), self._view.state.terms.protocol, wanted),
-            )
-
-
-def _since(since: int, every: int, changed: int, *, border: int) -> int:
-    """From where to count every so many minibatches, of which there are others from this border on.
-
-    What has begun counts, up to the whole length: so what has gathered goes on its way together with what completes
-    it, or with the very next minibatch.
-    """
-    if changed == every:
-        return since
-    begun = (border - since) % every
-    return max(border - begun, border + 1 - changed)
+    def _come_back(self) -> None:
+        """Returns once nothing is under way beside the computation, with what was pulled in the model."""
+        self._wait_for(self._overlap.pushing)
+        self._wait_for(self._overlap.pulling)
+        self._take_pulled()
 
 
 class LocalSteps:
@@ -680,22 +533,17 @@ class LocalSteps:
         """Takes a step of these rates, at least one a group: parameters -= rate * gradient."""
         for block in self._layout.blocks:
             rate = rates[block.group]
-            if rate != 0.0 and min(block.offsets) < self._layout.first_buffer:
+            if rate == 0.0:
+                continue
+            if min(block.offsets) < self._layout.first_buffer:
                 # What was pulled must stay as it is: a shard without a newer version does not come again.
                 self._parameters.separate()
-            for batch in block.batches if rate != 0.0 else ():
-                indices = [index for index in batch if gradients[index] is not None]
-                targets = [self._target(index) for index in indices]
-                given = [gradient for index in indices if (gradient := gradients[index]) is not None]
+            for batch in block.batches:
+                given = {index: gradient for index in batch if (gradient := gradients[index]) is not None}
                 if given:
-                    torch._foreach_add_(targets, given, alpha=-rate)
-                for index in indices:
-                    if index in self.masters:
-                        self._layout.parameters[index].copy_(self.masters[index])
-
-    def reapply(self, gathered: Gradients, rates: Sequence[float]) -> None:
-        """Takes the steps of what was gathered once more, on parameters that do not hold them."""
-        self.step(gathered.sums(), rates)
+                    torch._foreach_add_([self._target(index) for index in given], list(given.values()), alpha=-rate)
+                for index in given.keys() & self.masters.keys():
+                    self._layout.parameters[index].copy_(self.masters[index])
 
     def _target(self, index: int) -> torch.Tensor:
         parameter = self._layout.parameters[index]
@@ -704,6 +552,3 @@ class LocalSteps:
         if index not in self.masters:
             self.masters[index] = parameter.detach().float()
         return self.masters[index]
-
-
-# Its name until all say Steps.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from pyps_client import fork
 from pyps_client.fork import ForkGuard
@@ -16,17 +14,8 @@ from pyps_client.launch import Launch
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
 from pyps_client.transport import Channel, Link
 from pyps_client.transport.threads import Threads
-from pyps_client.vectors import Vectors, check_vectors, dtype_of
-from pyps_wire.codecs import Codec
-from pyps_wire.common_pb2 import Role, Sender
 from pyps_wire.errors import NotInitialized, PypsError, RunFinished, UnknownWorker
-from pyps_wire.parameter_server_pb2 import LocalTransport
 from pyps_wire.partition import Partition
-
-if TYPE_CHECKING:
-    from pyps_client.conversion import Converter
-    from pyps_client.pull import Holdings, Intake, LongPoll
-    from pyps_client.transport.lent import Lending
 
 T = TypeVar("T")
 Operation = Callable[[Channel, threading.Event], T]
@@ -124,13 +113,13 @@ class Connection:
             link, self._link = self._link, None
         _close(link)
 
-    def attach(self, offer: LocalTransport, lending: Lending, sender: Sender) -> None:
+    def attach(self, attached: Callable[[], Link]) -> None:
         """Opens the local link anew, if it is not open. Raises LinkLost or a PypsError that says why it cannot be."""
         if self.link is not None:
             return
         if self._link_is_given_up:
             raise LocalLost("it was lost again and again")
-        link = self._launch.way.attach(offer, lending, sender, name=self.name)
+        link = attached()
         spare: Link | None = link
         with self._lock:
             if not self._closed and self.link is None:
@@ -250,47 +239,6 @@ class Servers:
     def on_first(self, operation: Operation[T]) -> T:
         """Runs an operation on server 0."""
         return self.on_all([operation])[0]
-
-    def intakes(
-        self, vectors: Vectors, holdings: Holdings, *, codec: Codec, converter: Converter | None = None
-    ) -> list[Intake]:
-        """The way of each server's parameters into the vectors, one a group, which travel in that codec.
-
-        The vectors are of the codec's type, or float32, into which they are converted.
-        """
-        from pyps_client.pull import Intake
-
-        dtype = dtype_of(codec, converted=bool(vectors) and vectors[0].dtype == np.float32)
-        check_vectors(vectors, holdings.partition.model, dtype, what="pulled parameters", writable=True)
-        converting = {} if converter is None else {"converter": converter}
-        return [
-            Intake(vectors, holdings.of_server[each.index], codec=codec, name=each.name, **converting)
-            for each in self.connections
-        ]
-
-    def read(
-        self,
-        sender: Sender,
-        role: Role,
-        intakes: Sequence[Intake],
-        *,
-        parking: LongPoll,
-        min_versions: Sequence[Mapping[int, int]],
-        lent: bool = False,
-    ) -> set[int]:
-        """Brings what is newer than held; returns changed shard ids.
-
-        Waits for `min_versions`, shard id to version for each server, while `parking` lasts. `lent`: the vectors are.
-        """
-        from pyps_client.pull import IncomingPull
-
-        pulls = [
-            IncomingPull(
-                *(sender, role, intake), connection=connection, min_versions=wanted, parking=parking, lent=lent
-            )
-            for connection, intake, wanted in zip(self.connections, intakes, min_versions, strict=True)
-        ]
-        return set().union(*self.on_all(pulls))
 
     def hurry(self, seconds: float) -> None:
         """Ends waits for lost servers, those under way too, so long after they were lost: the worker ends."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any
 
@@ -225,7 +225,8 @@ class Sharing:
             self._refuse(connection, NO_OFFER)
             return False
         try:
-            connection.attach(offer, lending, self._sender)
+            attached = partial(self._launch.way.attach, offer, lending, self._sender, name=connection.name)
+            connection.attach(attached)
         except (LinkLost, PypsError) as problem:
             self._refuse(connection, str(problem))
             return False

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyps_client.conversion import NUMPY
 from pyps_client.pull import Held, Intake
 from pyps_client.push import Cut, GroupRate, Outgoing, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.memory import TorchConverter
-from pyps_client.vectors import check_vectors
+from pyps_client.vectors import NUMPY, check_vectors
 from pyps_wire.codecs import BFLOAT16, FLOAT16, FLOAT32
 from pyps_wire.common_pb2 import (
     PAYLOAD_KIND_DELTA,

@@ -7,7 +7,8 @@ import torch
 from client_support import RecordingSession, values_of
 from pyps_client.torch.buffers import shared_buffers
 from pyps_client.torch.layout import plan
-from pyps_client.torch.steps import BEHIND_MAX, Pace, Steps
+from pyps_client.torch.schedule import Pace
+from pyps_client.torch.steps import BEHIND_MAX, Steps
 from pyps_wire.common_pb2 import PAYLOAD_KIND_DELTA, PAYLOAD_KIND_GRADIENT
 from pyps_wire.errors import BadRequest
 

@@ -8,7 +8,8 @@ from client_support import RecordingSession, lent_for, values_of
 from pyps_client.torch.gradients import Gradients
 from pyps_client.torch.layout import Layout, plan
 from pyps_client.torch.parameters import Parameters
-from pyps_client.torch.steps import Pace, Steps
+from pyps_client.torch.schedule import Pace
+from pyps_client.torch.steps import Steps
 
 pytestmark = [
     pytest.mark.gpu,

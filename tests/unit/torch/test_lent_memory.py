@@ -6,7 +6,8 @@ import torch
 
 from client_support import RecordingSession, values_of
 from pyps_client.torch.layout import plan
-from pyps_client.torch.steps import Pace, Steps
+from pyps_client.torch.schedule import Pace
+from pyps_client.torch.steps import Steps
 from pyps_wire.errors import ServerUnavailable
 
 

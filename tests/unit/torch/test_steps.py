@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from client_support import RecordingSession
 from pyps_client.torch.layout import plan
-from pyps_client.torch.steps import BEHIND_MAX, Pace, Steps
+from pyps_client.torch.schedule import Pace
+from pyps_client.torch.steps import BEHIND_MAX, Steps
 from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
 from support import wait_until
 

@@ -1,0 +1,153 @@
+"""After which minibatches a worker pushes and pulls: what its user says of it, and what the protocol in force wants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pyps_client.log import logger
+from pyps_client.run_state import Terms, View
+from pyps_wire.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What the user says of how often to push and to pull, and whether beside the computation."""
+
+    # Minibatches summed in a push (the paper's n_push), and minibatches between pulls (n_fetch). None: what the
+    # protocol in force wants, or else 1.
+    push_every: int | None = None
+    pull_every: int | None = None
+    # "off": the worker waits for each. "step": both go on beside the computation, on threads, where the protocol in
+    # force lets them.
+    overlap: str = "off"
+    # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
+    compat: str | None = None
+    # Whether it is known how large the worker's own steps between pulls are, be it 0.
+    local_rate_known: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("push_every", "pull_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise BadRequest(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
+        if self.overlap not in ("off", "step"):
+            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off' or 'step'.")
+        if self.compat not in (None, "paper"):
+            raise BadRequest(f"compat is {self.compat!r}; expected None or 'paper'.")
+
+
+class Due(NamedTuple):
+    """What is to follow a minibatch."""
+
+    push: bool
+    pull: bool
+    # Whether because a portion of data ends with it.
+    ends_portion: bool
+
+
+class Schedule:
+    """After which minibatches a worker pushes and pulls: by the user's pace, or the protocol's, which may change."""
+
+    def __init__(self, pace: Pace, view: View) -> None:
+        self._pace = pace
+        self._view = view
+        self._terms: Terms | None = None
+        self._wanted = 0
+        self._warned = False
+        self._told_of_rest = False
+        self._held_back = False
+        # A push follows every so many minibatches, counted from the border before minibatch number `_pushes_since`.
+        self.push_every = pace.push_every or 1
+        self._pushes_since = 0
+        self.pull_every = pace.pull_every or 1
+        self._pulls_since = 0
+        # Minibatches that are the last of their portions of data.
+        self.portion_ends: set[int] = set()
+        # Whether pushes and pulls go on beside the computation now.
+        self.overlaps = False
+        self.follow(0)
+
+    def at(self, step: int) -> Due:
+        """What is to follow minibatch number `step`, from 0, by what the protocol in force wants then."""
+        if self._view.state.terms is not self._terms:
+            self.follow(step)
+        ends_portion = bool(self.portion_ends) and self._ends_portion(step)
+        border = step if self._pace.compat == "paper" else step + 1
+        pushes = (border - self._pushes_since) % self.push_every == 0
+        return Due(ends_portion or pushes, (step + 1 - self._pulls_since) % self.pull_every == 0, ends_portion)
+
+    def pushes_after(self, step: int) -> bool:
+        """Whether a push is to follow minibatch number `step`, as far as is known now."""
+        return ((step if self._pace.compat == "paper" else step + 1) - self._pushes_since) % self.push_every == 0
+
+    def follow(self, step: int) -> None:
+        """Takes over what the protocol in force wants, at the border before minibatch number `step`."""
+        self._terms = terms = self._view.state.terms
+        wanted = terms.accumulate
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._warn_of(wanted)
+            every = self._pace.push_every or wanted or 1
+            self._pushes_since = _since(self._pushes_since, self.push_every, every, border=step)
+            self.push_every = every
+            every = self._pace.pull_every or wanted or 1
+            self._pulls_since = _since(self._pulls_since, self.pull_every, every, border=step)
+            self.pull_every = every
+        if self.pull_every > 1 and not (self._pace.local_rate_known or self._told_of_rest):
+            self._told_of_rest = True
+            logger.warning(
+                "a pull comes after every %d minibatches (%s), and until it does this worker's model stays as it is: "
+                "the steps of its optimizer depend on earlier gradients, which the servers hold. Pass "
+                "local_learning_rate, the size of a plain SGD step, or 0 to say that no local steps are meant.",
+                self.pull_every,
+                f"pull_every={self._pace.pull_every}" if self._pace.pull_every else terms.protocol,
+            )
+        present_only = terms.current_version_only
+        if self._pace.overlap == "step" and present_only and not self._held_back:
+            logger.info(
+                "overlap is 'step', but %s takes gradients of the present version only, and a worker that computes "
+                "ahead has none: pushes and pulls are waited for while it is in force",
+                terms.protocol,
+            )
+        self._held_back = present_only
+        # Where steps are granted one by one, nothing goes on beside the computation either.
+        self.overlaps = self._pace.overlap == "step" and not present_only and not terms.ask_to_proceed
+
+    def _ends_portion(self, step: int) -> bool:
+        """Whether a push and a pull are to follow minibatch number `step` because a portion ends with it.
+
+        So it is where the protocol sums a push's worth of minibatches, and a portion is one: both begin to count anew.
+        """
+        ended = {end for end in self.portion_ends if end <= step}
+        self.portion_ends -= ended
+        if not self._wanted or step not in ended:
+            return False
+        self._pushes_since = self._pulls_since = step + 1
+        return True
+
+    def _warn_of(self, wanted: int) -> None:
+        """Says once that the user's number is another than the protocol's, which it goes before."""
+        if not wanted or self._warned:
+            return
+        stated = {"push_every": self._pace.push_every, "pull_every": self._pace.pull_every}
+        others = [f"{name} is {value}" for name, value in stated.items() if value not in (None, wanted)]
+        if others:
+            self._warned = True
+            logger.warning(
+                "%s here, but %s wants %d minibatches in a push and a pull after each: this worker keeps to its own. "
+                "Leave push_every and pull_every out to follow the protocol.",
+                *(" and ".join(others), self._view.state.terms.protocol, wanted),
+            )
+
+
+def _since(since: int, every: int, changed: int, *, border: int) -> int:
+    """From where to count every so many minibatches, of which there are others from this border on.
+
+    What has begun counts, up to the whole length: so what has gathered goes on its way together with what completes
+    it, or with the very next minibatch.
+    """
+    if changed == every:
+        return since
+    begun = (border - since) % every
+    return max(border - begun, border + 1 - changed)
