@@ -88,7 +88,7 @@ class Handshake:
     ) -> None:
         """`codecs`: how a worker's gradients and the parameters travel. `peers`: the processes of the caller's replica.
 
-        `greeted` gets each answer to a worker's Hello, on any thread: from then on the server expects signs of life.
+        `greeted` gets each answer to a worker's Hello, on any thread: from then on the server expects heartbeats.
         `whole`: the run's partition, where `partition`, the caller's own, is of some parts only.
         """
         self.launch = launch
@@ -125,10 +125,7 @@ class Handshake:
 
     def rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> HelloReply:
         """Says Hello again to a server of the joined run, which may have been restarted meanwhile."""
-        reply = self.hello(connection, channel, timeout_seconds)
-        if reply.state in WITHOUT_PARAMETERS:
-            raise self.state_lost(connection)
-        return reply
+        return self._checked(connection, self.hello(connection, channel, timeout_seconds))
 
     def hello(
         self, connection: Connection, channel: Channel, timeout_seconds: float, *, asks_only: bool = False
@@ -154,18 +151,16 @@ class Handshake:
 
     def hello_patiently(self, connection: Connection, *, asks_only: bool = False) -> HelloReply:
         """Says Hello until there is a verdict, or the time for a start is over."""
-        return self._patiently(
-            connection, lambda channel, seconds: self.hello(connection, channel, seconds, asks_only=asks_only)
-        )
+        return self._patiently(connection, partial(self.hello, connection, asks_only=asks_only))
 
-    def state_lost(self, connection: Connection) -> StateLost:
-        """The error for a server of the run that came back without its parameters."""
-        return StateLost(
-            f"{connection.name} lost its part of run {self.sender.run_id!r}: it holds no parameters (any "
-            "more), while other "
-            "servers or workers do. Start it with --resume and its --checkpoint-dir, or begin anew: `pyps "
-            "reset` on every "
-            "server, then start the workers again."
+    def _checked(self, connection: Connection, reply: HelloReply) -> HelloReply:
+        """A server's answer. Raises StateLost where it has no parameters, while the run has."""
+        if reply.state not in WITHOUT_PARAMETERS:
+            return reply
+        raise StateLost(
+            f"{connection.name} lost its part of run {self.sender.run_id!r}: it holds no parameters (any more), while "
+            "other servers or workers do. Start it with --resume and its --checkpoint-dir, or begin anew: `pyps reset` "
+            "on every server, then start the workers again."
         )
 
     def _patiently(self, connection: Connection, attempt: Callable[[Channel, float], T]) -> T:
@@ -204,10 +199,7 @@ class Handshake:
     def _await_parameters(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None
     ) -> HelloReply | None:
-        """Waits until the run has parameters, by the leader's word, sending them where elected.
-
-        Returns server 0's reply, where this process leads.
-        """
+        """Waits until the run has parameters, by the leader's word, who gets the reply; sends them where elected."""
         connection = connections[0]
         initialiser = RetryPolicy(self._start.wait_seconds, self._start.setting, pause_first_seconds=0.2)
         wait = initialiser.begin(f"the first parameters on {connection.name}", stop=self._stop)
@@ -237,7 +229,6 @@ class Handshake:
             led(self._peers, partial(wait.pause, problem, WaitTimedOut))
 
     def _word_of(self, reply: HelloReply, *, may_send: bool) -> _Word:
-        """What the leader tells the others of server 0's reply."""
         ready = reply.state not in WITHOUT_PARAMETERS
         run_id = self.sender.run_id or reply.run_id
         if ready or not (reply.initialize and may_send):
@@ -252,36 +243,31 @@ class Handshake:
 
         The leader keeps the election's lease meanwhile. Returns what went wrong where trying again may help.
         """
-        assert self._partition is not None and self._optimizer is not None
+        assert self._partition is not None and self._whole is not None and self._optimizer is not None
         sender = Sender()
         sender.CopyFrom(self.sender)
         sender.run_id = elected.run_id
         logger.info("initialising run %s on %s", sender.run_id, ", ".join(self.launch.servers))
-        make = partial(
-            Initialization,
-            sender,
+        opening = InitializeRequest(
+            sender=sender,
             term=elected.term,
-            partition=self._partition,
-            whole=self._whole,
+            model=self._whole.model.to_proto(),
             optimizer=self._optimizer,
+            num_servers=self._partition.num_servers,
             replica=self._peers.name,
         )
-        turn = agreed(self._peers, lambda: make(values=initial()))
+        plan = self._partition
+        turn = agreed(self._peers, lambda: Initialization(opening, plan, initial()))
         first, *others = connections
         lease = InitializeLease(
             elected.term, elected.lease_seconds, lambda: self.hello(first, first.channel, CALL_SECONDS)
         )
-
-        def send_others() -> None:
-            for other in reversed(others):
-                self._send(turn, other, lease)
-
         with lease if self._peers.index == 0 else contextlib.nullcontext():
             # Their limits are compared before anything is sent to any.
             agreed(self._peers, lambda: [self._asked(other, LimitExceeded, ServerUnavailable) for other in others])
             try:
-                agreed(self._peers, send_others)
-                agreed(self._peers, lambda: self._send(turn, first, lease))
+                agreed(self._peers, lambda: self._send(turn, others[::-1], lease))
+                agreed(self._peers, lambda: self._send(turn, [first], lease))
             except (Superseded, RunMismatch):
                 problem = led(self._peers, lease.loss)
                 if not problem:
@@ -290,29 +276,25 @@ class Handshake:
         self.sender.run_id = sender.run_id
         return ""
 
-    def _send(self, turn: Initialization, connection: Connection, lease: InitializeLease) -> None:
-        """Sends a server its first parameters, waiting for it where it is not there yet."""
-        # From the leader the run's name comes to server 0 even where that holds nothing.
-        if connection.index == 0 and self._peers.index > 0 and not turn.has_shards_for(connection):
-            return
+    def _send(self, turn: Initialization, connections: Sequence[Connection], lease: InitializeLease) -> None:
+        for connection in connections:
+            # From the leader the run's name comes to server 0 even where that holds nothing.
+            if connection.index == 0 and self._peers.index > 0 and not turn.partition.of_server(0):
+                continue
 
-        def attempt(channel: Channel, _: float) -> None:
-            lease.check()
-            turn.send_to(connection, channel)
+            def attempt(channel: Channel, _: float, to: Connection = connection) -> None:
+                lease.check()
+                turn.send_to(to, channel)
 
-        self._patiently(connection, attempt)
+            self._patiently(connection, attempt)
 
     def _greet_all(self, connections: Sequence[Connection], first: HelloReply | None) -> list[HelloReply]:
         """Says Hello to the servers that have not heard it: all but server 0, or all."""
-        replies = [first or self._hello_of_member(connections[0])]
-        self.sender.run_id = replies[0].run_id
-        return replies + [self._hello_of_member(connection) for connection in connections[1:]]
-
-    def _hello_of_member(self, connection: Connection) -> HelloReply:
-        reply = self.hello_patiently(connection)
-        if reply.state in WITHOUT_PARAMETERS:
-            raise self.state_lost(connection)
-        return reply
+        replies: list[HelloReply] = []
+        for connection in connections:
+            replies.append(first or self._checked(connection, self.hello_patiently(connection)))
+            self.sender.run_id, first = replies[0].run_id, None
+        return replies
 
     def _request(self, server_index: int) -> HelloRequest:
         request = HelloRequest(
@@ -341,56 +323,30 @@ class Handshake:
 class Initialization:
     """What one process of an elected worker sends: the shards of its own partition."""
 
-    def __init__(
-        self,
-        sender: Sender,
-        *,
-        term: int,
-        partition: Partition,
-        optimizer: OptimizerSettings,
-        values: Values,
-        whole: Partition | None = None,
-        replica: str = "",
-    ) -> None:
-        """`whole`: the run's partition, where the sender's own is of some parts only; `optimizer` is for the whole."""
+    def __init__(self, opening: InitializeRequest, partition: Partition, values: Values) -> None:
+        """`opening`: what each server is told first, but for its index."""
         if not callable(values):
             check_vectors(values, partition.model, FLOAT32.dtype, what="initial parameters")
             values = partial(part_of, values)
-        self._sender = sender
-        self._term = term
-        self._partition = partition
-        self._whole = whole or partition
-        self._optimizer = optimizer
-        self._replica = replica
+        self.partition = partition
+        self._opening = opening
         self._values = values
-
-    def has_shards_for(self, connection: Connection) -> bool:
-        """Whether a server is to get numbers from this process."""
-        return bool(self._partition.of_server(connection.index))
 
     def send_to(self, connection: Connection, channel: Channel) -> None:
         """Sends a server its shards. For server 0 last: its reply makes the run ready for all."""
-        shards = self._partition.of_server(connection.index)
-        timeout_seconds = call_seconds(4 * sum(shard.length for shard in shards))
-        frames = self._frames(connection.index)
-        reply = channel.send("Initialize", frames, InitializeReply, timeout_seconds=timeout_seconds)
-        connection.epoch = reply.epoch
+        num_bytes = 4 * sum(shard.length for shard in self.partition.of_server(connection.index))
+        frames, seconds = self._frames(connection.index), call_seconds(num_bytes)
+        connection.epoch = channel.send("Initialize", frames, InitializeReply, timeout_seconds=seconds).epoch
 
     def _frames(self, server_index: int) -> Iterator[bytes]:
-        """The header message, then a message a shard, each made when gRPC asks for it."""
-        yield InitializeRequest(
-            sender=self._sender,
-            term=self._term,
-            model=self._whole.model.to_proto(),
-            optimizer=self._optimizer,
-            server_index=server_index,
-            num_servers=self._partition.num_servers,
-            replica=self._replica,
-        ).SerializeToString()
-        for shard in self._partition.of_server(server_index):
-            header = InitializeRequest(
-                sender=self._sender, term=self._term, shard_id=shard.shard_id, codec=CODEC_FLOAT32
-            )
+        """The opening, then a message a shard, each made when gRPC asks for it."""
+        request = InitializeRequest()
+        request.CopyFrom(self._opening)
+        request.server_index = server_index
+        yield request.SerializeToString()
+        sender, term = request.sender, request.term
+        for shard in self.partition.of_server(server_index):
+            header = InitializeRequest(sender=sender, term=term, shard_id=shard.shard_id, codec=CODEC_FLOAT32)
             yield join(header, self._values(shard).data)
 
 

@@ -8,16 +8,17 @@ import re
 import socket
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from pyps_client.log import logger
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
+from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import BadRequest
 from pyps_wire.in_process import local_server
 
-DEFAULT_PORT = 7610
 # Instead of servers: one in the worker's own process, for it alone.
 LOCAL = "local"
 # Settings that were called otherwise: by what names they go on to be taken.
@@ -28,16 +29,8 @@ OLD_NAMES = {
     "parameter_dtype": "parameter_codec",
 }
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
-_WORDS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +80,7 @@ class Launch:
             raise BadRequest(f"parts (PYPS_PARTS) is {self.parts}; expected 1 or more.")
         if not self.worker_id:
             object.__setattr__(self, "worker_id", _default_worker_id(self.worker_index))
-        for name in ("start_wait_seconds", "loss_wait_seconds", "wait_seconds"):
+        for name in _WAITS:
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
 
@@ -101,15 +94,9 @@ class Launch:
         if self.transport == "auto":
             object.__setattr__(self, "transport", "in_process")
 
-    @property
-    def codec(self) -> str:
-        """`gradient_codec` by its old name."""
-        return self.gradient_codec
-
-    @property
-    def pull_codec(self) -> str:
-        """`parameter_codec` by its old name."""
-        return self.parameter_codec
+    # By their old names.
+    codec = property(attrgetter("gradient_codec"))
+    pull_codec = property(attrgetter("parameter_codec"))
 
     @property
     def way(self) -> Transport:
@@ -213,7 +200,7 @@ def _parse_address(address: str) -> str:
         raise BadRequest(
             f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
         )
-    port = int(match["port"] or DEFAULT_PORT)
+    port = int(match["port"] or DATA_PORT)
     if not 1 <= port <= 65535:
         raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
     return f"{match['host']}:{port}"
@@ -253,9 +240,7 @@ def _tell_of_new_name(old: str, name: str) -> None:
 
 
 def _flag(text: str) -> bool:
-    if text.lower() not in _WORDS:
-        raise ValueError(text)
-    return _WORDS[text.lower()]
+    return _one_of(_YES + _NO, text.lower()) in _YES
 
 
 def _one_of(names: Container[str], text: str) -> str:
@@ -264,22 +249,16 @@ def _one_of(names: Container[str], text: str) -> str:
     return text
 
 
-_CODEC = (functools.partial(_one_of, codec_names()), f"one of {', '.join(codec_names())}")
+def _choice(names: Sequence[str]) -> tuple[Callable[[str], Any], str]:
+    return functools.partial(_one_of, names), f"one of {', '.join(names)}"
+
 
 # How each variable's text is read, and what to expect of it.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "run_id": (str, "a name"),
-    "worker_id": (str, "a name"),
-    "worker_index": (int, "a whole number"),
-    "worker_count": (int, "a whole number"),
-    "parts": (int, "a whole number"),
-    "start_wait_seconds": (float, "a number of seconds"),
-    "loss_wait_seconds": (float, "a number of seconds"),
-    "wait_seconds": (float, "a number of seconds"),
+    **dict.fromkeys(("run_id", "worker_id"), (str, "a name")),
+    **dict.fromkeys(("worker_index", "worker_count", "parts"), (int, "a whole number")),
+    **dict.fromkeys(_WAITS, (float, "a number of seconds")),
     "use_proxy": (_flag, "yes or no"),
-    "gradient_codec": _CODEC,
-    "parameter_codec": _CODEC,
-    "codec": _CODEC,
-    "pull_codec": _CODEC,
-    "transport": (functools.partial(_one_of, TRANSPORTS), f"one of {', '.join(TRANSPORTS)}"),
+    **dict.fromkeys(("gradient_codec", "parameter_codec", "codec", "pull_codec"), _choice(codec_names())),
+    "transport": _choice(TRANSPORTS),
 }

@@ -6,15 +6,12 @@ import threading
 import time
 from collections.abc import Callable
 
-import grpc
-
 from pyps_client import leave
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import Group
 from pyps_client.retry import LinkLost
 from pyps_client.transport.connection import Connection
-from pyps_client.transport.grpc import problem_of, translate
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import PypsError, ReplicaLost, Superseded
 from pyps_wire.parameter_server_pb2 import HeartbeatReply, HeartbeatRequest, HelloReply, LeaveReply, LeaveRequest
@@ -34,7 +31,8 @@ LEAVE_SECONDS = 3.0
 # For so long the thread that trains may stay away, once its replica is lost, before the process is ended.
 GRACE_SECONDS = 10.0
 
-_CAUSES = {"finished": LeaveRequest.CAUSE_FINISHED, "failed": LeaveRequest.CAUSE_FAILED}
+# What an answer is handed to: whose it is, and when it was asked for (time.monotonic).
+Heard = Callable[[Connection, HeartbeatReply, float], None]
 
 
 class Lease:
@@ -45,13 +43,7 @@ class Lease:
     """
 
     def __init__(
-        self,
-        sender: Sender,
-        *,
-        launch: Launch,
-        peers: Group,
-        request: Callable[[], HeartbeatRequest],
-        heard: Callable[[Connection, HeartbeatReply, float], None],
+        self, sender: Sender, *, launch: Launch, peers: Group, request: Callable[[], HeartbeatRequest], heard: Heard
     ) -> None:
         """`request` and `heard` as for Heartbeat; `sender` may still learn the run's name."""
         self._sender = sender
@@ -77,8 +69,8 @@ class Lease:
 
     def settle(self) -> None:
         """Leaves the process alone: it ends by itself."""
-        self._lost.settle()
-        leave.unwatch(self)
+        self._lost.known.set()
+        leave.watched.discard(self)
 
     def leave(self, cause: str, message: str) -> None:
         """Ends the heartbeats and says Leave wherever a Hello was answered, once; without insisting: leases run out."""
@@ -87,20 +79,20 @@ class Lease:
                 return
             self._left = True
             self._heartbeat.end()
-            request = LeaveRequest(sender=self._sender, cause=_CAUSES[cause], message=message)
-            calls = []
+            request = LeaveRequest(sender=self._sender, cause=f"CAUSE_{cause.upper()}", message=message)
+            begun: list[tuple[str, Callable[[], LeaveReply]]] = []
             for connection in list(self._met.values()):
                 try:
                     call = connection.channel.start("Leave", request, LeaveReply, timeout_seconds=LEAVE_SECONDS)
-                except (PypsError, ValueError) as error:
+                    begun.append((connection.name, call))
+                except (PypsError, LinkLost) as error:
                     # Closed, by another thread.
                     logger.debug("leaving %s: %s", connection.name, error)
-                else:
-                    calls.append((connection.name, call))
-            for name, call in calls:
-                problem = problem_of(call)
-                if problem is not None:
-                    logger.debug("leaving %s: %s", name, problem)
+            for name, answer in begun:
+                try:
+                    answer()
+                except (PypsError, LinkLost) as error:
+                    logger.debug("leaving %s: %s", name, error)
 
     def terminate(self, error: BaseException) -> None:
         """Leaves and ends the process, whose main thread does not come back."""
@@ -125,13 +117,10 @@ class Heartbeat:
         *,
         launch: Launch,
         request: Callable[[], HeartbeatRequest],
-        heard: Callable[[Connection, HeartbeatReply, float], None],
+        heard: Heard,
         refused: Callable[[PypsError], None] = lambda error: None,
     ) -> None:
-        """`request` makes the next message; `refused` gets each refusal, and `heard` each answer.
-
-        With the answer comes when it was asked for (time.monotonic). All are called on those threads.
-        """
+        """`request` makes the next message, `heard` gets each answer and `refused` each refusal, on those threads."""
         self._launch = launch
         self._request = request
         self._heard = heard
@@ -178,10 +167,21 @@ class Heartbeat:
     def _keep(self, connection: Connection, way: Connection, interval_seconds: float) -> None:
         while not self._ended.wait(HURRIED_SECONDS if self._hurried.wait(interval_seconds) else 0):
             began = time.monotonic()
+            # A slow answer delays the next by a call's deadline at most.
+            seconds = self._end_seconds or max(2 * interval_seconds, 5.0)
             try:
-                self._send(connection, way, interval_seconds, began)
+                channel = way.channel
+                try:
+                    reply = channel.call("Heartbeat", self._request(), HeartbeatReply, timeout_seconds=seconds)
+                except LinkLost as lost:
+                    # Else it was closed here: by the thread that ends the worker, or by `hurry`.
+                    if way.renew(channel):
+                        self._report_silence(connection, str(lost), began)
+                    continue
+                connection.outage.heard(connection.name)
+                self._heard(connection, reply, began)
             except LinkLost as lost:
-                self._report_silence(connection, lost, began)
+                self._report_silence(connection, str(lost), began)
             except PypsError as error:
                 if self._ended.is_set():
                     return
@@ -189,37 +189,14 @@ class Heartbeat:
                 logger.debug("heartbeat: %s", error)
                 self._refused(error)
 
-    def _send(self, connection: Connection, way: Connection, interval_seconds: float, began: float) -> None:
-        """One heartbeat; a slow answer delays the next by a call's deadline at most."""
-        channel = way.channel
-        deadline = self._end_seconds or max(2 * interval_seconds, 5.0)
-        try:
-            reply = channel.start("Heartbeat", self._request(), HeartbeatReply, timeout_seconds=deadline).result()
-        except PypsError:
-            raise
-        except LinkLost:
-            way.renew(channel)
-            raise
-        except (ValueError, grpc.FutureCancelledError):
-            # Closed by the thread that ends the worker, or by `hurry`.
-            return
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.CANCELLED:
-                return
-            if error.code() == grpc.StatusCode.UNAVAILABLE:
-                way.renew(channel)
-            raise translate(error, connection.address) from None
-        connection.outage.heard(connection.name)
-        self._heard(connection, reply, began)
-
-    def _report_silence(self, connection: Connection, lost: LinkLost, began: float) -> None:
-        outage, name = connection.outage, connection.name
-        silent = time.monotonic() - outage.note(name, str(lost), at=began)
+    def _report_silence(self, connection: Connection, problem: str, began: float) -> None:
         if self._ended.is_set():
             return
+        outage, name = connection.outage, connection.name
+        silent = time.monotonic() - outage.note(name, problem, at=began)
         outage.tell(name, first_seconds=SILENCE_SECONDS)
         if self._end_seconds is not None and silent >= self._end_seconds:
-            connection.cut(str(lost))
+            connection.cut(problem)
 
 
 class LostReplica:
@@ -230,8 +207,9 @@ class LostReplica:
     """
 
     def __init__(self) -> None:
+        # Set where the process ends by itself.
+        self.known = threading.Event()
         self._owner = threading.get_ident()
-        self._known = threading.Event()
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._error: PypsError | None = None
@@ -251,16 +229,9 @@ class LostReplica:
         if error is None:
             return
         if threading.get_ident() == self._owner:
-            self._known.set()
+            self.known.set()
         raise type(error)(str(error))
 
-    def settle(self) -> None:
-        """Leaves the process alone: it ends by itself."""
-        self._known.set()
-
     def _end_process(self, error: PypsError) -> None:
-        if not self._known.wait(GRACE_SECONDS):
+        if not self.known.wait(GRACE_SECONDS):
             leave.end_process(str(error), 1)
-
-
-# As it was called.

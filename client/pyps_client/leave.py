@@ -60,7 +60,7 @@ _error: BaseException | None = None
 _hooks_installed = False
 
 # What has a `terminate(error)`, for SIGTERM.
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _taken = threading.Event()
 # Where the interpreter writes the numbers of signals as they come, and what reads them.
 _pipe: tuple[socket.socket, socket.socket] | None = None
@@ -91,10 +91,7 @@ def cause_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def translate_with(translator: Translator) -> None:
-    """Has errors that nobody catches looked at: where the translator says which of ours one is, that is told instead.
-
-    The others must get None.
-    """
+    """Has errors that nobody catches told as those of ours that the translator says they are; None for others."""
     if translator not in _translators:
         _translators.append(translator)
 
@@ -156,13 +153,14 @@ class Terminated(SystemExit):
         return "SIGTERM"
 
 
-def watch(watched: Any) -> None:
+def watch(lease: Any) -> None:
     """Has it terminated, by its `terminate(error)`, where SIGTERM comes and the main thread does not take it.
 
-    Only where the hooks took charge of the signal, and nobody else of the interpreter's wakeup_fd.
+    Only where the hooks took charge of the signal, and nobody else of the interpreter's wakeup_fd. Who is no longer
+    to be is taken out of `watched`.
     """
     global _pipe
-    _watched.add(watched)
+    watched.add(lease)
     if _pipe is not None or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not _terminate:
@@ -175,11 +173,6 @@ def watch(watched: Any) -> None:
         return
     _pipe = pipe
     threading.Thread(target=_listen, args=(reader,), name="pyps-sigterm", daemon=True).start()
-
-
-def unwatch(watched: Any) -> None:
-    """Ends `watch`."""
-    _watched.discard(watched)
 
 
 @functools.cache
@@ -294,8 +287,8 @@ def _say(words: str) -> None:
 def _listen(reader: socket.socket) -> None:
     while numbers := reader.recv(64):
         if signal.SIGTERM in numbers and not _taken.wait(GRACE_SECONDS):
-            for watched in list(_watched):
-                watched.terminate(Terminated())
+            for lease in list(watched):
+                lease.terminate(Terminated())
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -84,7 +84,7 @@ class Wait:
         # The deadline counts from here: others may have failed while nobody waited.
         self._started = time.monotonic()
         self._outage = outage
-        outage.enter(what, at=self._started)
+        self._loss = outage.enter(what, at=self._started)
         self._ended = False
         self._pause_seconds = policy.pause_first_seconds
 
@@ -99,8 +99,7 @@ class Wait:
 
     def restart(self) -> None:
         """Counts from now again, after progress was made."""
-        self._started = time.monotonic()
-        self._outage.progressed(self._what)
+        self._started = self._loss.since = time.monotonic()
         self._pause_seconds = self._policy.pause_first_seconds
 
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
@@ -125,16 +124,15 @@ class Wait:
         """Ends the wait, if it has not ended."""
         if not self._ended:
             self._ended = True
-            self._outage.leave(self._what)
+            self._outage.leave(self._loss)
 
     @property
     def _waited_seconds(self) -> float:
-        since = self._outage.since(self._what) if self._policy.hurries else self._started
-        return time.monotonic() - since
+        return time.monotonic() - (self._loss.since if self._policy.hurries else self._started)
 
 
 @dataclass
-class _Loss:
+class Loss:
     """Something that does not answer: since when, why, and how many threads wait for it."""
 
     since: float
@@ -149,38 +147,30 @@ class Outage:
         self._clock = clock
         self._lock = threading.Lock()
         # Guarded by _lock.
-        self._lost: dict[str, _Loss] = {}
+        self._lost: dict[str, Loss] = {}
         # Those of which was told, until all are back.
-        self._told: dict[str, _Loss] = {}
+        self._told: dict[str, Loss] = {}
         self._again_seconds = AGAIN_SECONDS
         self._told_at = -math.inf
 
     def note(self, name: str, problem: str, *, at: float) -> float:
         """Notes an attempt that failed at `at`; returns when the first one did."""
         with self._lock:
-            loss = self._lost.setdefault(name, _Loss(at))
+            loss = self._lost.setdefault(name, Loss(at))
             loss.since, loss.problem = min(loss.since, at), problem
             return loss.since
 
-    def enter(self, name: str, *, at: float) -> None:
+    def enter(self, name: str, *, at: float) -> Loss:
         """Notes that a thread waits since `at`: until it leaves, only its own success counts."""
         with self._lock:
-            self._lost.setdefault(name, _Loss(at)).num_waits += 1
+            loss = self._lost.setdefault(name, Loss(at))
+            loss.num_waits += 1
+            return loss
 
-    def leave(self, name: str) -> None:
+    def leave(self, loss: Loss) -> None:
         """Ends `enter`."""
         with self._lock:
-            self._lost[name].num_waits -= 1
-
-    def since(self, name: str) -> float:
-        """When what a thread waits for began not to answer."""
-        with self._lock:
-            return self._lost[name].since
-
-    def progressed(self, name: str) -> None:
-        """Counts from now again for what a thread waits for, after part of it came."""
-        with self._lock:
-            self._lost[name].since = self._clock()
+            loss.num_waits -= 1
 
     def heard(self, name: str) -> None:
         """Notes an answer, and tells where all are back that were told to be lost."""

@@ -9,7 +9,7 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from google.protobuf.message import Message
 
@@ -44,8 +44,10 @@ class Channel(ABC):
         """Calls a method with one request and one reply."""
 
     @abstractmethod
-    def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
-        """Begins such a call and returns a future of its reply; gRPC's has gRPC's errors."""
+    def start(
+        self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
+    ) -> Callable[[], Reply]:
+        """Begins such a call, whose reply or error comes of what is returned."""
 
     @abstractmethod
     def exchange(

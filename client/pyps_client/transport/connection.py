@@ -73,13 +73,14 @@ class Connection:
                 self._channel = launch.way.channel(self.address, token=launch.token, use_proxy=launch.use_proxy)
             return self._channel
 
-    def renew(self, failed: Channel) -> None:
-        """Drops a channel that failed, unless another thread already did."""
+    def renew(self, failed: Channel) -> bool:
+        """Drops a channel that failed; False where another thread already did."""
         with self._lock:
             if self._channel is not failed:
-                return
+                return False
             self._channel = None
         failed.close()
+        return True
 
     def cut(self, problem: str = "") -> None:
         """Makes fail what is under way, on whichever thread, because of that; what comes next connects anew."""

@@ -10,7 +10,8 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -27,6 +28,7 @@ try:
 except ImportError:
     cygrpc = None
 
+T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 # The server allows pings this often; more often it would answer "too many pings".
@@ -70,8 +72,11 @@ class GrpcChannel(Channel):
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
         return self._reply(self._unary(method, request, reply), request, timeout_seconds)  # type: ignore[no-any-return]
 
-    def start(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Any:
-        return self._unary(method, request, reply).future(request, timeout=timeout_seconds, metadata=self._metadata)
+    def start(
+        self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
+    ) -> Callable[[], Reply]:
+        begun = self._reply(self._unary(method, request, reply).future, request, timeout_seconds)
+        return lambda: self._told(begun.result)
 
     def exchange(
         self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float, method: str = "Exchange"
@@ -140,11 +145,15 @@ class GrpcChannel(Channel):
             return stream
 
     def _reply(self, start: Any, request: Any, timeout_seconds: float) -> Any:
+        return self._told(partial(start, request, timeout=timeout_seconds, metadata=self._metadata))
+
+    def _told(self, ask: Callable[[], T]) -> T:
+        """What comes of it, in our own errors."""
         try:
-            return start(request, timeout=timeout_seconds, metadata=self._metadata)
+            return ask()
         except grpc.RpcError as error:
             raise translate(error, self.address) from None
-        except ValueError:
+        except (ValueError, grpc.FutureCancelledError):
             raise LinkLost("the channel was closed") from None
 
 
@@ -410,14 +419,6 @@ def _watch(watchdog: weakref.ref[Watchdog], ended: threading.Event, seconds: flo
             return
         seconds = watched.look()
         del watched
-
-
-def problem_of(call: Any) -> Exception | None:
-    """What went wrong with a call that `Channel.start` began, once it is over; None for nothing."""
-    try:
-        return call.exception()  # type: ignore[no-any-return]
-    except grpc.FutureCancelledError as error:
-        return error
 
 
 def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
