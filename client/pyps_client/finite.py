@@ -29,13 +29,9 @@ def first_non_finite(values: npt.NDArray[Any], codec: Codec) -> int | None:
 
 
 class FiniteGuard:
-    """Counts gradients that were skipped in a row.
+    """Counts gradients skipped in a row: overflow now and then is normal under mixed precision, nothing else is not."""
 
-    Overflow now and then is normal under mixed precision; nothing else is not.
-    """
-
-    def __init__(self, skips_max: int = SKIPS_MAX) -> None:
-        self.skips_max = skips_max
+    def __init__(self) -> None:
         # In a row, and in all.
         self.skips = 0
         self.skips_total = 0
@@ -49,13 +45,12 @@ class FiniteGuard:
         self.skips += 1
         self.skips_total += 1
         where = f"{name}[{', '.join(map(str, index))}]" if index else name
-        if self.skips >= self.skips_max:
+        if self.skips >= SKIPS_MAX:
             raise NotFinite(
-                f"The gradient of {where} is {value}; {self.skips} gradients in a row were not finite and "
-                "none was sent. "
-                "Lower the learning rate, clip gradients or look at the data."
+                f"The gradient of {where} is {value}; {self.skips} gradients in a row were not finite and none was "
+                "sent. Lower the learning rate, clip gradients or look at the data."
             )
         logger.warning(
             "the gradient of %s is %s: this push is skipped (%d in a row, %d would end the worker)",
-            *(where, value, self.skips, self.skips_max),
+            *(where, value, self.skips, SKIPS_MAX),
         )

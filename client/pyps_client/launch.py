@@ -70,12 +70,25 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.servers in (LOCAL, (LOCAL,), [LOCAL]):
-            self._start_server()
+            if max(self.parts, self.worker_count or 1) > 1:
+                raise BadRequest(
+                    "servers is 'local', a server in this process, but several processes are to share it: start `pyps "
+                    "serve` and name it, or train with `pyps run`."
+                )
+            object.__setattr__(self, "servers", (local_server(),))
+            if self.transport == "auto":
+                object.__setattr__(self, "transport", "in_process")
         object.__setattr__(self, "servers", parse_servers(self.servers))
         codec_of(self.gradient_codec)
         codec_of(self.parameter_codec)
         check_transport(self.transport)
-        _check_place(self.worker_index, self.worker_count)
+        index, count = self.worker_index, self.worker_count
+        if index is not None and index < 0:
+            raise BadRequest(f"worker_index (PYPS_WORKER_INDEX) is {index}; expected 0 or more.")
+        if count is not None and count < 1:
+            raise BadRequest(f"worker_count (PYPS_WORKER_COUNT) is {count}; expected 1 or more.")
+        if index is not None and count is not None and index >= count:
+            raise BadRequest(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
         if self.parts < 1:
             raise BadRequest(f"parts (PYPS_PARTS) is {self.parts}; expected 1 or more.")
         if not self.worker_id:
@@ -83,16 +96,6 @@ class Launch:
         for name in _WAITS:
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
-
-    def _start_server(self) -> None:
-        if max(self.parts, self.worker_count or 1) > 1:
-            raise BadRequest(
-                "servers is 'local', a server in this process, but several processes are to share it: start `pyps "
-                "serve` and name it, or train with `pyps run`."
-            )
-        object.__setattr__(self, "servers", (local_server(),))
-        if self.transport == "auto":
-            object.__setattr__(self, "transport", "in_process")
 
     # By their old names.
     codec = property(attrgetter("gradient_codec"))
@@ -208,15 +211,6 @@ def _parse_address(address: str) -> str:
 
 def _default_worker_id(worker_index: int | None) -> str:
     return f"worker-{worker_index}" if worker_index is not None else f"{socket.gethostname()}-{os.getpid()}"
-
-
-def _check_place(index: int | None, count: int | None) -> None:
-    if index is not None and index < 0:
-        raise BadRequest(f"worker_index (PYPS_WORKER_INDEX) is {index}; expected 0 or more.")
-    if count is not None and count < 1:
-        raise BadRequest(f"worker_count (PYPS_WORKER_COUNT) is {count}; expected 1 or more.")
-    if index is not None and count is not None and index >= count:
-        raise BadRequest(f"worker_index is {index} of {count} workers; expected 0 to {count - 1}.")
 
 
 def _from_variables(env: Mapping[str, str], *, but: Container[str]) -> dict[str, Any]:

@@ -61,13 +61,6 @@ class RetryPolicy:
         """Brings the deadline forward, of waits under way too, and counts it from the first failure; on any thread."""
         self.wait_seconds, self.hurries = min(self.wait_seconds, seconds), True
 
-    @property
-    def way_out(self) -> str:
-        """What may be done to wait longer."""
-        if self.hurries:
-            return "A worker that ends waits no longer: keep the optimizer open until its server is back."
-        return f"Raise {self.setting} (PYPS_{self.setting.upper()}) to wait longer."
-
     def begin(self, what: str, *, stop: threading.Event, advice: str = "", outage: Outage | None = None) -> Wait:
         """Starts one wait for `what` ("server 0 (127.0.0.1:7610)"); `outage` is what others know of it."""
         return Wait(self, what, stop=stop, advice=advice, outage=outage or Outage())
@@ -106,12 +99,15 @@ class Wait:
         """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
         self._outage.note(self._what, problem, at=time.monotonic())
         waited = self._waited_seconds
-        if waited >= self._policy.wait_seconds:
-            raise error(f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{self._policy.way_out}")
-        first_seconds, left_seconds = self._policy.report_first_seconds, self.remaining_seconds
-        self._outage.tell(self._what, first_seconds=first_seconds, left_seconds=left_seconds)
-        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), max(left_seconds, 0.0))
-        self._pause_seconds = min(self._pause_seconds * 2, self._policy.pause_max_seconds)
+        policy, left_seconds = self._policy, self._policy.wait_seconds - waited
+        if left_seconds <= 0:
+            way_out = f"Raise {policy.setting} (PYPS_{policy.setting.upper()}) to wait longer."
+            if policy.hurries:
+                way_out = "A worker that ends waits no longer: keep the optimizer open until its server is back."
+            raise error(f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{way_out}")
+        self._outage.tell(self._what, first_seconds=policy.report_first_seconds, left_seconds=left_seconds)
+        pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), left_seconds)
+        self._pause_seconds = min(self._pause_seconds * 2, policy.pause_max_seconds)
         if self._stop.wait(pause):
             raise RunFinished(f"The client was closed while it waited for {self._what}: {problem}.")
 

@@ -63,8 +63,7 @@ def check_block(name: str, shape: Sequence[int], whole_shape: Sequence[int], off
         )
 
 
-def overlap(a: Placed, b: Placed) -> bool:
-    """Whether two blocks of one tensor have a number in common."""
+def _overlap(a: Placed, b: Placed) -> bool:
     return all(
         begin < other + other_extent and other < begin + extent
         for begin, extent, other, other_extent in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
@@ -86,7 +85,7 @@ def first_overlap(blocks: Sequence[B]) -> tuple[B, B] | None:
     for block in sorted(blocks, key=lambda block: block.offset[axis]):
         begin = block.offset[axis]
         open_blocks = [other for other in open_blocks if other.offset[axis] + other.shape[axis] > begin]
-        other = next((other for other in open_blocks if overlap(other, block)), None)
+        other = next((other for other in open_blocks if _overlap(other, block)), None)
         if other is not None:
             return other, block
         open_blocks.append(block)

@@ -12,7 +12,7 @@ import heapq
 import json
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 
@@ -62,11 +62,6 @@ class Tensor:
             check_block(self.name, self.shape, self.whole_shape, self.offset)
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        """What tells it from all others of its model."""
-        return self.name, self.offset
-
-    @property
     def size(self) -> int:
         """Number of parameters: 1 for a scalar."""
         return math.prod(self.shape)
@@ -86,7 +81,8 @@ class Model:
         whole: dict[str, bool] = {}
         group = part = -1
         for tensor in self.tensors:
-            if tensor.key in keys or whole.setdefault(tensor.name, not tensor.whole_shape) != (not tensor.whole_shape):
+            key, is_whole = (tensor.name, tensor.offset), not tensor.whole_shape
+            if key in keys or whole.setdefault(tensor.name, is_whole) != is_whole:
                 raise BadRequest(f"two tensors are named {tensor.name!r}; names must be unique in a model")
             if tensor.group not in (group, group + 1) or tensor.group < 0:
                 raise BadRequest(
@@ -98,7 +94,7 @@ class Model:
                     f"tensor {tensor.name!r} is of part {tensor.part}, its group {group} of part {part}; a group's "
                     "tensors are all of one part"
                 )
-            keys.add(tensor.key)
+            keys.add(key)
             group, part = tensor.group, tensor.part
         if self.num_parameters == 0:
             raise BadRequest("the model holds no parameters; give it at least one tensor that is not empty")
@@ -106,10 +102,8 @@ class Model:
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
         """Length of each group's vector."""
-        sizes = [0] * (self.tensors[-1].group + 1 if self.tensors else 0)
-        for tensor in self.tensors:
-            sizes[tensor.group] += tensor.size
-        return tuple(sizes)
+        of_groups = groupby(self.tensors, key=lambda tensor: tensor.group)
+        return tuple(sum(tensor.size for tensor in of_group) for _, of_group in of_groups)
 
     @property
     def num_groups(self) -> int:
@@ -133,12 +127,8 @@ class Model:
 
     def to_proto(self) -> ModelSpec:
         """Returns the model as it travels."""
-        tensors = [
-            TensorSpec(
-                name=t.name, shape=t.shape, group=t.group, whole_shape=t.whole_shape, offset=t.offset, part=t.part
-            )
-            for t in self.tensors
-        ]
+        names = [field.name for field in fields(Tensor)]
+        tensors = [TensorSpec(**{name: getattr(tensor, name) for name in names}) for tensor in self.tensors]
         return ModelSpec(tensors=tensors, shard_size=self.shard_size)
 
     @classmethod
@@ -206,10 +196,8 @@ class Partition:
         missing = sorted(part for part in parts if not 0 <= part < self.model.num_parts)
         if missing or not parts:
             raise BadRequest(f"there is no part {missing[:1] or 'in ()'}; the model has {self.model.num_parts}, from 0")
-        groups = {
-            group: index
-            for index, group in enumerate(g for g, part in enumerate(self.model.group_parts) if part in parts)
-        }
+        own = [group for group, part in enumerate(self.model.group_parts) if part in parts]
+        groups = {group: index for index, group in enumerate(own)}
         tensors = tuple(replace(t, group=groups[t.group]) for t in self.model.tensors if t.group in groups)
         shards = tuple(replace(s, group=groups[s.group]) for s in self.shards if s.group in groups)
         return Partition(Model(tensors, self.model.shard_size), self.num_servers, shards)

@@ -70,12 +70,12 @@ class GrpcChannel(Channel):
         self._streams: dict[str, DirectStream | QueuedStream] = {}
 
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
-        return self._reply(self._unary(method, request, reply), request, timeout_seconds)  # type: ignore[no-any-return]
+        return self._started(self._unary(method, request, reply), request, timeout_seconds)  # type: ignore[no-any-return]
 
     def start(
         self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float
     ) -> Callable[[], Reply]:
-        begun = self._reply(self._unary(method, request, reply).future, request, timeout_seconds)
+        begun = self._started(self._unary(method, request, reply).future, request, timeout_seconds)
         return lambda: self._told(begun.result)
 
     def exchange(
@@ -90,34 +90,26 @@ class GrpcChannel(Channel):
                 if self._streams.get(method) is stream:
                     del self._streams[method]
             stream.close()
-            if not isinstance(error, grpc.RpcError):
-                raise
-            verdict = translate(error, self.address)
-            raise (Busy(str(verdict)) if isinstance(verdict, LimitExceeded) else verdict) from None
+            if isinstance(error, grpc.RpcError):
+                raise self._end_of_stream(error) from None
+            raise
 
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
         start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
         answered = 0
-        try:
-            call = start(request, timeout=timeout_seconds, metadata=self._metadata)
-        except ValueError:
-            raise LinkLost("the channel was closed") from None
+        call = self._started(start, request, timeout_seconds)
         try:
             for message in call:
                 answered += 1
                 yield message
         except grpc.RpcError as error:
-            verdict = translate(error, self.address, answered=answered)
-            if isinstance(verdict, LimitExceeded):
-                # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
-                verdict = Busy(str(verdict), answered=answered)
-            raise verdict from None
+            raise self._end_of_stream(error, answered) from None
         finally:
             call.cancel()
 
     def send(self, method: str, requests: Iterable[bytes], reply: type[Reply], *, timeout_seconds: float) -> Reply:
         start: Any = self._grpc.stream_unary(METHODS[method], response_deserializer=reply.FromString)
-        return self._reply(start, iter(requests), timeout_seconds)  # type: ignore[no-any-return]
+        return self._started(start, iter(requests), timeout_seconds)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         with self._lock:
@@ -138,13 +130,20 @@ class GrpcChannel(Channel):
         with self._lock:
             stream = self._streams.get(method)
             if stream is None:
-                try:
-                    stream = self._streams[method] = open_stream(self._grpc, METHODS[method], self._metadata)
-                except ValueError:
-                    raise LinkLost("the channel was closed") from None
+                open_one = partial(open_stream, self._grpc, METHODS[method], self._metadata)
+                stream = self._streams[method] = self._told(open_one)
             return stream
 
-    def _reply(self, start: Any, request: Any, timeout_seconds: float) -> Any:
+    def _end_of_stream(self, error: Any, answered: int = 0) -> PypsError | LinkLost:
+        verdict = _translate(error, self.address)
+        if isinstance(verdict, LimitExceeded):
+            # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
+            verdict = Busy(str(verdict))
+        if isinstance(verdict, LinkLost):
+            verdict.answered = answered
+        return verdict
+
+    def _started(self, start: Any, request: Any, timeout_seconds: float) -> Any:
         return self._told(partial(start, request, timeout=timeout_seconds, metadata=self._metadata))
 
     def _told(self, ask: Callable[[], T]) -> T:
@@ -152,7 +151,7 @@ class GrpcChannel(Channel):
         try:
             return ask()
         except grpc.RpcError as error:
-            raise translate(error, self.address) from None
+            raise _translate(error, self.address) from None
         except (ValueError, grpc.FutureCancelledError):
             raise LinkLost("the channel was closed") from None
 
@@ -421,18 +420,18 @@ def _watch(watchdog: weakref.ref[Watchdog], ended: threading.Event, seconds: flo
         del watched
 
 
-def translate(error: Any, address: str, *, answered: int = 0) -> PypsError | LinkLost:
+def _translate(error: Any, address: str) -> PypsError | LinkLost:
     """The server's own error where it gave a verdict, LinkLost where only gRPC spoke."""
     status, details = error.code().name, error.details() or ""
     if status == "OK":
-        return LinkLost("the server ended the stream", answered=answered)
+        return LinkLost("the server ended the stream")
     name = next((str(value) for key, value in error.trailing_metadata() or () if key == METADATA_KEY), None)
     if name == ServerUnavailable.__name__ or (name is None and status in _LOST):
-        return LinkLost(_reason(status, details), answered=answered)
+        return LinkLost(_reason(status, details))
     if name is None and status == "UNIMPLEMENTED":
         return ProtocolMismatch(
-            f"{address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default "
-            f"{DATA_PORT}), not the control port ({CONTROL_PORT})."
+            f"{address} speaks gRPC but is no pyps data port ({details}). Name the data port (by default {DATA_PORT}), "
+            f"not the control port ({CONTROL_PORT})."
         )
     return from_status(status, f"{details} (server {address})", name)
 

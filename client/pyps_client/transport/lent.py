@@ -150,7 +150,7 @@ class Sharing:
         self._sender = sender
         self._lending: Lending | None = None
         # By server index, what the last Hello said.
-        self._offers: dict[int, LocalTransport] = {}
+        self._offers: dict[int, LocalTransport | None] = {}
 
     def lend(self, layout: Layout) -> Lending:
         """Lends vectors, in memory that is shared with every server that offers it; once a session."""
@@ -170,9 +170,7 @@ class Sharing:
 
     def greeted(self, connection: Connection, reply: HelloReply) -> None:
         """Notes a server's offer; one that had been lost and came back is handed the same memory again."""
-        self._offers.pop(connection.index, None)
-        if (offer := self._launch.way.offer(reply, connection.address)) is not None:
-            self._offers[connection.index] = offer
+        self._offers[connection.index] = self._launch.way.offer(reply, connection.address)
         lending = self._lending
         if lending is not None and lending.segment is not None and connection in self._connections:
             self._attach(connection, lending)
@@ -181,16 +179,13 @@ class Sharing:
         """Which of the lent gradients these are; None for others."""
         if self._lending is not None:
             for index, lent in enumerate(self._lending.lent.gradients):
-                if vectors is lent or _same(vectors, lent):
+                if _same(vectors, lent):
                     return index
         return None
 
     def are_parameters(self, vectors: Vectors) -> bool:
         """Whether these are the lent parameters."""
-        if self._lending is None:
-            return False
-        lent = self._lending.lent.parameters
-        return vectors is lent or _same(vectors, lent)
+        return self._lending is not None and _same(vectors, self._lending.lent.parameters)
 
     @property
     def transport(self) -> str:
@@ -202,7 +197,7 @@ class Sharing:
         """Vectors in a segment; None where nobody would see it, or it cannot be had."""
         if not self._launch.way.shares:
             return None
-        offered = [connection for connection in self._connections if connection.index in self._offers]
+        offered = [connection for connection in self._connections if self._offers.get(connection.index)]
         if not offered:
             self._refuse(self._connections[0], NO_OFFER)
             return None
@@ -243,7 +238,7 @@ class Sharing:
 
 
 def _same(vectors: Vectors, lent: Vectors) -> bool:
-    return len(vectors) == len(lent) and all(map(is_, vectors, lent))
+    return vectors is lent or (len(vectors) == len(lent) and all(map(is_, vectors, lent)))
 
 
 def _aligned(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
