@@ -41,6 +41,9 @@ class Client:
     makes workers wait for (a round's end, a turn, the slowest), it is the pull that waits. A push is one update:
     to sum several minibatches in one, as asgd:accumulate= asks of workers (`session.accumulate`), is yours to do.
     Use one thread, or one that pushes and one that pulls.
+
+    Whatever waits for servers or workers in vain raises ServerUnavailable or WaitTimedOut; a push after the run's end
+    raises RunFinished.
     """
 
     def __init__(
@@ -52,7 +55,12 @@ class Client:
         shard_size: int = DEFAULT_SHARD_SIZE,
         **launch_options: Any,
     ) -> None:
-        """`launch_options`: fields of Launch, and token_file; PYPS_ variables give the others."""
+        """Joins the run on `servers`: "host:port,host:port", or "local" for one in this process (else PYPS_SERVERS).
+
+        `tensors`: float32 arrays by name. `optimizer`: the servers' rule and its settings. `shard_size`: the most
+        numbers of a shard; the same for all workers. `launch_options`: fields of Launch, and token_file; PYPS_
+        variables give the others. Raises a ConfigurationError where these are wrong, or others than the run's.
+        """
         leave.install_where_asked()
         launch = Launch.from_environment(servers, **launch_options)
         self._model = _model_of(tensors, shard_size)
@@ -88,7 +96,8 @@ class Client:
         """Pushes gradients by tensor name, returns a receipt a shard; a tensor left out is left alone.
 
         All is checked before anything is sent. A gradient with NaN or infinity is skipped with a warning: no
-        receipts; ten in a row raise NotFinite. A receipt may say that the gradient was not taken and why; see
+        receipts; ten in a row raise NotFinite. ModelMismatch names a gradient of another name, shape or type than the
+        model's. `examples`: how many stand behind the gradient. A receipt may say that it was not taken and why; see
         `refused`. After a server's restore from a checkpoint the client pulls by itself, so that the next
         gradient is taken.
         """

@@ -28,8 +28,8 @@ class Codec(int):
     # in shared memory. None where numbers share what is written, such as a scale.
     dtype: np.dtype[Any] | None = None
     # Whether what an encoding loses goes into the next one of the same shard (error feedback). That state is the
-    # sender's, one a shard: its place is `pyps_client.pushes.Pushes`, where a shard is then encoded once a push, since
-    # a push may be sent again.
+    # sender's, one a shard: its place is `pyps_client.push.Pushes`, where a shard is then encoded once a push, since a
+    # push may be sent again.
     stateful = False
 
     def __new__(cls, number: int, name: str, bytes_of: Callable[[int], int]) -> Self:

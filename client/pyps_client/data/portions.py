@@ -117,6 +117,9 @@ class Portions:
         schedule says how large they are, by default one push's worth. `seed`: of each epoch's permutation. All of
         these must be the same in all workers. `epochs`: how many the loop goes through, from the first of the run on;
         without it the worker begins none ahead, as none may come. `name`: for people.
+
+        Raises a ConfigurationError for a data set without examples, or whose length, batches or seed are others than
+        the run's, and for a second one of the same optimizer. Its iterations raise what steps do.
         """
         length = length_of(dataset)
         stepper: Stepper | None = getattr(optimizer, "stepper", None)

@@ -29,9 +29,11 @@ _SETTINGS = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters=
 
 @dataclass
 class SandblasterResult(Share):
-    """What this worker did, and why it ended. The model holds the run's last parameters."""
+    """What this worker did, and why it ended. The model holds the run's last parameters.
 
-    # The coordinator's word.
+    `message`: the coordinator's word.
+    """
+
     message: str = ""
     run_id: str = ""
 
@@ -74,7 +76,9 @@ def sandblaster(
     `on_pass(number)` is called with the parameters of each new pass in the model; it must leave them as they are.
     `threads`: torch's threads, on which the last bits of a sum may depend; None leaves them as they are. More workers
     use more processors.
-    The rest is as for RemoteOptimizer. What the loss raises ends this worker; others compute its portions.
+    The rest is as for RemoteOptimizer and its Options. What the loss raises ends this worker; others compute its
+    portions. Raises a ConfigurationError for a call that is wrong, or servers that run no Sandblaster, and a
+    ConnectionFailed where servers were waited for in vain.
     """
     leave.install_where_asked()
     compute_loss = loss_function(model, loss, loss_of)

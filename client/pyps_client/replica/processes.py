@@ -47,9 +47,11 @@ _replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where a plain parameter lies in a tensor that is cut over the processes of a replica."""
+    """Where a plain parameter lies in a tensor that is cut over the processes of a replica.
 
-    # Where it begins in the whole, one number a dimension, and the whole's sizes.
+    `offset`: where it begins in the whole, one number a dimension; `whole_shape`: the whole's sizes.
+    """
+
     offset: tuple[int, ...]
     whole_shape: tuple[int, ...]
 
@@ -62,8 +64,9 @@ class Block:
 class Replica(Group):
     """This process among those that hold one model together, each a part of it: one worker in the run's eyes.
 
-    All methods are collective: every process of the replica calls them, in the same order. Any failure of one raises
-    ReplicaLost: a replica ends as a whole.
+    Its processes make it alike and hand it to RemoteOptimizer(..., replica=replica); they take the same steps.
+    `broadcast`, `all_gather`, `all_reduce` and `spread` are collective: every process calls them, in the same order.
+    Where another process is gone they raise ReplicaLost: a replica ends as a whole.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Replica(Group):
         where this process's block lies in the whole tensor. `replicated` names plain parameters that several
         processes hold alike, with the same gradients; a plain parameter is else this process's own, but where
         parallelize_module cut the modules around it and left it alone, that of all processes of the mesh.
+
+        Raises BadRequest before torch.distributed.init_process_group(), and in a process that is not in the group.
         """
         if isinstance(replicated, str):
             raise BadRequest(f"replicated is {replicated!r}; give a list of names, as in replicated=[{replicated!r}].")

@@ -40,47 +40,52 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A RemoteOptimizer's settings, each with its default: RemoteOptimizer(..., options=Options(push_every=4))."""
+    """A RemoteOptimizer's settings beside those that its constructor shows; each may be a keyword of its own instead.
 
-    # PYPS_TOKEN_FILE by default.
+        RemoteOptimizer(model, optimizer, options=Options(push_every=4, pull_every=4))
+
+    `token_file`: the path of the file with the servers' secret; PYPS_TOKEN_FILE by default.
+    `push_every`, `pull_every`: minibatches that a push sums, and minibatches from pull to pull; by default what the
+    protocol in force wants (asgd:accumulate=), or else 1.
+    `local_learning_rate`: the size of the worker's own steps between pulls. By default the rate that the servers'
+    schedule gives now under plain SGD; none under other rules, which is told where minibatches lie between pulls.
+    `read_my_writes`: True takes the worker's own steps that pulled parameters may lack on them once more.
+    `compat`: "paper" for the literal timing of Dean et al. 2012, appendix.
+    `gradient_codec`: how gradients travel, "float32", "float16" or "bfloat16", or torch's types; PYPS_GRADIENT_CODEC or
+    "float32" by default. `parameter_codec` (PYPS_PARAMETER_CODEC): how pulled parameters do. Servers hold and update
+    them in float32.
+    `transport`: "auto" for memory shared with servers on this machine and gRPC elsewhere, "grpc" for gRPC everywhere,
+    "shm" to fail rather than use gRPC, "in_process" for servers of this process; PYPS_TRANSPORT or "auto" by default.
+    `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server at the start, for one that
+    was lost, and for other workers; PYPS_START_WAIT_SECONDS and so on, or 300, 600 and 1800 by default.
+    `buffers`: batch norm's statistics and their like stay with each worker ("local"), are averaged over the workers
+    ("average"), or follow those of the first ("first"); the same for all workers.
+    `owns_schedule`: True where this worker's changes of learning rate and momentum count, for all workers; by default
+    that is the worker with index 0, or one without an index. Until it has pushed, each worker's scheduler counts.
+    `examples_in_batch`: examples in each minibatch, where nobody says; `step(examples=...)` goes before it.
+    `shard_size`: the most parameters, in numbers, of a shard; the same for all workers.
+    """
+
     token_file: str | None = None
-    # Minibatches summed in a push, and minibatches between pulls; by default what the protocol in force wants
-    # (asgd:accumulate=), or else 1.
     push_every: int | None = None
     pull_every: int | None = None
-    # The size of the worker's own step between pulls. By default the rate that the servers' schedule gives now under
-    # plain SGD; none under other rules, which is told where minibatches lie between pulls.
     local_learning_rate: float | None = None
-    # Takes the worker's own steps that pulled parameters may lack on them once more.
     read_my_writes: bool = False
-    # "paper" for the literal timing of Dean et al. 2012, appendix.
     compat: str | None = None
-    # How gradients travel: "float32" (PYPS_GRADIENT_CODEC by default), "float16" or "bfloat16", or torch's types.
     gradient_codec: str | torch.dtype | None = None
-    # How pulled parameters travel, likewise (PYPS_PARAMETER_CODEC by default); servers hold and update them in float32.
     parameter_codec: str | torch.dtype | None = None
-    # "auto" (PYPS_TRANSPORT by default) for memory shared with servers on this machine and gRPC elsewhere, "grpc" for
-    # gRPC everywhere, or "shm" to fail rather than use gRPC.
     transport: str | None = None
-    # How long to wait for a server at the start, for one that was lost, and for other workers
-    # (PYPS_START_WAIT_SECONDS and so on, or 300, 600 and 1800).
     start_wait_seconds: float | None = None
     loss_wait_seconds: float | None = None
     wait_seconds: float | None = None
-    # Batch norm's statistics and their like stay with each worker ("local"), are averaged over the workers
-    # ("average"), or follow those of the first ("first"); the same for all workers.
     buffers: str = "local"
-    # True where this worker's changes of learning rate and momentum count, for all workers; by default that is the
-    # worker with index 0, or one without an index. Until it has pushed, each worker's scheduler counts.
     owns_schedule: bool | None = None
-    # Examples in each minibatch, where nobody says; `step(examples=...)` goes before it.
     examples_in_batch: int | None = None
-    # The largest number of parameters in a shard; the same for all workers.
     shard_size: int = DEFAULT_SHARD_SIZE
 
     @classmethod
     def of(cls, options: Options | None, settings: Settings) -> Options:
-        """The options, completed by settings beside them, as far as they are not None; BadRequest for one in both."""
+        """The options, completed by settings that are not None; BadRequest for one in both, TypeError for another."""
         own = renamed(settings)
         given = {name: value for name, value in own.items() if value is not None}
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}

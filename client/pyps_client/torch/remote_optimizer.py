@@ -54,9 +54,9 @@ class _OnServers(defaultdict[torch.Tensor, Any]):
 
 
 class RemoteOptimizer(torch.optim.Optimizer):
-    """Steps of a torch optimizer, taken on parameter servers: `zero_grad`, `backward` and `step` as ever.
+    """A torch optimizer whose update rule runs on parameter servers: `zero_grad`, `backward` and `step` as ever.
 
-    Made from a model and a fresh torch optimizer over its parameters, whose rule and settings the servers
+    It is made from a model and a fresh torch optimizer over its parameters, whose rule and settings the servers
     take over:
 
         optimizer = RemoteOptimizer(model, torch.optim.Adam(model.parameters(), lr=0.001), servers="host:7610")
@@ -65,8 +65,12 @@ class RemoteOptimizer(torch.optim.Optimizer):
     inside `step` only. Change none yourself: what is written before the first step is refused, what is written later
     is overwritten, and what is written through `.data`, which torch does not notice, stays where a shard gets no newer
     version. The learning rate and the momentum (Adam's betas[0]) may be moved, by torch's schedulers or by hand, on the
-    worker that owns the schedule; nothing else of the settings may. Not trained, and each worker's own:
-    parameters that are not the optimizer's.
+    worker that owns the schedule; nothing else of the settings may. Parameters that are not the optimizer's are not
+    trained, and stay each worker's own.
+
+    Its errors are PypsErrors of `pyps_client`, whose classes say what to do: after a ConfigurationError, a ValueError
+    too, change the program or its settings; after a ConnectionFailed see to the servers; after a RunEnded leave the
+    loop.
     """
 
     def __init__(
@@ -82,10 +86,10 @@ class RemoteOptimizer(torch.optim.Optimizer):
         options: Options | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Joins the run on `servers` ("host:port,host:port"; PYPS_SERVERS by default).
+        """Joins the run on `servers`: "host:port,host:port", or "local" for one in this process (else PYPS_SERVERS).
 
         `run_id`, `worker_id`: PYPS_RUN_ID and PYPS_WORKER_ID by default.
-        `overlap`: "off", or "step" for pushes and pulls on threads of their own, at the price of about one
+        `overlap`: "off", or "step" for pushes and pulls beside the computation, at the price of about one
         more version of staleness: where a push takes longer than a minibatch, those meanwhile are summed in the next
         push, so that there are fewer updates. Under protocols that take gradients of the present version only, or that
         grant steps one by one, they are waited for as with "off".
@@ -93,6 +97,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         a RemoteOptimizer over what they hold, and take the same steps.
         `options`, or by themselves as `settings`: the rest, such as `push_every`, `transport`, `buffers` and how long
         to wait; `Options` tells what each means.
+
+        Raises a ConfigurationError for a model, an optimizer or a setting that this run cannot have, ServerUnavailable
+        or WaitTimedOut where the run could not be joined in time, and TypeError for a keyword that is no setting.
         """
         leave.install_where_asked()
         if replica is not None:
@@ -156,8 +163,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         """Hands this minibatch's gradients to the servers and brings newer parameters into the model, as scheduled.
 
         A closure computes the loss, as for every torch optimizer; its value is reported to the servers and
-        returned. Where the loop goes on although the run is over, nothing else happens, which is told once: see
-        `finished` and `until_finished`.
+        returned. `examples`: how many stand behind the gradients, for schedules and weights that count them. Where the
+        loop goes on although the run is over, nothing else happens, which is told once: see `finished` and
+        `until_finished`.
+
+        A gradient with NaN or infinity is left out with a warning; ten in a row raise NotFinite. ServerUnavailable and
+        WaitTimedOut tell of servers and workers that were waited for in vain, a RunEnded of a worker that goes on
+        elsewhere, or cannot go on; a ConfigurationError of a model or of settings that were changed.
         """
         # Where torch's profiler, or a hook, wants to know of steps.
         if (
@@ -217,7 +229,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def transport(self) -> str:
-        """The way of gradients and parameters: "shm" (memory shared with all servers), "grpc", or "mixed"."""
+        """The way of gradients and parameters: "shm" (memory shared with servers), "grpc", "in_process" or "mixed"."""
         return self._session.transport
 
     @property
@@ -250,7 +262,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         return self._downpour
 
     def report(self, **scalars: float) -> None:
-        """Sends figures of this worker, such as loss=0.3, to the servers with its next heartbeat."""
+        """Hands figures of this worker, such as loss=0.3, to its next heartbeat, for `pyps status`."""
         self._session.report(**scalars)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
