@@ -35,37 +35,41 @@ _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a worker finds its run. Comes from PYPS_ variables, each of which an argument overrides."""
+    """How a worker finds its run, and its place there; `from_environment` reads it from PYPS_ variables.
 
-    # Data addresses, host:port, in the order that all workers share; or "local" for a server that this process runs
-    # itself, with a new run, until its last worker has left.
+    `servers`: data addresses, host:port, in the order that all workers share; or "local" for a server that this process
+    runs itself, with a new run, until its last worker has left.
+    `run_id`: the run to join; empty takes whatever run the servers hold before its first update.
+    `worker_id`: unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
+    `worker_index`, `worker_count`: this worker's place among the run's workers, from 0, for dividing data: torchrun's
+    where PYPS_ variables say nothing of the worker, None when nobody said.
+    `parts`: the processes of this worker, each with a part of the model (model parallelism).
+    `token`: the shared secret of servers that ask for one.
+    `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server that is not there at the
+    start, for one that was lost, and for other workers: for a round's end, for a turn, for the slowest.
+    `use_proxy`: True lets http_proxy and its kin apply to the connection.
+    `gradient_codec`, `parameter_codec`: how pushed gradients and pulled parameters are written, "float32", "float16" or
+    "bfloat16".
+    `transport`: the way of both. "auto" is memory that worker and server share, where they run on one machine, and gRPC
+    elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere; "in_process" calls servers that
+    run in the worker's own process, as in tests, without a socket.
+
+    Raises BadRequest for a value that cannot be.
+    """
+
     servers: tuple[str, ...]
-    # The run to join; empty takes whatever run the servers hold before its first update.
     run_id: str = ""
-    # Unique among live workers; empty: "worker-INDEX" with an index, else host-pid.
     worker_id: str = ""
-    # This worker's place among the run's workers, from 0, for dividing data: torchrun's where PYPS_ variables say
-    # nothing of the worker. None when nobody said.
     worker_index: int | None = None
     worker_count: int | None = None
-    # The processes of this worker, each with a part of the model (model parallelism).
     parts: int = 1
-    # Shared secret of servers that ask for one.
     token: str = field(default="", repr=False)
-    # How long to wait for a server that is not there at the start, and for one that was lost.
     start_wait_seconds: float = 300.0
     loss_wait_seconds: float = 600.0
-    # How long to wait for other workers: for a round's end, for a turn, for the slowest.
     wait_seconds: float = 1800.0
-    # True lets http_proxy and its kin apply to the connection.
     use_proxy: bool = False
-    # How pushed gradients are written: "float32", "float16", "bfloat16".
     gradient_codec: str = "float32"
-    # How pulled parameters are written, likewise.
     parameter_codec: str = "float32"
-    # The way of gradients and parameters: "auto" is memory that worker and server share, where they run on one machine,
-    # and gRPC elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere. "in_process"
-    # calls servers that run in the worker's own process, as in tests, without a socket.
     transport: str = "auto"
 
     def __post_init__(self) -> None:

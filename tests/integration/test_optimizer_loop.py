@@ -1,6 +1,7 @@
 """Ordinary torch training loops run unchanged on RemoteOptimizer, through real servers."""
 
 import copy
+import dataclasses
 import pickle
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
-from pyps_client import RemoteOptimizer
+from pyps_client import Launch, RemoteOptimizer
 from pyps_client.data import Portions
+from pyps_client.launch import OLD_NAMES
 from pyps_client.torch import Options
 from pyps_client.torch.joining import Joining
+from pyps_client.torch.options import Settings
 from pyps_wire.errors import BadRequest, SettingsChanged, UnsupportedOptimizer
 from support import status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
@@ -120,6 +123,13 @@ def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server
         "1.running_mean and 1 other buffer are not shared: each worker keeps its own, and pyps export does not contain "
         "them (buffers='average' shares them)."
     ]
+
+
+def test_every_setting_is_a_keyword_and_told_of_where_help_shows_it() -> None:
+    for record in (Options, Launch):
+        for field in dataclasses.fields(record):
+            assert f"`{field.name}`" in record.__doc__, field.name
+    assert Settings.__annotations__.keys() - OLD_NAMES.keys() == {field.name for field in dataclasses.fields(Options)}
 
 
 def test_settings_come_in_options_and_beside_them(start_server) -> None:
