@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ import torch
 from pyps_client import leave
 from pyps_client.launch import Launch
 from pyps_client.lbfgs.gradient import MapDataset, PortionComputation, PortionLoader, checked_length, loss_function
-from pyps_client.lbfgs.worker import CoordinatedWork, Share, joined
+from pyps_client.lbfgs.worker import CoordinatedWork, SandblasterResult, joined
 from pyps_client.log import logger
-from pyps_client.torch.layout import Layout, plan, shareable_buffers, tell_narrowed
+from pyps_client.torch.layout import Layout, plan, several, shareable_buffers, tell_narrowed
 from pyps_client.torch.memory import TorchConverter, dtype_name
 from pyps_client.torch.parameters import initial_values
 from pyps_client.worker import Worker
@@ -25,17 +24,6 @@ from pyps_wire.work_pb2 import DataSpec
 
 # Steps are the coordinator's; servers want to know a rule all the same.
 _SETTINGS = OptimizerSettings(rule="sgd", groups=[GroupSettings(hyperparameters={"learning_rate": 1.0})])
-
-
-@dataclass
-class SandblasterResult(Share):
-    """What this worker did, and why it ended. The model holds the run's last parameters.
-
-    `message`: the coordinator's word.
-    """
-
-    message: str = ""
-    run_id: str = ""
 
 
 def sandblaster(
@@ -121,14 +109,14 @@ def sandblaster(
                 converter=TorchConverter(),
                 on_pass=on_pass,
             )
-            message = work.run()
+            work.result.message = work.run()
             session.hurry()
             computation.pull()
         finally:
             loader.close()
             computation.close()
-        logger.info("the work of run %s is over: %s", session.run_id, message)
-        return SandblasterResult(**vars(work.share), message=message, run_id=session.run_id)
+        logger.info("the work of run %s is over: %s", session.run_id, work.result.message)
+        return work.result
 
 
 @contextmanager
@@ -150,7 +138,7 @@ def _warn_of_modes(model: torch.nn.Module) -> None:
             logger.warning(
                 "%s: in training mode that %s, and the line search would compare losses of different functions; call "
                 "model.eval() first",
-                *(_several(names), why),
+                *(several(names), why),
             )
 
 
@@ -167,16 +155,10 @@ def _mixes(module: torch.nn.Module) -> bool:
 
 def _tell_left_alone(model: torch.nn.Module, layout: Layout) -> None:
     """Says what each worker keeps of its own."""
-    shared = {id(tensor) for tensor in layout.parameters}
-    frozen = [name for name, value in model.named_parameters() if id(value) not in shared]
+    frozen = [name for name, value in model.named_parameters() if id(value) not in layout.names]
     for names, kind in ((frozen, "parameter"), (list(shareable_buffers(model)), "buffer")):
         if names:
             logger.warning(
                 "the %s %s not trained and not shared: let all workers begin with the same values",
-                *(kind, f"{_several(names)} is" if len(names) == 1 else f"{_several(names)} are"),
+                *(kind, f"{several(names)} is" if len(names) == 1 else f"{several(names)} are"),
             )
-
-
-def _several(names: Sequence[str]) -> str:
-    others = len(names) - 1
-    return names[0] + (f" and {others} other{'s' if others > 1 else ''}" if others else "")

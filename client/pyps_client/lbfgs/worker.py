@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pyps_client import leave
 from pyps_client.data.queue import RemoteQueue
@@ -40,8 +40,8 @@ PROTOCOL = "sandblaster"
 
 
 @dataclass
-class Share:
-    """What this worker has done so far."""
+class SandblasterResult:
+    """What this worker did, and why it ended. The model holds the run's last parameters."""
 
     # Passes that it computed portions of.
     num_passes: int = 0
@@ -52,17 +52,9 @@ class Share:
     num_thrown_away: int = 0
     # The mean loss of the examples that it computed in the last of these passes; NaN where there are none.
     loss: float = math.nan
-
-
-class _Claimed(NamedTuple):
-    """A portion whose gradient is in the sum."""
-
-    portion: Portion
-    loss_sum: float
-
-    @property
-    def num_examples(self) -> int:
-        return self.portion.stop - self.portion.start
+    # The coordinator's word.
+    message: str = ""
+    run_id: str = ""
 
 
 class CoordinatedWork:
@@ -78,7 +70,7 @@ class CoordinatedWork:
         on_pass: Callable[[int], object] | None = None,
     ) -> None:
         """`on_pass` is called with each pass's number once its parameters are in the model."""
-        self.share = Share()
+        self.result = SandblasterResult(run_id=session.run_id)
         self._session = session
         self._queue = RemoteQueue(session)
         self._data = data
@@ -88,7 +80,8 @@ class CoordinatedWork:
         # Which pass's parameters are in the model, and in which epoch: a restored server may hold others.
         self._parameters_of: tuple[int, int] | None = None
         self._pass = 0
-        self._claimed: list[_Claimed] = []
+        # Portions whose gradients are in the sum, each with its sum of losses.
+        self._claimed: list[tuple[Portion, float]] = []
         # Of the present pass: delivered losses and examples.
         self._loss_sum, self._loss_count = 0.0, 0
         # The pass in which it was told last why a gradient was not sent.
@@ -131,7 +124,7 @@ class CoordinatedWork:
         self._computation.begin_pass(keep_apart=reply.portions_per_stage > 1)
         self._parameters_of, self._pass = entered, pass_number
         self._loss_sum, self._loss_count = 0.0, 0
-        self.share.num_passes += 1
+        self.result.num_passes += 1
         if self._on_pass is not None:
             self._on_pass(pass_number)
 
@@ -146,22 +139,21 @@ class CoordinatedWork:
             self._wait_out(refused)
             return
         if not claim.granted:
-            self.share.num_thrown_away += 1
+            self.result.num_thrown_away += 1
             logger.debug("portion %d of pass %d is not needed: %s", portion.portion_id, self._pass, claim.message)
             return
         self._computation.keep()
-        self._claimed.append(_Claimed(portion, loss_sum))
+        self._claimed.append((portion, loss_sum))
         if len(self._claimed) >= reply.portions_per_stage:
             self._deliver()
 
     def _deliver(self) -> None:
-        leases = [claimed.portion.lease_id for claimed in self._claimed]
-        loss_sum = 0.0
-        for claimed in self._claimed:
+        leases = [portion.lease_id for portion, _ in self._claimed]
+        stage_id, loss_sum, example_count = 0, 0.0, 0
+        for portion, loss_of_portion in self._claimed:
             # Not by sum(): from Python 3.12 on it rounds otherwise.
-            loss_sum += claimed.loss_sum
-        example_count = sum(claimed.num_examples for claimed in self._claimed)
-        stage_id = 0
+            loss_sum += loss_of_portion
+            example_count += portion.stop - portion.start
         vectors = self._computation.sealed() if math.isfinite(loss_sum) else None
         try:
             if vectors is None:
@@ -169,8 +161,7 @@ class CoordinatedWork:
                 self._tell_unsent(loss_sum)
                 loss_sum = math.nan
             else:
-                stage_id = leases[0]
-                first = self._claimed[0].portion.portion_id
+                stage_id, first = leases[0], self._claimed[0][0].portion_id
                 self._staging.stage(vectors, pass_number=self._pass, portion_id=first, stage_id=stage_id)
             delivery = self._queue.deliver(leases, stage_id=stage_id, loss_sum=loss_sum, example_count=example_count)
         except BadRequest as refused:
@@ -183,7 +174,16 @@ class CoordinatedWork:
             return
         self._computation.clear()
         self._claimed.clear()
-        self._note(len(leases), loss_sum, example_count)
+        if self._refusal is not None:
+            self._refusal.end()
+            self._refusal = None
+        self._loss_sum += loss_sum
+        self._loss_count += example_count
+        self.result.num_portions += len(leases)
+        self.result.num_examples += example_count
+        self.result.loss = self._loss_sum / self._loss_count
+        self._session.clock += len(leases)
+        self._session.report(loss=self.result.loss)
 
     def _tell_unsent(self, loss_sum: float) -> None:
         """Says once a pass why a loss that is a number is told as none: from the coordinator nobody learns it."""
@@ -192,23 +192,10 @@ class CoordinatedWork:
             reason = self._computation.why_not_sealed()
             logger.warning("the loss of pass %d is told as NaN, though it is a number: %s", self._pass, reason)
 
-    def _note(self, num_portions: int, loss_sum: float, example_count: int) -> None:
-        if self._refusal is not None:
-            self._refusal.end()
-            self._refusal = None
-        share = self.share
-        share.num_portions += num_portions
-        share.num_examples += example_count
-        self._loss_sum += loss_sum
-        self._loss_count += example_count
-        share.loss = self._loss_sum / self._loss_count
-        self._session.clock += num_portions
-        self._session.report(loss=share.loss)
-
     def _throw_away(self) -> None:
         """Forgets what is claimed and not delivered: with the next lease it goes back to the queue."""
-        self.share.num_thrown_away += len(self._claimed)
-        self._queue.give_up([claimed.portion.lease_id for claimed in self._claimed])
+        self.result.num_thrown_away += len(self._claimed)
+        self._queue.give_up([portion.lease_id for portion, _ in self._claimed])
         self._claimed.clear()
         self._computation.clear()
 
@@ -231,7 +218,7 @@ class Staging:
 
     def __init__(self, session: Worker, *, converter: Converter = NUMPY) -> None:
         self._session = session
-        self._codec = codec_of(session.launch.codec)
+        self._codec = codec_of(session.launch.gradient_codec)
         self._converter = converter
 
     def stage(self, vectors: Vectors, *, pass_number: int, portion_id: int, stage_id: int) -> None:
@@ -242,7 +229,6 @@ class Staging:
         lost connection they are sent again. BadRequest where a server takes no stages of this pass, NoRoom where it has
         no memory for one more.
         """
-        partition = self._session.partition
         header = StageRequest(
             sender=self._session.sender,
             portion_id=portion_id,
@@ -251,9 +237,9 @@ class Staging:
             # The field's name is a keyword of Python's.
             **{"pass": pass_number},  # type: ignore[arg-type]
         )
-        self._session.ask_all(
-            [partial(self._send, header, partition.of_server(index), vectors) for index in range(partition.num_servers)]
-        )
+        partition = self._session.partition
+        of_servers = [partition.of_server(index) for index in range(partition.num_servers)]
+        self._session.ask_all([partial(self._send, header, shards, vectors) for shards in of_servers])
 
     def _send(
         self,
@@ -270,24 +256,22 @@ class Staging:
         num_bytes = self._codec.bytes_of(sum(shard.length for shard in shards))
         if num_bytes > LARGE_BYTES:
             keep_large_blocks()
-        frames = self._frames(header, shards, vectors)
+
+        def frames() -> Iterator[bytes]:
+            # A message a shard, each made when gRPC is ready to send it.
+            for shard in shards:
+                request = StageRequest(shard_id=shard.shard_id, num_shards=len(shards))
+                request.MergeFrom(header)
+                yield join(request, self._converter.encoded(part_of(vectors, shard), self._codec))
+
         try:
-            channel.send("Stage", frames, StageReply, timeout_seconds=call_seconds(num_bytes))
+            channel.send("Stage", frames(), StageReply, timeout_seconds=call_seconds(num_bytes))
         except NoRoom:
             # The memory for stages: none of it is given up before the pass ends.
             raise
         except LimitExceeded as exceeded:
             # The memory for calls under way.
             raise Busy(str(exceeded)) from None
-
-    def _frames(self, header: StageRequest, shards: Sequence[ShardRange], vectors: Vectors) -> Iterator[bytes]:
-        """A message a shard, each made when gRPC is ready to send it."""
-        for shard in shards:
-            request = StageRequest()
-            request.CopyFrom(header)
-            request.shard_id = shard.shard_id
-            request.num_shards = len(shards)
-            yield join(request, self._converter.encoded(part_of(vectors, shard), self._codec))
 
 
 @contextmanager
@@ -301,11 +285,9 @@ def joined(session: Worker) -> Iterator[None]:
                 f"coordinator need servers started with --protocol {PROTOCOL}, as `pyps {PROTOCOL}` starts them."
             )
         yield
-    except KeyboardInterrupt as interrupt:
-        logger.info("interrupted: leaving run %s; its portions go to other workers", session.run_id)
-        session.close(*leave.cause_of(interrupt))
-        raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            logger.info("interrupted: leaving run %s; its portions go to other workers", session.run_id)
         session.close(*leave.cause_of(error))
         raise
     session.close()

@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyps_client.lbfgs.run import SandblasterResult, sandblaster
+    from pyps_client.lbfgs.run import sandblaster
+    from pyps_client.lbfgs.worker import SandblasterResult
     from pyps_client.replica.processes import Block, Replica
     from pyps_client.torch.options import Options
     from pyps_client.torch.remote_optimizer import RemoteOptimizer
@@ -16,7 +17,7 @@ _LATER = {
     "Options": "pyps_client.torch.options",
     "RemoteOptimizer": "pyps_client.torch.remote_optimizer",
     "Replica": "pyps_client.replica.processes",
-    "SandblasterResult": "pyps_client.lbfgs.run",
+    "SandblasterResult": "pyps_client.lbfgs.worker",
     "sandblaster": "pyps_client.lbfgs.run",
 }
 

@@ -192,9 +192,14 @@ def tell_narrowed(layout: Layout) -> None:
     wide = [tensor.name for tensor, parameter in tensors if parameter.dtype == torch.float64]
     if wide:
         logger.warning(
-            "%s%s float64, but servers hold and update float32: the model's numbers are float32's after each pull.",
-            *(wide[0], f" and {len(wide) - 1} more are" if len(wide) > 1 else " is"),
+            "%s %s float64, but servers hold and update float32: the model's numbers are float32's after each pull.",
+            *(several(wide), "are" if len(wide) > 1 else "is"),
         )
+
+
+def several(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _block(

@@ -15,7 +15,7 @@ import torch
 
 from pyps_client.fork import at_fork
 from pyps_client.log import logger
-from pyps_client.torch.layout import Block, Layout, plain_name
+from pyps_client.torch.layout import Block, Layout, plain_name, several
 from pyps_client.torch.memory import (
     may_lie_in_vectors,
     own_place,
@@ -246,7 +246,7 @@ class Written:
             names = names or [name for index, name in enumerate(self._names) if not self._is_as_pulled(index)]
             if names:
                 raise BadRequest(
-                    f"Parameters ({_several(names)}) were written after RemoteOptimizer was made, and would be "
+                    f"Parameters ({several(names)}) were written after RemoteOptimizer was made, and would be "
                     "overwritten with the servers': load or initialise the model before RemoteOptimizer(...), which "
                     "gives a new run the first worker's parameters. A run that has begun keeps its own (pyps serve "
                     "--resume)."
@@ -257,7 +257,7 @@ class Written:
                 "parameters (%s) were written between two steps, by load_state_dict, clamp_ or the like: the servers "
                 "do not hear of it, and what they send takes its place. Limit weights within the model "
                 "(torch.nn.utils.parametrize). Values put back meanwhile, as after an evaluation, do no harm.",
-                _several(names),
+                several(names),
             )
 
     def _is_as_pulled(self, index: int) -> bool:
@@ -288,7 +288,7 @@ class Replaced:
         # A part that was taken off, and nothing put in its place, is the user's own affair.
         if lost and now - known.keys():
             raise BadRequest(
-                f"Parameters ({_several(lost)}) are no longer the model's: others were put in their place after "
+                f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
                 "RemoteOptimizer was made, by load_state_dict(..., assign=True) or a new layer, and no step would "
                 "train them. Load and change the model before the torch optimizer and RemoteOptimizer are made."
             )
@@ -299,10 +299,6 @@ def _places_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]
     """What each module of a model holds, under which name; not of torch.jit's, whose tables are made when asked for."""
     tables = (table for part in module.modules() for table in (part._parameters, part._modules))
     return [(table, name, held) for table in tables if isinstance(table, dict) for name, held in table.items()]
-
-
-def _several(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
