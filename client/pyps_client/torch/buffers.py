@@ -22,8 +22,7 @@ def shared_buffers(
     """What a worker does with the buffers under a mode; None where there are none to share."""
     if layout.kinds is None:
         return None
-    keeps_own = mode == "first" and is_first
-    return SharedBuffers(module, layout, pushes=mode == "average" or is_first, keeps_own=keeps_own, overlaps=overlaps)
+    return SharedBuffers(module, layout, mode, is_first=is_first, overlaps=overlaps)
 
 
 class SharedBuffers:
@@ -34,17 +33,15 @@ class SharedBuffers:
     lost of the one before, however it was weighed.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, layout: Layout, *, pushes: bool, keeps_own: bool, overlaps: bool
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, layout: Layout, mode: str, *, is_first: bool, overlaps: bool) -> None:
         self._module = module
         self._buffers = layout.parameters[layout.first_buffer :]
         self._names = list(shareable_buffers(module))
-        self._pushes = pushes
-        self._keeps_own = keeps_own
+        self._pushes = mode == "average" or is_first
+        self._keeps_own = mode == "first" and is_first
         # Where pushes overlap, a pull may lack the newest one, which is then pushed twice: half the way each time
         # settles, the whole way would swing for ever.
-        self._gain = 0.5 if keeps_own and overlaps else 1.0
+        self._gain = 0.5 if self._keeps_own and overlaps else 1.0
         # The servers' values, as far as this worker knows, with what it pushed since; None before the first pull.
         self._base: list[torch.Tensor] | None = None
         # This worker's own values after the newest minibatch that was accepted.

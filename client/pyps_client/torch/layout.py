@@ -86,29 +86,26 @@ def plan(
 
     With buffers, the model's saved floating-point buffers follow as a group of their own.
     """
+    groups = named_groups(module, param_groups)
+    cut = next((name for group in groups for name, parameter in group if hasattr(parameter, "placements")), None)
+    if cut is not None:
+        raise BadRequest(
+            f"Parameter {cut!r} is a DTensor, of which this process holds a part only: give RemoteOptimizer "
+            f"replica=Replica()."
+        )
+    first_buffer = sum(map(len, groups))
+    if with_buffers:
+        groups.append([(plain_name(name), buffer) for name, buffer in shareable_buffers(module).items()])
     parameters: list[torch.Tensor] = []
     tensors: list[Tensor] = []
     offsets: list[int] = []
-    for group_index, group in enumerate(named_groups(module, param_groups)):
+    for group_index, group in enumerate(groups):
         offset = 0
         for name, parameter in group:
-            if hasattr(parameter, "placements"):
-                raise BadRequest(
-                    f"Parameter {name!r} is a DTensor, of which this process holds a part only: give RemoteOptimizer "
-                    f"replica=Replica()."
-                )
             tensors.append(Tensor(name, tuple(parameter.shape), group_index))
             parameters.append(parameter)
             offsets.append(offset)
             offset += parameter.numel()
-    first_buffer = len(parameters)
-    if with_buffers:
-        offset = 0
-        for name, buffer in shareable_buffers(module).items():
-            tensors.append(Tensor(plain_name(name), tuple(buffer.shape), len(param_groups)))
-            parameters.append(buffer)
-            offsets.append(offset)
-            offset += buffer.numel()
     _refuse_overlaps(parameters, [tensor.name for tensor in tensors])
     shortened = {
         id(getattr(part, "weight", None)) for part in module.modules() if getattr(part, "max_norm", None) is not None
@@ -158,7 +155,24 @@ def blocks_of(
     members: dict[tuple[int, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         members.setdefault((tensor.group, parameters[index].device), []).append(index)
-    return tuple(_block(group, device, indices, parameters, offsets) for (group, device), indices in members.items())
+    blocks = []
+    for (group, device), indices in members.items():
+        batches: dict[torch.dtype, list[int]] = {}
+        begins: dict[int, int] = {}
+        stretches: list[Stretch] = []
+        length = 0
+        for index in indices:
+            size = parameters[index].numel()
+            batches.setdefault(parameters[index].dtype, []).append(index)
+            begins[index] = length
+            last = stretches[-1] if stretches else None
+            if last is not None and last.group_offset + last.length == offsets[index]:
+                stretches[-1] = Stretch(last.block_offset, last.group_offset, last.length + size)
+            else:
+                stretches.append(Stretch(length, offsets[index], size))
+            length += size
+        blocks.append(Block(group, device, tuple(map(tuple, batches.values())), begins, tuple(stretches), length))
+    return tuple(blocks)
 
 
 def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -200,37 +214,6 @@ def tell_narrowed(layout: Layout) -> None:
 def several(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-
-
-def _block(
-    group: int,
-    device: torch.device,
-    indices: Sequence[int],
-    parameters: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-) -> Block:
-    batches: dict[torch.dtype, list[int]] = {}
-    begins: dict[int, int] = {}
-    stretches: list[Stretch] = []
-    length = 0
-    for index in indices:
-        size = parameters[index].numel()
-        batches.setdefault(parameters[index].dtype, []).append(index)
-        begins[index] = length
-        last = stretches[-1] if stretches else None
-        if last is not None and last.group_offset + last.length == offsets[index]:
-            stretches[-1] = Stretch(last.block_offset, last.group_offset, last.length + size)
-        else:
-            stretches.append(Stretch(length, offsets[index], size))
-        length += size
-    return Block(
-        group=group,
-        device=device,
-        batches=tuple(tuple(batch) for batch in batches.values()),
-        offsets=begins,
-        stretches=tuple(stretches),
-        length=length,
-    )
 
 
 def plain_name(name: str) -> str:

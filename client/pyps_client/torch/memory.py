@@ -17,9 +17,6 @@ from pyps_client.torch.layout import Block, Layout
 from pyps_client.vectors import Converter
 from pyps_wire.codecs import Codec
 
-# index of a tensor -> its place in a flat vector
-Places = Mapping[int, torch.Tensor]
-
 
 def tensor_over(vector: npt.NDArray[Any]) -> torch.Tensor:
     """A vector's memory as torch sees it, not copied; uint16 are the bits of bfloat16, which numpy lacks."""
@@ -40,8 +37,8 @@ def places_in(layout: Layout, flat: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 def places_of_block(
     block: Block, flat: torch.Tensor | None, parameters: Sequence[torch.Tensor], on_host: Sequence[torch.Tensor]
-) -> Places:
-    """The places of a block's tensors in its own buffer, or on the host where the block has none."""
+) -> Mapping[int, torch.Tensor]:
+    """By index, the places of a block's tensors in its own buffer, or on the host where the block has none."""
     if flat is None:
         return {index: on_host[index] for index in block.offsets}
     return {index: place(flat, offset, parameters[index]) for index, offset in block.offsets.items()}

@@ -105,17 +105,14 @@ class Parameters:
     def _copy(self) -> None:
         for block, staging, batches in self._copies:
             if staging is not None:
-                self._stage(block, staging)
+                for stretch in block.stretches:
+                    source = self._host[block.group].narrow(0, stretch.group_offset, stretch.length)
+                    target = staging.narrow(0, stretch.block_offset, stretch.length)
+                    target.copy_(source, non_blocking=block.on_cuda)
             for parameters, places in batches:
                 torch._foreach_copy_(parameters, places)
             if block.on_cuda:
                 self._events.append(recorded_event(block.device))
-
-    def _stage(self, block: Block, staging: torch.Tensor) -> None:
-        for stretch in block.stretches:
-            source = self._host[block.group].narrow(0, stretch.group_offset, stretch.length)
-            target = staging.narrow(0, stretch.block_offset, stretch.length)
-            target.copy_(source, non_blocking=block.on_cuda)
 
     def _planned_copies(
         self,
@@ -243,7 +240,8 @@ class Written:
         names = [name for name, old, new in zip(self._names, self._versions, now, strict=True) if old != new]
         if is_first:
             # Other memory (`parameter.data = values`) is no write that torch counts.
-            names = names or [name for index, name in enumerate(self._names) if not self._is_as_pulled(index)]
+            pulled = zip(self._names, self._tensors, map(self._pulled, self._watched), strict=True)
+            names = names or [name for name, tensor, values in pulled if not torch.equal(tensor, values.to(tensor))]
             if names:
                 raise BadRequest(
                     f"Parameters ({several(names)}) were written after RemoteOptimizer was made, and would be "
@@ -259,10 +257,6 @@ class Written:
                 "(torch.nn.utils.parametrize). Values put back meanwhile, as after an evaluation, do no harm.",
                 several(names),
             )
-
-    def _is_as_pulled(self, index: int) -> bool:
-        tensor = self._tensors[index]
-        return torch.equal(tensor, self._pulled(self._watched[index]).to(tensor))
 
 
 class Replaced:
@@ -350,14 +344,9 @@ def _is_sole_owner(parameter: torch.Tensor) -> bool:
 _forked_apart: weakref.WeakSet[Aliases] = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def _on_each(hook: Callable[[Aliases], None]) -> None:
     for aliases in list(_forked_apart):
-        aliases.before_fork()
+        hook(aliases)
 
 
-def _in_child() -> None:
-    for aliases in list(_forked_apart):
-        aliases.in_child()
-
-
-at_fork(before=_before_fork, after_in_child=_in_child)
+at_fork(before=partial(_on_each, Aliases.before_fork), after_in_child=partial(_on_each, Aliases.in_child))

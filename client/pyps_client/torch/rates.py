@@ -141,15 +141,11 @@ class Rates:
         )
         if now != self._told:
             for index, (rate, momentum) in enumerate(now):
-                self._refuse(index, rate, momentum)
+                if not 0 <= rate < math.inf:
+                    raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
+                if momentum is not None and not 0 <= momentum < 1:
+                    raise BadRequest(
+                        f"{text_of(self._torch_momentum)} of parameter group {index} is {momentum!r}; expected a "
+                        "number of at least 0 and less than 1."
+                    )
         return now
-
-    def _refuse(self, index: int, rate: float, momentum: float | None) -> None:
-        """Refuses what no group can have."""
-        if not 0 <= rate < math.inf:
-            raise BadRequest(f"lr of parameter group {index} is {rate!r}; expected a finite number, 0 or more.")
-        if momentum is not None and not 0 <= momentum < 1:
-            raise BadRequest(
-                f"{text_of(self._torch_momentum)} of parameter group {index} is {momentum!r}; expected a number of at "
-                "least 0 and less than 1."
-            )

@@ -125,7 +125,8 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
             f"{', '.join(names[:-1])} and {names[-1]}."
         )
     for translation in of_class:
-        if all(_has(group, translation.when) for group in optimizer.param_groups):
+        wanted = translation.when.items()
+        if all(group.get(name, value) == value for group in optimizer.param_groups for name, value in wanted):
             return translation
     choice = next(iter(of_class[-1].when))
     values = [repr(group.get(choice)) for group in optimizer.param_groups]
@@ -200,10 +201,6 @@ def value_of(group: Mapping[str, Any], name: TorchName) -> float:
 
 def text_of(name: TorchName) -> str:
     return name if isinstance(name, str) else f"{name[0]}[{name[1]}]"
-
-
-def _has(group: Mapping[str, Any], settings: Mapping[str, object]) -> bool:
-    return all(group.get(name, value) == value for name, value in settings.items())
 
 
 def _refuse_unknown(translation: Translation, optimizer: torch.optim.Optimizer) -> None:
