@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -80,15 +80,6 @@ def worker_sampler(
     return WorkerSampler(len(dataset), seed=seed, shuffle=shuffle, index=index, count=count)
 
 
-class AsksForBatchSize(Protocol):
-    """What says how large minibatches should be now and wants to be told what they are; RemoteOptimizer is one."""
-
-    examples_in_batch: int | None
-
-    @property
-    def batch_size(self) -> int: ...
-
-
 class GrowingBatchSampler:
     """Batches of this worker's part of a dataset, each as large as the servers' schedule then asks for.
 
@@ -98,7 +89,7 @@ class GrowingBatchSampler:
     its own asks, and tells, as many batches ahead as it fetches ahead.
     """
 
-    def __init__(self, sampler: WorkerSampler, optimizer: AsksForBatchSize, *, default: int) -> None:
+    def __init__(self, sampler: WorkerSampler, optimizer: Any, *, default: int) -> None:
         self.sampler = sampler
         self._optimizer = optimizer
         self._default = default
@@ -106,7 +97,7 @@ class GrowingBatchSampler:
     @property
     def batch_size(self) -> int:
         """Examples in a batch that is drawn now."""
-        return self._optimizer.batch_size or self._default
+        return int(self._optimizer.batch_size or self._default)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration that epoch, as when a worker goes on after a restart."""
@@ -126,7 +117,7 @@ class GrowingBatchSampler:
 
 def growing_batches(
     dataset: Sized,
-    optimizer: AsksForBatchSize,
+    optimizer: Any,
     *,
     batch_size: int = 32,
     seed: int = 0,
@@ -136,7 +127,8 @@ def growing_batches(
 ) -> GrowingBatchSampler:
     """A batch sampler of this worker's part of a dataset, in batches as large as the servers ask for.
 
-    `batch_size` is the size where the servers leave it open. The rest is as for `worker_sampler`.
+    `optimizer`: a RemoteOptimizer, or a Client. `batch_size` is the size where the servers leave it open. The rest is
+    as for `worker_sampler`.
     """
     if batch_size < 1:
         raise BadRequest(f"batch_size is {batch_size}; expected 1 or more.")
@@ -144,17 +136,8 @@ def growing_batches(
     return GrowingBatchSampler(sampler, optimizer, default=batch_size)
 
 
-class CountsExamples(Protocol):
-    """What wants to know how many examples are behind a gradient; RemoteOptimizer is one."""
-
-    examples_in_batch: int | None
-
-    @property
-    def steps(self) -> int: ...
-
-
-def count_examples(batches: Iterable[T], optimizer: CountsExamples) -> Iterator[T]:
-    """Passes batches on, telling the optimizer the size of each: `for x, y in count_examples(loader, optimizer)`.
+def count_examples(batches: Iterable[T], optimizer: Any) -> Iterator[T]:
+    """Passes batches on, telling a RemoteOptimizer the size of each: `for x, y in count_examples(loader, optimizer)`.
 
     Where several batches go before one step (gradient accumulation), their sizes add up.
     """
