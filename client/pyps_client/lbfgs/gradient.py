@@ -140,7 +140,6 @@ class PortionGradient:
         return gradients
 
     def _widen(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Adds gradients of narrow types to their sums."""
         if not self._wide:
             return
         narrow = [gradients[index] for index in self._wide]

@@ -121,7 +121,6 @@ def sandblaster(
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Lets torch compute with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -55,8 +55,7 @@ class Claim:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A block of a tensor, and which claim of each process that holds it it is."""
 
     claim: Claim
@@ -162,7 +161,6 @@ def extents_of(claims: Sequence[Sequence[Claim]]) -> list[Extent]:
 
 
 def _check_claim(claim: Claim, process: int, first_process: int, first: Claim) -> None:
-    """Refuses a claim that does not go with the first one of its name."""
     if claim.whole_shape != first.whole_shape:
         raise BadRequest(
             f"Tensor {claim.name!r} has shape {first.whole_shape} in process {first_process} of the replica, but "
@@ -295,12 +293,18 @@ def _joined(run: Model, claims: Sequence[Sequence[Claim]]) -> list[int]:
     # Those that fit few processes first: the others have a choice.
     for part in sorted(range(len(parts)), key=lambda part: (len(fits[part]), part)):
         if not fits[part]:
-            raise _fits_nobody(run, part, parts[part], held)
+            closest = max(held, key=lambda mine, part=part: sum(_lies_in(tensor, mine) for tensor in parts[part]))  # type: ignore[misc]
+            lost = next(tensor for tensor in parts[part] if not _lies_in(tensor, closest))
+            raise _of_other_cut(
+                run,
+                f", and part {part}, with the numbers {place_in_words(_offset_of(lost), lost.shape)} of tensor "
+                f"{lost.name!r}, lies in no process of this replica as a whole; it has {len(held)}",
+            )
         owners[part] = min(fits[part], key=lambda process: (loads[process], process))
         loads[owners[part]] += sum(tensor.size for tensor in parts[part])
     idle = next((process for process in range(len(claims)) if process not in owners), None)
     if idle is not None:
-        raise ModelMismatch(f"{_cut_in_words(run)}; process {idle} of this replica would train none. {_advice(run)}")
+        raise _of_other_cut(run, f"; process {idle} of this replica would train none")
     return owners
 
 
@@ -316,23 +320,12 @@ def _lies_in(tensor: Tensor, mine: dict[str, Claim]) -> bool:
     return all(begin <= offset and offset + extent <= begin + size for offset, extent, begin, size in ends)
 
 
-def _fits_nobody(run: Model, part: int, of_part: Sequence[Tensor], held: Sequence[dict[str, Claim]]) -> ModelMismatch:
-    closest = max(held, key=lambda mine: sum(_lies_in(tensor, mine) for tensor in of_part))
-    tensor = next(tensor for tensor in of_part if not _lies_in(tensor, closest))
-    place = place_in_words(_offset_of(tensor), tensor.shape)
-    return ModelMismatch(
-        f"{_cut_in_words(run)}, and part {part}, with the numbers {place} of tensor {tensor.name!r}, lies in no "
-        f"process of this replica as a whole; it has {len(held)}. {_advice(run)}"
-    )
-
-
-def _cut_in_words(run: Model) -> str:
-    return f"The run's model is cut into {run.num_parts} parts" if run.num_parts > 1 else "The run's model is not cut"
-
-
-def _advice(run: Model) -> str:
-    so_many = f"{run.num_parts} processes, cut as the run's, or " if run.num_parts > 1 else ""
-    return f"Start {so_many}one process that holds the whole model."
+def _of_other_cut(run: Model, problem: str) -> ModelMismatch:
+    is_cut, so_many = "is not cut", ""
+    if run.num_parts > 1:
+        is_cut = f"is cut into {run.num_parts} parts"
+        so_many = f"{run.num_parts} processes, cut as the run's, or "
+    return ModelMismatch(f"The run's model {is_cut}{problem}. Start {so_many}one process that holds the whole model.")
 
 
 def _held(model: Model, mine: Sequence[Claim], parts: Sequence[int]) -> Iterable[Held]:
@@ -365,6 +358,5 @@ def _copies(model: Model, claims: Sequence[Sequence[Claim]], owners: Sequence[in
 
 
 def _place_in(claim: Claim, tensor: Tensor) -> tuple[slice, ...]:
-    """Where a tensor that lies in a claim lies in it."""
     triples = zip(_offset_of(tensor), tensor.shape, claim.offset, strict=True)
     return tuple(slice(offset - begin, offset - begin + extent) for offset, extent, begin in triples)

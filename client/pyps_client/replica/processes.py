@@ -101,7 +101,14 @@ class Replica(Group):
         self._group: Any = None
         if self.count > 1:
             with self._as_one():
-                self._group = _new_group(ranks)
+                # These ranks alone, over gloo, whatever the user's group is: what it carries lies on the CPU.
+                self._group = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=TIMEOUT_SECONDS),
+                    backend="gloo",
+                    # So that the other replicas of a world that holds several need not come here too.
+                    use_local_synchronization=self.count < dist.get_world_size(),
+                )
         _replicas.add(self)
         leave.translate_with(translated)
 
@@ -213,14 +220,3 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
             f"process the group that it belongs to."
         )
     return tuple(ranks)
-
-
-def _new_group(ranks: Sequence[int]) -> Any:
-    """A group of these ranks alone, over gloo, whatever the user's is: what it carries lies on the CPU."""
-    return dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
-        backend="gloo",
-        # So that the other replicas of a world that holds several need not come here too.
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )

@@ -213,7 +213,6 @@ class Joining:
         return Joined(session, layout, cut.gradients, cut)
 
     def _run(self) -> Model | None:
-        """The run's model, None before there is one."""
         found = model_of_run(self.launch)
         return None if found is None else found[0]
 
@@ -224,7 +223,6 @@ class Joining:
         return session
 
     def _check_common(self) -> None:
-        """Refuses processes of a replica that were told different things."""
         groups = [dict(sorted(group.hyperparameters.items())) for group in self.settings.groups]
         common = {
             "The optimizer's rule": self.settings.rule,
