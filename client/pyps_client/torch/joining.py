@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -17,7 +17,7 @@ from pyps_client.launch import Launch
 from pyps_client.replica.arrangement import arrange
 from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import MODES, shared_buffers
-from pyps_client.torch.layout import Layout, named_groups, plain_name, plan
+from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
 from pyps_client.torch.memory import dtype_name
 from pyps_client.torch.options import Options
 from pyps_client.torch.parameters import initial_values
@@ -161,14 +161,19 @@ class Joining:
             from pyps_client.replica.steps import ReplicaSteps
 
             common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
-            return ReplicaSteps(session, joined.layout, **common)
-        buffers = shared_buffers(
-            *(self.module, joined.layout),
-            mode=self.options.buffers,
-            is_first=self.is_first,
-            overlaps=self.pace.overlap == "step",
-        )
-        return Steps(session, joined.layout, **common, buffers=buffers, read_my_writes=self.options.read_my_writes)
+            steps: Steps = ReplicaSteps(session, joined.layout, **common)
+        else:
+            buffers = shared_buffers(
+                *(self.module, joined.layout),
+                mode=self.options.buffers,
+                is_first=self.is_first,
+                overlaps=self.pace.overlap == "step",
+            )
+            common |= {"buffers": buffers, "read_my_writes": self.options.read_my_writes}
+            steps = Steps(session, joined.layout, **common)
+        steps.check_model = OwnModel(self.module, self.param_groups, self.replica).check
+        steps.examples_in_batch = self.options.examples_in_batch
+        return steps
 
     def _whole(self) -> Joined:
         layout = plan(
@@ -247,6 +252,49 @@ class Joining:
                         f"{name} is {value} in process 0 of the replica, but {of_process.get(name)} in process "
                         f"{process}: give all processes of a replica the same."
                     )
+
+
+class OwnModel:
+    """A model with its own parameters. Others that take the place of trained ones would be trained by nobody."""
+
+    def __init__(self, module: torch.nn.Module, param_groups: Iterable[Mapping[str, Any]], replica: Group) -> None:
+        self._module = module
+        self._replica = replica
+        # Held, so that each id stays its own.
+        self._known = dict(module.named_parameters())
+        self._trained = {id(parameter) for group in param_groups for parameter in group["params"]}
+        self._places = _places_in(module)
+
+    def check(self, is_first: bool) -> None:
+        """Refuses a model in which others have taken the place of trained parameters.
+
+        Before the first step, also one that DistributedDataParallel was put around meanwhile.
+        """
+        if is_first:
+            unwrapped(self._module, self._replica)
+        # A walk through the module would take longer than a step of a small model.
+        for table, name, held in self._places:
+            if table.get(name) is not held:
+                break
+        else:
+            return
+        now = {id(parameter) for parameter in self._module.parameters()}
+        known = {id(parameter): plain_name(name) for name, parameter in self._known.items()}
+        lost = [name for key, name in known.items() if key in self._trained - now]
+        # A part that was taken off, and nothing put in its place, is the user's own affair.
+        if lost and now - known.keys():
+            raise BadRequest(
+                f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
+                "RemoteOptimizer was made, by load_state_dict(..., assign=True) or a new layer, and no step would "
+                "train them. Load and change the model before the torch optimizer and RemoteOptimizer are made."
+            )
+        self._places = _places_in(self._module)
+
+
+def _places_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """What each module of a model holds, under which name; not of torch.jit's, whose tables are made when asked for."""
+    tables = (table for part in module.modules() for table in (part._parameters, part._modules))
+    return [(table, name, held) for table in tables if isinstance(table, dict) for name, held in table.items()]
 
 
 def unwrapped(model: torch.nn.Module, replica: Group) -> torch.nn.Module:

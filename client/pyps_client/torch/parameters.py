@@ -15,7 +15,7 @@ import torch
 
 from pyps_client.fork import at_fork
 from pyps_client.log import logger
-from pyps_client.torch.layout import Block, Layout, plain_name, several
+from pyps_client.torch.layout import Block, Layout, several
 from pyps_client.torch.memory import (
     may_lie_in_vectors,
     own_place,
@@ -257,42 +257,6 @@ class Written:
                 "(torch.nn.utils.parametrize). Values put back meanwhile, as after an evaluation, do no harm.",
                 several(names),
             )
-
-
-class Replaced:
-    """A model's own parameters. Others that take the place of trained ones would be trained by nobody."""
-
-    def __init__(self, module: torch.nn.Module, trained: Iterable[torch.Tensor]) -> None:
-        self._module = module
-        self._known = dict(module.named_parameters())
-        self._trained = {id(parameter) for parameter in trained}
-        self._places = _places_in(module)
-
-    def check(self) -> None:
-        """Refuses a model in which others have taken the place of trained parameters."""
-        # A walk through the module would take longer than a step of a small model.
-        for table, name, held in self._places:
-            if table.get(name) is not held:
-                break
-        else:
-            return
-        now = {id(parameter) for parameter in self._module.parameters()}
-        known = {id(parameter): plain_name(name) for name, parameter in self._known.items()}
-        lost = [name for key, name in known.items() if key in self._trained - now]
-        # A part that was taken off, and nothing put in its place, is the user's own affair.
-        if lost and now - known.keys():
-            raise BadRequest(
-                f"Parameters ({several(lost)}) are no longer the model's: others were put in their place after "
-                "RemoteOptimizer was made, by load_state_dict(..., assign=True) or a new layer, and no step would "
-                "train them. Load and change the model before the torch optimizer and RemoteOptimizer are made."
-            )
-        self._places = _places_in(self._module)
-
-
-def _places_in(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """What each module of a model holds, under which name; not of torch.jit's, whose tables are made when asked for."""
-    tables = (table for part in module.modules() for table in (part._parameters, part._modules))
-    return [(table, name, held) for table in tables if isinstance(table, dict) for name, held in table.items()]
 
 
 def _joined(tensors: Iterable[tuple[Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -16,11 +16,10 @@ from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.replica.group import ALONE, Group, agreed
+from pyps_client.replica.group import ALONE, agreed
 from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings
-from pyps_client.torch.parameters import Replaced
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import Worker
 from pyps_wire.allocator import give_back_free_memory
@@ -111,9 +110,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         peers = replica or ALONE
 
         def settled() -> Joining:
-            how = {"run_id": run_id, "worker_id": worker_id, "overlap": overlap}
+            how: dict[str, Any] = {"run_id": run_id, "worker_id": worker_id, "overlap": overlap}
             whole = unwrapped(model, peers)
-            joining = Joining.of(whole, optimizer, servers, Options.of(options, settings), peers, **how)  # type: ignore[arg-type]
+            joining = Joining.of(whole, optimizer, servers, Options.of(options, settings), peers, **how)
             _require_first(joining.launch)
             return joining
 
@@ -140,8 +139,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
             give_back_free_memory()
             # They may depend on what the servers said when the run was joined.
             self._downpour = joining.steps(joined, self._rates)
-            self._downpour.check_model = _model_check(self._model, peers, self.param_groups)
-            self.examples_in_batch = joining.options.examples_in_batch
             self._ending = Ending(self._session, self._downpour)
             _made[self] = (joining.launch.servers, joining.launch.worker_id)
             member = self
@@ -358,20 +355,6 @@ class RemoteOptimizer(torch.optim.Optimizer):
         steps.step(self._gradients(), example_count=examples)
         self._finish_seen = steps.finished
         return loss
-
-
-def _model_check(
-    model: torch.nn.Module, peers: Group, param_groups: Iterable[Mapping[str, Any]]
-) -> Callable[[bool], None]:
-    """What refuses a model whose parameters were replaced since, or that DistributedDataParallel was put around."""
-    replaced = Replaced(model, (parameter for group in param_groups for parameter in group["params"]))
-
-    def check(is_first: bool) -> None:
-        if is_first:
-            unwrapped(model, peers)
-        replaced.check()
-
-    return check
 
 
 class Ending:
