@@ -136,10 +136,30 @@ def test_a_server_takes_every_further_choice_as_it_is_written() -> None:
         make_run(**parse_flags(["--epoch-examples", "1437", flag, value]))
 
 
-def test_every_file_that_the_tests_page_names_is_there() -> None:
-    named = re.findall(r"`([a-z]+/[a-z_/]+\.py)`", (ROOT / "tests" / "README.md").read_text(encoding="utf-8"))
-    assert len(named) > 50
-    assert [name for name in named if not ((ROOT / "tests" / name).exists() or (ROOT / name).exists())] == []
+def test_what_the_pages_for_contributors_name_is_there() -> None:
+    folders = ("pyps", "client", "csrc", "proto", "scripts", "tests", "examples")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if "_pb2" not in path.name]
+    sources = [path for path in paths if path.suffix in (".py", ".h", ".cpp", ".proto")]
+    words = {path: set(re.findall(r"\w+", path.read_text(encoding="utf-8"))) for path in sources}
+    anywhere = set().union(*words.values())
+
+    def is_there(named: str) -> bool:
+        if "/" in named or re.search(r"\.(py|h|cpp|proto|md|sh|toml|txt)$", named):
+            return (ROOT / named).exists() or any(f"/{named}" in f"{path}" for path in paths)
+        *owners, member = named.partition("(")[0].split(".")
+        if not owners:
+            return member in anywhere
+        # A package's module; or what is in the file of its class, or of its module.
+        return any(
+            f"/{named.replace('.', '/')}" in f"{path}" or (member in found and owners[-1] in {path.stem, *found})
+            for path, found in words.items()
+        )
+
+    for page in ("ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md"):
+        text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S | re.M)
+        named = [each for each in re.findall(r"`([^`]+)`", text) if re.fullmatch(r"[\w./]*\w/?(\(.*\))?", each)]
+        assert len(named) > 10
+        assert [each for each in named if not is_there(each)] == [], page
 
 
 def test_every_make_target_and_every_linked_file_exists() -> None:
