@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from scripts import weight
+
 ROOT = Path(__file__).resolve().parents[2]
 # The core is given time, bytes and numbers as arguments; it fetches none.
 OUTSIDE_WORLD = (
@@ -15,9 +19,21 @@ OUTSIDE_WORLD = (
     *("subprocess", "signal", "multiprocessing", "logging"),
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_channelz", "grpc_status")
-CLIENT_TRANSPORT = (
-    *("pyps_client.transport.grpc", "pyps_client.lease"),
-    *("pyps_client.transport.grpc", "pyps_client.lease", "pyps_client.transport.grpc"),
+CLIENT_TRANSPORT = ("pyps_client.transport.grpc", "pyps_client.lease")
+# The client's floors, the lowest first.
+CLIENT_FLOORS = (
+    *(
+        tuple(f"pyps_client.{module}" for module in floor.split())
+        for floor in (
+            "log version fork vectors retry finite",
+            "transport launch",
+            "leave replica.group run_state",
+            "push pull join lease",
+            "worker",
+            "data arrays",
+        )
+    ),
+    ("pyps_client",),
 )
 # What of the client needs torch.
 ON_TORCH = (
@@ -54,6 +70,11 @@ class Import:
 
 def _within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def _floor(name: str) -> int:
+    """The client's floor that a module is on; -1 of what is none of the client's."""
+    return next((floor for floor, packages in enumerate(CLIENT_FLOORS) if _within(name, packages)), -1)
 
 
 def modules() -> dict[str, ast.Module]:
@@ -132,6 +153,9 @@ RULES: dict[str, Callable[[Import], bool]] = {
     "the server's distribution imports the client in cli and launcher only": lambda i: (
         i.is_by("pyps") and i.is_of("pyps_client") and not i.is_by("pyps.cli", "pyps.launcher")
     ),
+    "no module of the client imports from a floor above its own": lambda i: (
+        i.is_by("pyps_client") and _floor(i.name) > _floor(i.importer)
+    ),
     # A client asks for pyps.service.local by name, where it is installed: no import that could be seen here.
     "nothing but cli and the server within a worker imports cli or the server": lambda i: (
         i.is_of("pyps.cli", "pyps.service.server")
@@ -163,9 +187,16 @@ def test_rules_find_what_breaks_them():
         ("pyps_client.data.samplers", "def f():\n  import torch"),
         ("pyps_wire.codecs", "import torch"),
         ("pyps_client.arrays", "from pyps import run"),
+        ("pyps_client.transport.lent", "def f():\n  from pyps_client.pull import Intake"),
+        ("pyps_client.push", "from pyps_client import worker"),
         ("pyps.run", "from pyps_client import Client"),
     ):
         assert any(broken(found) for found in imports_of(importer, ast.parse(text)) for broken in RULES.values()), text
+
+
+@pytest.mark.parametrize("side", weight.SIDES)
+def test_no_modules_import_one_another(side: str) -> None:
+    assert weight.circles(weight.edges_of(weight.sources(side))) == []
 
 
 def test_the_client_loads_without_torch_and_without_the_server():
