@@ -55,15 +55,15 @@ class Tally:
         if receipt.duplicate:
             self.duplicate += 1
             return
-        self.updates += receipt.version_after - receipt.version_before
-        if receipt.outcome == Outcome.REJECTED:
+        if receipt.outcome is Outcome.APPLIED:
+            self.applied += 1
+            self.updates += receipt.version_after - receipt.version_before
+        elif receipt.outcome is Outcome.PENDING:
+            self.pending += 1
+        else:
             self.rejected += 1
             self.reasons[receipt.reason] = self.reasons.get(receipt.reason, 0) + 1
             return
-        if receipt.outcome == Outcome.PENDING:
-            self.pending += 1
-        else:
-            self.applied += 1
         bucket = staleness = receipt.staleness
         if staleness:
             self.staleness_sum += staleness
