@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -148,9 +148,7 @@ class Pushes:
         self._gradients_only = [PAYLOAD_KIND_GRADIENT] * self._num_groups
         # The newest cut for each server, and what it was made of: mostly the next push is cut likewise.
         self._cuts: list[tuple[object, Cut] | None] = [None] * len(connections)
-        self._lock = threading.Lock()
-        # Guarded by _lock.
-        self._sequence = 0
+        self._sequences = count(1)
 
     def outgoing(
         self,
@@ -187,9 +185,7 @@ class Pushes:
             # Else nothing is wrong, as nearly always.
             check_bases(partition, base, newest)
         epochs = base.epochs if isinstance(base, Versions) else self._holdings.versions.epochs
-        with self._lock:
-            self._sequence += 1
-            sequence = self._sequence
+        sequence = next(self._sequences)
         norm = plan.gradient_norm
         if norm is None and clip_norm > 0:
             norm = self.norm(plan, converter=converter)
@@ -199,10 +195,9 @@ class Pushes:
             rates = self._rates.owed(connection.index, epoch=epoch) if self._rates.rates else _NO_RATES
             pushes.append(
                 Outgoing(
-                    *(self._cut(place, plan, kinds, intakes), vectors, sequence),
+                    *(self._cut(place, plan, kinds, intakes), plan, sequence),
                     epoch=epoch,
                     clock=clock,
-                    examples=(plan.example_count, plan.minibatch_count),
                     gradient_norm=norm or 0.0,
                     base_versions=base,
                     newest_base_versions=newest,
@@ -306,12 +301,12 @@ class Outgoing:
         "_connection",
         "_converter",
         "_cut",
-        "_examples",
         "_gradient_norm",
         "_intake",
         "_learning_rates",
         "_lent_index",
         "_newest_base_versions",
+        "_plan",
         "_sequence",
         "_vectors",
         "_waiting",
@@ -323,7 +318,7 @@ class Outgoing:
     def __init__(
         self,
         cut: Cut,
-        vectors: Vectors,
+        plan: Plan,
         sequence: int,
         *,
         base_versions: Mapping[int, int],
@@ -331,23 +326,22 @@ class Outgoing:
         learning_rates: Mapping[int, GroupRate] = _NO_RATES,
         epoch: int = 0,
         clock: int = 0,
-        examples: tuple[int, int] = (0, 1),
         gradient_norm: float = 0.0,
         connection: Connection | None = None,
         intake: Intake | None = None,
         lent_index: int | None = None,
         converter: Converter = NUMPY,
     ) -> None:
-        """`learning_rates`: new ones, by group. `examples`: how many, and in how many minibatches.
+        """What the plan leaves open is told beside it; `learning_rates`: those that are owed to this server.
 
-        `lent_index`: which of the lent gradients the vectors are, where they, and the intake's, are lent.
+        `lent_index`: which of the lent gradients the plan's are, where they, and the intake's, are lent.
         """
         self._cut = cut
-        self._vectors = vectors
+        self._plan = plan
+        self._vectors = plan.gradients
         self._sequence = sequence
         self.epoch = epoch
         self._clock = clock
-        self._examples = examples
         self._gradient_norm = gradient_norm
         self._base_versions = base_versions
         self._newest_base_versions = newest_base_versions
@@ -392,11 +386,13 @@ class Outgoing:
         reply = link.request(cut.request, timeout_seconds=cut.timeout_seconds)
         if reply.WhichOneof("reply") != "exchanged":
             raise PypsError("a push was answered with something else than receipts")
+        held = None if self._intake is None else self._intake.held
         for answer in reply.exchanged.replies:
-            intake = self._intake
-            if self._take(answer.receipt) and answer.codec and intake is not None and answer.epoch == intake.held.epoch:
-                intake.held.versions[answer.receipt.shard_id] = answer.version
-                self.version = max(self.version, answer.version)
+            receipt = answer.receipt
+            if self._take(receipt) and held is not None and answer.codec and answer.epoch == held.epoch:
+                held.versions[receipt.shard_id] = version = answer.version
+                if version > self.version:
+                    self.version = version
 
     def _by_calls(self, channel: Channel, cut: Cut) -> None:
         if cut.num_bytes > LARGE_BYTES:
@@ -421,33 +417,30 @@ class Outgoing:
 
     def _fill(self, cut: Cut) -> None:
         """Makes the cut's messages this push's, but for their payloads."""
-        held = None if self._intake is None else self._intake.held
-        is_of_epoch = held is not None and held.epoch == self.epoch
-        example_count, minibatch_count = self._examples
-        for message in cut.messages:
-            shard_id = message.shard_id
+        plan, intake, rates = self._plan, self._intake, self._learning_rates
+        held = intake.held.versions if intake is not None and intake.held.epoch == self.epoch else None
+        for (shard, _), message in zip(cut.parts, cut.messages, strict=True):
+            shard_id = shard.shard_id
             message.sequence = self._sequence
             message.epoch = self.epoch
             message.clock = self._clock
-            message.example_count = example_count
-            message.minibatch_count = minibatch_count
+            message.example_count = plan.example_count
+            message.minibatch_count = plan.minibatch_count
             message.gradient_norm = self._gradient_norm
             message.base_version = self._base_versions[shard_id]
             message.newest_base_version = self._newest_base_versions[shard_id]
-            if held is not None and is_of_epoch:
-                message.held_version = held.versions[shard_id]
+            if held is not None:
+                message.held_version = held[shard_id]
             else:
                 message.ClearField("held_version")
             if message.HasField("learning_rate"):
                 message.ClearField("learning_rate")
                 message.ClearField("momentum")
                 message.ClearField("provisional")
-        if self._learning_rates:
-            for (shard, _), message in zip(cut.parts, cut.messages, strict=True):
-                if shard.group in self._learning_rates:
-                    message.learning_rate, momentum, message.provisional = self._learning_rates[shard.group]
-                    if momentum is not None:
-                        message.momentum = momentum
+            if rates and shard.group in rates:
+                message.learning_rate, momentum, message.provisional = rates[shard.group]
+                if momentum is not None:
+                    message.momentum = momentum
 
     def _frames(self, cut: Cut) -> Iterator[bytes]:
         """The messages, each made of its numbers when gRPC is ready to send it: two are in memory at a time."""

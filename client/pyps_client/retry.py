@@ -142,8 +142,8 @@ class Outage:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        # Guarded by _lock.
-        self._lost: dict[str, Loss] = {}
+        # Changed under _lock.
+        self.lost: dict[str, Loss] = {}
         # Those of which was told, until all are back.
         self._told: dict[str, Loss] = {}
         self._again_seconds = AGAIN_SECONDS
@@ -152,14 +152,14 @@ class Outage:
     def note(self, name: str, problem: str, *, at: float) -> float:
         """Notes an attempt that failed at `at`; returns when the first one did."""
         with self._lock:
-            loss = self._lost.setdefault(name, Loss(at))
+            loss = self.lost.setdefault(name, Loss(at))
             loss.since, loss.problem = min(loss.since, at), problem
             return loss.since
 
     def enter(self, name: str, *, at: float) -> Loss:
         """Notes that a thread waits since `at`: until it leaves, only its own success counts."""
         with self._lock:
-            loss = self._lost.setdefault(name, Loss(at))
+            loss = self.lost.setdefault(name, Loss(at))
             loss.num_waits += 1
             return loss
 
@@ -170,14 +170,14 @@ class Outage:
 
     def heard(self, name: str) -> None:
         """Notes an answer, and tells where all are back that were told to be lost."""
-        if name not in self._lost:
+        if name not in self.lost:
             return
         with self._lock:
-            loss = self._lost.get(name)
+            loss = self.lost.get(name)
             if loss is None or loss.num_waits:
                 return
-            del self._lost[name]
-            if self._lost or not self._told:
+            del self.lost[name]
+            if self.lost or not self._told:
                 return
             back, self._told = self._told, {}
             self._again_seconds, self._told_at = AGAIN_SECONDS, -math.inf
@@ -191,7 +191,7 @@ class Outage:
         """
         now = self._clock()
         with self._lock:
-            loss = self._lost.get(name)
+            loss = self.lost.get(name)
             is_new = loss is not None and name not in self._told and now - loss.since >= first_seconds
             pause_seconds = AGAIN_SECONDS if is_new else self._again_seconds
             if not (is_new or self._told) or now < self._told_at + pause_seconds:
@@ -199,9 +199,9 @@ class Outage:
             if not is_new:
                 self._again_seconds = min(2 * self._again_seconds, AGAIN_SECONDS_MAX)
             self._told_at = now
-            seconds = now - min(loss.since for loss in self._lost.values())
+            seconds = now - min(loss.since for loss in self.lost.values())
             by_problem: dict[str, list[str]] = {}
-            for lost, loss in self._lost.items():
+            for lost, loss in self.lost.items():
                 self._told.setdefault(lost, loss)
                 by_problem.setdefault(loss.problem, []).append(lost)
         which = "; ".join(f"{', '.join(sorted(names))}: {problem}" for problem, names in by_problem.items())

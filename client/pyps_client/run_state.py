@@ -113,42 +113,46 @@ class View:
                 )
             )
 
-    def answered(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float, version: int = 0) -> None:
+    def answered(self, server_index: int, receipts: Sequence[Receipt], *, sent_at: float, version: int = 0) -> int:
         """Notes what one server's receipts tell of a push that was sent at `sent_at` (time.monotonic).
 
-        `version`: the largest of the parameters that came with them. Of the terms receipts leave alone what others have
-        changed since: they are looked at when all servers have answered.
+        Returns the newest epoch among them. `version`: the largest of the parameters that came with them. Of the terms
+        receipts leave alone what others have changed since: they are looked at when all servers have answered.
         """
         with self._lock:
             heard = self._heard
             terms, finished, step, num_workers, rates, _ = heard
-            changed: dict[int, float] = {}
             step = max(step, version)
-            refused = False
+            changed: dict[int, float] = {}
+            newest, refused = 0, False
             for receipt in receipts:
-                if receipt.num_workers:
-                    num_workers = receipt.num_workers
-                version = receipt.version_after
+                num_workers = receipt.num_workers or num_workers
+                epoch, version = receipt.epoch, receipt.version_after
                 if version > step:
                     step = version
+                if epoch > newest:
+                    newest = epoch
                 if receipt.reason or receipt.outcome == OUTCOME_REJECTED:
                     refused = True
                     finished = finished or receipt.reason == REASON_FINISHED
-                # What is older than noted before is late.
-                shard_id, at = receipt.shard_id, (receipt.epoch, version)
-                if receipt.HasField("next_rate") and at >= self._rates_of.get(shard_id, at):
-                    self._rates_of[shard_id] = at
-                    if receipt.next_rate != rates.get(shard_id):
-                        changed[shard_id] = receipt.next_rate
+                if receipt.HasField("next_rate"):
+                    # What is older than noted before is late.
+                    shard_id, at, rate = receipt.shard_id, (epoch, version), receipt.next_rate
+                    if at >= self._rates_of.get(shard_id, at):
+                        self._rates_of[shard_id] = at
+                        if rate != rates.get(shard_id):
+                            changed[shard_id] = rate
             if server_index == 0 and receipts and sent_at >= self._changed_at:
                 self._answered_at = time.monotonic()
                 asks, batch_size = receipt.ask_to_proceed, receipt.batch_size
                 if (asks, batch_size) != (terms.ask_to_proceed, terms.batch_size):
                     terms = terms._replace(ask_to_proceed=asks, batch_size=batch_size)
-            rates = {**rates, **changed} if changed else rates
+            if changed:
+                rates = {**rates, **changed}
             self._hear(RunState(terms, finished, step, num_workers, rates, heard.pull_agreed))
         if refused:
             self.refusals.note(receipts)
+        return newest
 
     def reminded(self, server_index: int, reply: HeartbeatReply, *, asked_at: float) -> None:
         """Notes what the answer to a heartbeat tells that was sent at `asked_at` (time.monotonic).

@@ -30,6 +30,7 @@ from pyps_wire.partition import Model, partition
 from pyps_wire.work_pb2 import LeaseReply, LeaseRequest
 
 T = TypeVar("T")
+_shard_id = attrgetter("shard_id")
 
 # How long a Hello from the heartbeat's thread may take.
 HELLO_SECONDS = 10.0
@@ -173,8 +174,8 @@ class Worker:
         waits. No other thread may pull meanwhile. Raises RunFinished after the run's end.
         """
         self._check_open()
-        terms, is_over, *_ = self.view.state
-        if is_over:
+        state = self.view.state
+        if state.finished:
             raise RunFinished(f"Run {self.run_id!r} is finished: its servers take no more gradients. Pulls still work.")
         into, lent_index, ways = plan.parameters, plan.lent_index, None
         if lent_index is None:
@@ -188,20 +189,19 @@ class Worker:
         pushes = self._pushes.outgoing(
             plan,
             clock=self.clock if plan.clock is None else plan.clock,
-            clip_norm=terms.clip_norm,
+            clip_norm=state.terms.clip_norm,
             converter=self._converter,
             intakes=ways,
             lent_index=lent_index,
         )
         receipts: list[Receipt] = []
-        for connection, push, answers in zip(
-            self._servers.connections, pushes, self._servers.on_all(pushes), strict=True
-        ):
-            for receipt in answers:
-                connection.epoch = max(connection.epoch, receipt.epoch)
-            self.view.answered(connection.index, answers, sent_at=sent_at, version=push.version)
+        for connection, push, answers in zip(self._servers, pushes, self._servers.on_all(pushes), strict=True):
+            epoch = self.view.answered(connection.index, answers, sent_at=sent_at, version=push.version)
+            if epoch > connection.epoch:
+                connection.epoch = epoch
             receipts += answers
-        receipts.sort(key=attrgetter("shard_id"))
+        if len(receipts) > 1:
+            receipts.sort(key=_shard_id)
         self._pushes.answered(pushes)
         self._holdings.note(receipts)
         if plan.gradient_norm is None and self._peers.count > 1:

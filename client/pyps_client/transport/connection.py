@@ -178,10 +178,10 @@ class Connection:
                 except (UnknownWorker, NotInitialized) as refused:
                     problem, progress, known = str(refused), False, False
                 else:
-                    if wait is None:
-                        self.outage.heard(self.name)
-                    else:
+                    if wait is not None:
                         wait.end()
+                    elif self.outage.lost:
+                        self.outage.heard(self.name)
                     return result
                 if wait is None:
                     wait = policy.begin(self.name, stop=stop, advice=ADVICE, outage=self.outage)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pyps_client.pull import Held, Intake
-from pyps_client.push import Cut, GroupRate, Outgoing, norm_of, pushed_parts
+from pyps_client.push import Cut, GroupRate, Outgoing, Plan, norm_of, pushed_parts
 from pyps_client.retry import LinkLost
 from pyps_client.torch.memory import TorchConverter
 from pyps_client.vectors import NUMPY, check_vectors
@@ -41,7 +41,7 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
     codec, kinds = described.pop("codec", FLOAT32), described.pop("kinds", GRADIENT * len(vectors))
     versions = {0: 5, 1: 6}
     cut = Cut(parts, sender=Sender(), codec=codec, kinds=kinds)
-    return Outgoing(cut, vectors, 3, base_versions=versions, newest_base_versions=versions, **described)
+    return Outgoing(cut, Plan(vectors), 3, base_versions=versions, newest_base_versions=versions, **described)
 
 
 def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
