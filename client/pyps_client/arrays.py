@@ -20,7 +20,7 @@ from pyps_client.launch import Launch
 from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Servers
-from pyps_client.vectors import Vector
+from pyps_client.vectors import Vector, Vectors
 from pyps_client.worker import Worker
 from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
@@ -65,8 +65,8 @@ class Client:
         launch = Launch.from_environment(servers, **launch_options)
         self._model = _model_of(tensors, shard_size)
         self._places = {tensor.name: (tensor, begin) for tensor, begin in _places(self._model)}
-        self._codec = codec_of(launch.codec)
-        self._pull_codec = codec_of(launch.pull_codec)
+        self._codec = codec_of(launch.gradient_codec)
+        self._pull_codec = codec_of(launch.parameter_codec)
         self._finite = FiniteGuard()
         self.session = Worker(
             self._model,
@@ -101,21 +101,16 @@ class Client:
         `refused`. After a server's restore from a checkpoint the client pulls by itself, so that the next
         gradient is taken.
         """
-        with self._step(gradients, examples) as described:
-            if described is None:
-                return []
-            receipts = self.session.push([self._gradient], **described)
-            if any(receipt.reason == REASON_EPOCH for receipt in receipts):
-                self.session.pull([self._parameters])
-            return receipts
+        receipts = self._hand_in(gradients, examples)
+        if any(receipt.reason == REASON_EPOCH for receipt in receipts or ()):
+            self.session.pull([self._parameters])
+        return receipts or []
 
     def exchange(self, gradients: Arrays, examples: int = 0) -> dict[str, npt.NDArray[np.float32]]:
         """Pushes and pulls in one: half the way there and back. Takes what `push` does, returns what `pull` does."""
-        with self._step(gradients, examples) as described:
-            if described is not None:
-                self.session.exchange(Plan([self._gradient], [self._parameters], **described))
+        receipts = self._hand_in(gradients, examples, [self._parameters])
         self._enter_step()
-        if described is None or self.session.pull_needed:
+        if receipts is None or self.session.pull_needed:
             self.session.pull([self._parameters])
         return self._pulled()
 
@@ -179,14 +174,17 @@ class Client:
             error = None
         self.close(*leave.cause_of(error))
 
-    @contextlib.contextmanager
-    def _step(self, gradients: Arrays, examples: int) -> Iterator[dict[str, Any] | None]:
-        """A step's end, its gradients checked and in their places, with a push's words for them; None: of no use."""
+    def _hand_in(self, gradients: Arrays, examples: int, parameters: Vectors | None = None) -> list[Receipt] | None:
+        """Ends a step: checks the gradients and pushes them; None where they are of no use."""
         self._check(gradients)
         self._enter_step()
         try:
             self.session.clock += 1
-            yield self._written(gradients, examples or self.examples_in_batch or 0)
+            if not self._write(gradients):
+                return None
+            present = [name in gradients for name in self._places]
+            count = examples or self.examples_in_batch or 0
+            return self.session.exchange(Plan([self._gradient], parameters, present=present, example_count=count))
         finally:
             with self._border:
                 self._between_steps = True
@@ -221,8 +219,8 @@ class Client:
                     f"The gradient of {name!r} is {gradient.dtype}; expected float32: use .astype(numpy.float32)."
                 )
 
-    def _written(self, gradients: Arrays, examples: int) -> dict[str, Any] | None:
-        """Puts gradients, in the wire's type, into their places in the vector; None where one is not finite there.
+    def _write(self, gradients: Arrays) -> bool:
+        """Puts gradients, in the wire's type, into their places in the vector; False where one is not finite there.
 
         Float16 may have made an infinity of a large number.
         """
@@ -235,9 +233,9 @@ class Client:
             if flat is not None:
                 index = tuple(int(i) for i in np.unravel_index(flat, tensor.shape))
                 self._finite.skipped(name, index, float(gradient[index]))
-                return None
+                return False
         self._finite.passed()
-        return {"present": [name in gradients for name in self._places], "example_count": examples}
+        return True
 
 
 class _ClientStepper:

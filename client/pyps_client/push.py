@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -288,6 +288,7 @@ class Cut:
         return Cut(parts, **self._settings)  # type: ignore[arg-type]
 
 
+@dataclass(slots=True, eq=False)
 class Outgoing:
     """One push, as one server gets it; after a loss it sends only those shards without a receipt again.
 
@@ -295,72 +296,38 @@ class Outgoing:
     the server sees them too; which way it takes is chosen anew with each try.
     """
 
-    __slots__ = (
-        "_base_versions",
-        "_clock",
-        "_connection",
-        "_converter",
-        "_cut",
-        "_gradient_norm",
-        "_intake",
-        "_learning_rates",
-        "_lent_index",
-        "_newest_base_versions",
-        "_plan",
-        "_sequence",
-        "_vectors",
-        "_waiting",
-        "epoch",
-        "receipts",
-        "version",
-    )
+    cut: Cut
+    plan: Plan
+    sequence: int
+    _: KW_ONLY
+    # What the plan leaves open, and the learning rates that are owed to this server.
+    base_versions: Mapping[int, int]
+    newest_base_versions: Mapping[int, int]
+    learning_rates: Mapping[int, GroupRate]
+    epoch: int = 0
+    clock: int = 0
+    gradient_norm: float = 0.0
+    connection: Connection | None = None
+    intake: Intake | None = None
+    # Which of the lent gradients the plan's are, where they, and the intake's vectors, are lent.
+    lent_index: int | None = None
+    converter: Converter = NUMPY
+    receipts: list[Receipt] = field(init=False, default_factory=list)
+    # The largest of the parameters that came.
+    version: int = field(init=False, default=0)
+    _waiting: dict[int, Part] = field(init=False)
+    _vectors: Vectors = field(init=False)
 
-    def __init__(
-        self,
-        cut: Cut,
-        plan: Plan,
-        sequence: int,
-        *,
-        base_versions: Mapping[int, int],
-        newest_base_versions: Mapping[int, int],
-        learning_rates: Mapping[int, GroupRate] = _NO_RATES,
-        epoch: int = 0,
-        clock: int = 0,
-        gradient_norm: float = 0.0,
-        connection: Connection | None = None,
-        intake: Intake | None = None,
-        lent_index: int | None = None,
-        converter: Converter = NUMPY,
-    ) -> None:
-        """What the plan leaves open is told beside it; `learning_rates`: those that are owed to this server.
-
-        `lent_index`: which of the lent gradients the plan's are, where they, and the intake's, are lent.
-        """
-        self._cut = cut
-        self._plan = plan
-        self._vectors = plan.gradients
-        self._sequence = sequence
-        self.epoch = epoch
-        self._clock = clock
-        self._gradient_norm = gradient_norm
-        self._base_versions = base_versions
-        self._newest_base_versions = newest_base_versions
-        self._learning_rates = learning_rates
-        self._connection = connection
-        self._intake = intake
-        self._lent_index = lent_index
-        self._converter = converter
-        self._waiting = cut.waiting.copy()
-        self.receipts: list[Receipt] = []
-        # The largest of the parameters that came.
-        self.version = 0
+    def __post_init__(self) -> None:
+        self._waiting = self.cut.waiting.copy()
+        self._vectors = self.plan.gradients
 
     def __call__(self, channel: Channel, _: threading.Event) -> list[Receipt]:
         if not self._waiting:
             return self.receipts
         answered = len(self.receipts)
-        cut = self._cut if answered == 0 else self._cut.of(list(self._waiting.values()))
-        connection = self._connection if self._lent_index is not None else None
+        cut = self.cut if answered == 0 else self.cut.of(list(self._waiting.values()))
+        connection = self.connection if self.lent_index is not None else None
         link = connection.link_to_use() if connection is not None else None
         try:
             if link is not None and link.begin():
@@ -382,11 +349,11 @@ class Outgoing:
 
     def _by_link(self, link: Link, cut: Cut) -> None:
         self._fill(cut)
-        cut.request.exchange.gradients = self._lent_index or 0
+        cut.request.exchange.gradients = self.lent_index or 0
         reply = link.request(cut.request, timeout_seconds=cut.timeout_seconds)
         if reply.WhichOneof("reply") != "exchanged":
             raise PypsError("a push was answered with something else than receipts")
-        held = None if self._intake is None else self._intake.held
+        held = None if self.intake is None else self.intake.held
         for answer in reply.exchanged.replies:
             receipt = answer.receipt
             if self._take(receipt) and held is not None and answer.codec and answer.epoch == held.epoch:
@@ -398,7 +365,7 @@ class Outgoing:
         if cut.num_bytes > LARGE_BYTES:
             keep_large_blocks()
         self._fill(cut)
-        if self._intake is not None:
+        if self.intake is not None:
             channel.exchange(self._frames(cut), self._take_reply, timeout_seconds=cut.timeout_seconds)
         else:
             channel.push(self._frames(cut), self._take_receipt, timeout_seconds=cut.timeout_seconds)
@@ -417,18 +384,18 @@ class Outgoing:
 
     def _fill(self, cut: Cut) -> None:
         """Makes the cut's messages this push's, but for their payloads."""
-        plan, intake, rates = self._plan, self._intake, self._learning_rates
+        plan, intake, rates = self.plan, self.intake, self.learning_rates
         held = intake.held.versions if intake is not None and intake.held.epoch == self.epoch else None
         for (shard, _), message in zip(cut.parts, cut.messages, strict=True):
             shard_id = shard.shard_id
-            message.sequence = self._sequence
+            message.sequence = self.sequence
             message.epoch = self.epoch
-            message.clock = self._clock
+            message.clock = self.clock
             message.example_count = plan.example_count
             message.minibatch_count = plan.minibatch_count
-            message.gradient_norm = self._gradient_norm
-            message.base_version = self._base_versions[shard_id]
-            message.newest_base_version = self._newest_base_versions[shard_id]
+            message.gradient_norm = self.gradient_norm
+            message.base_version = self.base_versions[shard_id]
+            message.newest_base_version = self.newest_base_versions[shard_id]
             if held is not None:
                 message.held_version = held[shard_id]
             else:
@@ -444,7 +411,7 @@ class Outgoing:
 
     def _frames(self, cut: Cut) -> Iterator[bytes]:
         """The messages, each made of its numbers when gRPC is ready to send it: two are in memory at a time."""
-        payloads = cut.payloads.get(self._lent_index) if self._lent_index is not None else None
+        payloads = cut.payloads.get(self.lent_index) if self.lent_index is not None else None
         if payloads is None:
             payloads = self._payloads_to_keep(cut)
         for place, message in enumerate(cut.messages):
@@ -456,16 +423,16 @@ class Outgoing:
                 yield message.SerializeToString()
             else:
                 values = _present_values(self._vectors, shard, extents)
-                yield join(message, self._converter.encoded(values, cut.codec))
+                yield join(message, self.converter.encoded(values, cut.codec))
 
     def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
         """The shards' payloads, which a later push of the same lent vectors finds in the same place; None of others."""
         vectors = self._vectors
         is_whole = all(extents == () for _, extents in cut.parts)
-        if self._lent_index is None or not is_whole or vectors[0].dtype != cut.codec.dtype:
+        if self.lent_index is None or not is_whole or vectors[0].dtype != cut.codec.dtype:
             return None
         payloads = [part_of(vectors, shard).view(np.uint8).data for shard, _ in cut.parts]
-        cut.payloads[self._lent_index] = payloads
+        cut.payloads[self.lent_index] = payloads
         return payloads
 
     def _take_reply(self, message: bytes) -> bool:
@@ -477,7 +444,7 @@ class Outgoing:
             header, payload = split(message)
             reply = ExchangeReply.FromString(header)
         # Parameters of another epoch than the others that are held would mix two states: a pull brings them all.
-        receipt, intake = reply.receipt, self._intake
+        receipt, intake = reply.receipt, self.intake
         if reply.codec and intake is not None and reply.epoch == intake.held.epoch:
             intake.write(receipt.shard_id, reply.codec, payload)
             intake.held.versions[receipt.shard_id] = reply.version
@@ -492,7 +459,7 @@ class Outgoing:
 
     def _take(self, receipt: Receipt) -> bool:
         """Notes an answer; False for one to another push."""
-        if receipt.sequence != self._sequence or receipt.shard_id not in self._waiting:
+        if receipt.sequence != self.sequence or receipt.shard_id not in self._waiting:
             return False
         del self._waiting[receipt.shard_id]
         self.receipts.append(receipt)

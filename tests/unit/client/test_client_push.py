@@ -39,6 +39,7 @@ GRADIENT = [PAYLOAD_KIND_GRADIENT]
 def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing:
     """A push of the third gradient, computed on versions 5 and 6."""
     codec, kinds = described.pop("codec", FLOAT32), described.pop("kinds", GRADIENT * len(vectors))
+    described.setdefault("learning_rates", {})
     versions = {0: 5, 1: 6}
     cut = Cut(parts, sender=Sender(), codec=codec, kinds=kinds)
     return Outgoing(cut, Plan(vectors), 3, base_versions=versions, newest_base_versions=versions, **described)
@@ -46,8 +47,8 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
 
 def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
     """The messages of a push: headers and payloads."""
-    push._fill(push._cut)
-    split_frames = [split(frame) for frame in push._frames(push._cut)]
+    push._fill(push.cut)
+    split_frames = [split(frame) for frame in push._frames(push.cut)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
