@@ -55,8 +55,6 @@ class Worker:
         initial: Callable[[], Values],
         parts: Sequence[int] = (),
         peers: Group | None = None,
-        codec: str | None = None,
-        pull_codec: str | None = None,
         device: str = "",
     ) -> None:
         """`initial` gives one float32 vector a group, or what makes a shard's numbers as they are sent; only called
@@ -65,10 +63,7 @@ class Worker:
         `parts`: those of the model's that this process holds, all by default. `model` and `optimizer` are of the whole;
         the groups, and all vectors, are those of these parts. `peers`: the processes of this worker's replica, all of
         which connect, push and proceed in the same order: those calls are collective. BadRequest where several are to
-        hold all of the model.
-
-        `codec` is "float32", "float16" or "bfloat16": how pushed vectors are written; `pull_codec`, how pulled ones
-        are. None takes the launch's. BadRequest where a server does not know one of them.
+        hold all of the model, or where a server does not know one of the launch's codecs.
         """
         leave.install_where_asked()
         self.launch = launch
@@ -79,11 +74,11 @@ class Worker:
         # The worker's own count of steps, sent with pushes and heartbeats. Whoever drives the session counts it up.
         self.clock = 0
         self._converter: Converter = NUMPY
-        self._codec = codec_of(codec or launch.codec)
-        self._pull_codec = codec_of(pull_codec or launch.pull_codec)
+        self._codec = codec_of(launch.gradient_codec)
+        self._pull_codec = codec_of(launch.parameter_codec)
         if self._pull_codec.stateful:
             raise BadRequest(
-                f"codec {self._pull_codec.name} carries state from push to push: pull in another (pull_codec)"
+                f"codec {self._pull_codec.name} carries state from push to push: pull in another (parameter_codec)"
             )
         self._initial = initial
         self._handshake = Handshake(
