@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from pyps_client import leave
 from pyps_client.data.portions import Stepper, others_wait
-from pyps_client.finite import FiniteGuard, first_non_finite
 from pyps_client.join import Handshake
 from pyps_client.launch import Launch
 from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Servers
-from pyps_client.vectors import Vector, Vectors
+from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
 from pyps_client.worker import Worker
 from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of

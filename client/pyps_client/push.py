@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pyps_client.finite import first_non_finite
 from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
 from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
 from pyps_client.transport import Channel, Link
 from pyps_client.transport.connection import Connection, call_seconds
-from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, part_of
+from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, first_non_finite, part_of
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOAD_KIND_NOTHING, Extent, Receipt, Sender
 from pyps_wire.errors import BadRequest, PypsError, WrongSize

@@ -43,7 +43,7 @@ class Worker:
     """One worker's membership in a run, over all of its servers.
 
     One thread may push while another pulls. Buffers that were handed in must rest until the call returns: a push may
-    be sent again after a lost connection. Nothing here looks for NaN; `pyps_client.finite.FiniteGuard` does, before.
+    be sent again after a lost connection. Nothing here looks for NaN; `pyps_client.vectors.FiniteGuard` does, before.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from pyps_client.finite import FiniteGuard
 from pyps_client.torch.layout import Block, Layout
 from pyps_client.torch.memory import (
     may_lie_in_vectors,
@@ -20,6 +19,7 @@ from pyps_client.torch.memory import (
     tensor_over,
     torch_dtype,
 )
+from pyps_client.vectors import FiniteGuard
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import Codec
 from pyps_wire.common_pb2 import REASON_NOT_FINITE, Receipt

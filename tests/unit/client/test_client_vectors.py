@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pyps_client.finite import FiniteGuard, first_non_finite
+from pyps_client.vectors import FiniteGuard, first_non_finite
 from pyps_wire.codecs import BFLOAT16
 from pyps_wire.errors import NotFinite
 
