@@ -152,7 +152,7 @@ class Worker:
         """
         self._check_open()
         self._converter = converter or self._converter
-        layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converter is not None)
+        layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converts=converter is not None)
         lent = self._sharing.lend(layout).lent
         self._lent_intakes = self._intakes(lent.parameters)
         return lent

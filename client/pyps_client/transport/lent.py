@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -65,42 +65,27 @@ class Lent:
     converted_to: Codec | None = None
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Which vectors are lent: the model's groups, in what types, how often."""
+    """Which vectors are lent: the model's groups, in what types, how often; and where in a segment they lie."""
 
-    model: Model
-    codec: Codec
-    pull_codec: Codec
-    gradient_buffers: int
-    # Whether vectors that no other process sees are float32, converted on their way.
-    converts: bool = False
-
-    @property
-    def codecs(self) -> list[Codec]:
-        """The codec of each list of vectors: the gradients', then the parameters'."""
-        return [self.codec] * self.gradient_buffers + [self.pull_codec]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of a segment that holds them all."""
-        return self._laid_out[1]
-
-    @property
-    def offsets(self) -> list[list[int]]:
-        """Where each vector begins in such a segment, list by list."""
-        return self._laid_out[0]
-
-    @cached_property
-    def _laid_out(self) -> tuple[list[list[int]], int]:
-        offsets: list[list[int]] = []
-        end = HEAD_BYTES
-        for codec in self.codecs:
-            offsets.append([])
-            for size in self.model.group_sizes:
-                offsets[-1].append(end)
-                end += -(-codec.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return offsets, end
+    def __init__(
+        self, model: Model, codec: Codec, pull_codec: Codec, gradient_buffers: int, *, converts: bool = False
+    ) -> None:
+        """`converts`: vectors that no other process sees are float32, converted on their way."""
+        self.model = model
+        self.codec = codec
+        self.gradient_buffers = gradient_buffers
+        self.converts = converts
+        # Those of each list of vectors: the gradients', then the parameters'.
+        self.codecs = [codec] * gradient_buffers + [pull_codec]
+        # Where each vector begins, list by list, and the size of all.
+        self.offsets: list[list[int]] = []
+        self.num_bytes = HEAD_BYTES
+        for each in self.codecs:
+            self.offsets.append([])
+            for size in model.group_sizes:
+                self.offsets[-1].append(self.num_bytes)
+                self.num_bytes += -(-each.bytes_of(size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Lending:

@@ -137,7 +137,13 @@ class Threads:
                 job.wait()
         except BaseException:
             stop.set()
-            _end(jobs, cut)
+            for job in jobs:
+                job.call_off()
+            deadline = time.monotonic() + END_SECONDS
+            while not all(job.done() for job in jobs) and time.monotonic() < deadline:
+                cut()
+                for job in jobs:
+                    job.wait(CUT_SECONDS)
             raise
         finally:
             with self._lock:
@@ -191,14 +197,3 @@ def _attempt(task: Callable[[threading.Event], T], stop: threading.Event, failur
         failures.append(error)
         stop.set()
         raise
-
-
-def _end(jobs: Sequence[Future[Any]], cut: Callable[[], object]) -> None:
-    """Returns when no job is under way any more, or after END_SECONDS."""
-    for job in jobs:
-        job.call_off()
-    deadline = time.monotonic() + END_SECONDS
-    while not all(job.done() for job in jobs) and time.monotonic() < deadline:
-        cut()
-        for job in jobs:
-            job.wait(CUT_SECONDS)
