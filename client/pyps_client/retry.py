@@ -83,7 +83,8 @@ class Wait:
 
     @property
     def remaining_seconds(self) -> float:
-        return self._policy.wait_seconds - self._waited_seconds
+        since = self._loss.since if self._policy.hurries else self._started
+        return since + self._policy.wait_seconds - time.monotonic()
 
     @property
     def call_seconds(self) -> float:
@@ -98,12 +99,12 @@ class Wait:
     def pause(self, problem: str, error: Callable[[str], PypsError] = ServerUnavailable) -> None:
         """Sleeps before the next try; raises `error` past the deadline, RunFinished when stopped."""
         self._outage.note(self._what, problem, at=time.monotonic())
-        waited = self._waited_seconds
-        policy, left_seconds = self._policy, self._policy.wait_seconds - waited
+        policy, left_seconds = self._policy, self.remaining_seconds
         if left_seconds <= 0:
             way_out = f"Raise {policy.setting} (PYPS_{policy.setting.upper()}) to wait longer."
             if policy.hurries:
                 way_out = "A worker that ends waits no longer: keep the optimizer open until its server is back."
+            waited = policy.wait_seconds - left_seconds
             raise error(f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{way_out}")
         self._outage.tell(self._what, first_seconds=policy.report_first_seconds, left_seconds=left_seconds)
         pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), left_seconds)
@@ -122,10 +123,6 @@ class Wait:
             self._ended = True
             self._outage.leave(self._loss)
 
-    @property
-    def _waited_seconds(self) -> float:
-        return time.monotonic() - (self._loss.since if self._policy.hurries else self._started)
-
 
 @dataclass
 class Loss:
@@ -142,7 +139,7 @@ class Outage:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        # Changed under _lock.
+        # Guarded by _lock; who has heard of a server may look before.
         self.lost: dict[str, Loss] = {}
         # Those of which was told, until all are back.
         self._told: dict[str, Loss] = {}
@@ -170,8 +167,6 @@ class Outage:
 
     def heard(self, name: str) -> None:
         """Notes an answer, and tells where all are back that were told to be lost."""
-        if name not in self.lost:
-            return
         with self._lock:
             loss = self.lost.get(name)
             if loss is None or loss.num_waits:

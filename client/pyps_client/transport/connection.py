@@ -115,9 +115,7 @@ class Connection:
         _close(link)
 
     def attach(self, attached: Callable[[], Link]) -> None:
-        """Opens the local link anew, if it is not open. Raises LinkLost or a PypsError that says why it cannot be."""
-        if self.link is not None:
-            return
+        """Opens the local link anew. Raises LinkLost or a PypsError that says why it cannot be."""
         if self._link_is_given_up:
             raise LocalLost("it was lost again and again")
         link = attached()
@@ -136,14 +134,7 @@ class Connection:
             link, self._link = self._link, None
         _close(link, channel)
 
-    def persist(
-        self,
-        operation: Operation[T],
-        stop: threading.Event,
-        *,
-        rejoin: Rejoin,
-        policy: RetryPolicy,
-    ) -> T:
+    def persist(self, operation: Operation[T], stop: threading.Event, *, rejoin: Rejoin, policy: RetryPolicy) -> T:
         """Runs an operation until it ends with a verdict; after a loss `rejoin` introduces us again first.
 
         An operation that is run again goes on where it was: it remembers what was answered. It gets `stop`, and
@@ -180,7 +171,7 @@ class Connection:
                 else:
                     if wait is not None:
                         wait.end()
-                    elif self.outage.lost:
+                    elif self.name in self.outage.lost:
                         self.outage.heard(self.name)
                     return result
                 if wait is None:
@@ -199,13 +190,7 @@ class Servers:
     Where something is given or returned server by server, it is for those of `connections`, in their order.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        *,
-        rejoin: Rejoin,
-        contacts: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, launch: Launch, *, rejoin: Rejoin, contacts: Sequence[int] | None = None) -> None:
         """`contacts`: the servers that the caller has to do with, 0 first; by default all. No other is ever called."""
         indices = range(len(launch.servers)) if contacts is None else contacts
         outage = Outage()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.retry import LinkLost
+from pyps_client.retry import LinkLost, LocalLost
 from pyps_client.transport import NO_OFFER, cannot_share
 from pyps_client.transport.connection import Connection
 from pyps_client.vectors import Vectors, dtype_of
@@ -200,13 +200,11 @@ class Sharing:
         """Hands the memory to a server; False where its gradients and parameters go by gRPC instead."""
         if connection.link is not None:
             return True
-        offer = self._offers.get(connection.index)
-        if offer is None:
-            self._refuse(connection, NO_OFFER)
-            return False
         try:
-            attached = partial(self._launch.way.attach, offer, lending, self._sender, name=connection.name)
-            connection.attach(attached)
+            offer = self._offers.get(connection.index)
+            if offer is None:
+                raise LocalLost(NO_OFFER)
+            connection.attach(partial(self._launch.way.attach, offer, lending, self._sender, name=connection.name))
         except (LinkLost, PypsError) as problem:
             self._refuse(connection, str(problem))
             return False
