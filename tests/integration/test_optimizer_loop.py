@@ -120,8 +120,8 @@ def test_buffers_that_are_saved_with_the_model_are_named_at_joining(start_server
             warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == len(layers)
     assert warnings == [
-        "1.running_mean and 1 other buffer are not shared: each worker keeps its own, and pyps export does not contain "
-        "them (buffers='average' shares them)."
+        "buffers (1.running_mean and 1 more) are not shared: each worker keeps its own, and pyps export does not "
+        "contain them (buffers='average' shares them)"
     ]
 
 

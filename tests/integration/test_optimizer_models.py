@@ -96,8 +96,8 @@ def test_parameters_that_are_not_the_optimizers_are_named_at_joining(start_serve
         snapshot = optimizer.snapshot()
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
-        "0.weight and 1 other parameter are not shared: each worker keeps its own, and pyps export does not contain "
-        "them (give the optimizer all parameters, frozen ones too, to share them)."
+        "parameters (0.weight and 1 more) are not shared: each worker keeps its own, and pyps export does not contain "
+        "them (give the optimizer all parameters, frozen ones too, to share them)"
     ]
     mlp(seed=1).load_state_dict(snapshot)
     assert torch.equal(snapshot["0.weight"], model[0].weight)

@@ -447,8 +447,8 @@ def test_what_would_make_the_loss_another_function_is_warned_of(
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("2: in training mode that draws at random, and the line") for message in messages)
     assert any(message.startswith("1: in training mode that depends on the batch, and the") for message in messages)
-    assert any(message.startswith("the parameter 0.weight is not trained and not shared") for message in messages)
-    assert any(message.startswith("the buffer 1.running_mean and 1 more are not trained") for message in messages)
+    assert any(message.startswith("parameters (0.weight) are not trained and not shared") for message in messages)
+    assert any(message.startswith("buffers (1.running_mean and 1 more) are not trained") for message in messages)
 
 
 WORKER = """

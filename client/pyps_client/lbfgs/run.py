@@ -155,9 +155,9 @@ def _mixes(module: torch.nn.Module) -> bool:
 def _tell_left_alone(model: torch.nn.Module, layout: Layout) -> None:
     """Says what each worker keeps of its own."""
     frozen = [name for name, value in model.named_parameters() if id(value) not in layout.names]
-    for names, kind in ((frozen, "parameter"), (list(shareable_buffers(model)), "buffer")):
+    for names, kind in ((frozen, "parameters"), (list(shareable_buffers(model)), "buffers")):
         if names:
             logger.warning(
-                "the %s %s not trained and not shared: let all workers begin with the same values",
-                *(kind, f"{several(names)} is" if len(names) == 1 else f"{several(names)} are"),
+                "%s (%s) are not trained and not shared: let all workers begin with the same values",
+                *(kind, several(names)),
             )

@@ -195,9 +195,16 @@ def whole_state(module: torch.nn.Module, layout: Layout, held: Mapping[str, torc
 def tell_unshared(module: torch.nn.Module, layout: Layout) -> None:
     """Says what a model saves that is not the run's: parameters that are not the optimizer's, buffers."""
     parameters = [name for name, value in module.named_parameters() if id(value) not in layout.names]
-    if layout.kinds is None:
-        _tell(list(shareable_buffers(module)), "buffer", "buffers='average' shares them")
-    _tell(parameters, "parameter", "give the optimizer all parameters, frozen ones too, to share them")
+    buffers = [] if layout.kinds else list(shareable_buffers(module))
+    for kind, names, remedy in (
+        ("buffers", buffers, "buffers='average' shares them"),
+        ("parameters", parameters, "give the optimizer all parameters, frozen ones too, to share them"),
+    ):
+        if names:
+            logger.warning(
+                "%s (%s) are not shared: each worker keeps its own, and pyps export does not contain them (%s)",
+                *(kind, several(list(map(plain_name, names))), remedy),
+            )
 
 
 def tell_narrowed(layout: Layout) -> None:
@@ -275,17 +282,3 @@ def _refuse_overlaps(parameters: Sequence[torch.Tensor], names: Sequence[str]) -
 def _span_bytes(parameter: torch.Tensor) -> int:
     reach = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     return reach * parameter.element_size()
-
-
-def _tell(names: Sequence[str], kind: str, remedy: str) -> None:
-    if not names:
-        return
-    others = len(names) - 1
-    if others:
-        subject = f"{plain_name(names[0])} and {others} other {kind}{'s' if others > 1 else ''} are"
-    else:
-        subject = f"The {kind} {plain_name(names[0])} is"
-    logger.warning(
-        "%s not shared: each worker keeps its own, and pyps export does not contain %s (%s).",
-        *(subject, "them" if others else "it", remedy if others else remedy.replace("them", "it")),
-    )
