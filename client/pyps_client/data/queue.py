@@ -38,21 +38,13 @@ class RemoteQueue:
     """Portions of the data set for one worker, over its connected session.
 
     Every call is made again after a lost connection, for the launch's `loss_wait_seconds`, and may be: a lease whose
-    answer was lost goes back to the queue, a repeated claim or delivery gets the same answer. One thread leases; any
-    may claim and deliver.
+    answer was lost goes back to the queue, a repeated claim or delivery gets the same answer. Used by one thread.
     """
 
     def __init__(self, session: Worker) -> None:
         self._session = session
-        self._lock = threading.Lock()
-        # Guarded by _lock: leases that came and are neither delivered nor given up, as every LeaseRequest repeats them.
-        self._held: list[int] = []
-
-    @property
-    def held(self) -> tuple[int, ...]:
-        """Leases that are neither delivered nor given up."""
-        with self._lock:
-            return tuple(self._held)
+        # Leases that came and are neither delivered nor given up, as every LeaseRequest repeats them.
+        self.held: tuple[int, ...] = ()
 
     def open(self, data: DataSpec) -> OpenWorkReply:
         """Says what the data set is. BadRequest where an earlier worker said otherwise; ProtocolMismatch from a server
@@ -108,8 +100,7 @@ class RemoteQueue:
 
         reply = self._session.ask_first(operation)
         if reply.outcome == LeaseReply.OUTCOME_LEASED:
-            with self._lock:
-                self._held.append(reply.portion.lease_id)
+            self.held += (reply.portion.lease_id,)
         return reply
 
     def claim(self, lease_id: int) -> ClaimReply:
@@ -137,8 +128,7 @@ class RemoteQueue:
 
     def give_up(self, lease_ids: Sequence[int]) -> None:
         """Names these no longer: with the next `lease` those that are not delivered go back to the queue."""
-        with self._lock:
-            self._held = [lease_id for lease_id in self._held if lease_id not in lease_ids]
+        self.held = tuple(lease_id for lease_id in self.held if lease_id not in lease_ids)
 
     def _ask(self, method: str, request: Message, reply: type[Reply], *, each: bool = False) -> Reply:
         def operation(channel: Channel, _: threading.Event) -> Reply:

@@ -53,8 +53,8 @@ class Gradients:
         self.wire_dtype = (codec and torch_dtype(codec)) or dtype
         # Where the vectors lie in memory, from an address to behind another.
         self._ranges = [(vector.data_ptr(), vector.data_ptr() + vector.nbytes) for vector in host]
-        # A block at a time: each tensor's place, and all places as a few long stretches.
-        self._places: list[Mapping[int, torch.Tensor]] = []
+        # Tensor index -> its place; and a block at a time, all places as a few long stretches.
+        self._places: dict[int, torch.Tensor] = {}
         self._stretches: list[list[torch.Tensor]] = []
         # Tensor index -> the address of its place in the vectors, where gradients gather right there.
         self._addresses: dict[int, int] = {}
@@ -76,13 +76,9 @@ class Gradients:
                 sources = [wire.narrow(0, piece.block_offset, piece.length) for piece in block.stretches]
                 self._stretches.append([flat])
                 self._apart.append((block, flat, wire, list(zip(targets, sources, strict=True))))
-            self._places.append(places)
-        # Tensors of one dtype, which torch handles in one call, with the places of their block.
-        self._batches = [
-            (batch, places)
-            for block, places in zip(layout.blocks, self._places, strict=True)
-            for batch in block.batches
-        ]
+            self._places |= places
+        # Tensors of one dtype, which torch handles in one call.
+        self._batches = [batch for block in layout.blocks for batch in block.batches]
         self._whole = [stretch for stretches in self._stretches for stretch in stretches]
         self._events: list[torch.cuda.Event] = []
         # What the numbers of each group mean, as a session takes it.
@@ -106,8 +102,8 @@ class Gradients:
         Amid it an exception, as Ctrl-C raises, leaves nothing gathered: what is half added cannot be told apart.
         """
         try:
-            for batch, places in self._batches:
-                self._add_batch(batch, places, gradients)
+            for batch in self._batches:
+                self._add_batch(batch, gradients)
         except BaseException:
             self.clear()
             raise
@@ -188,8 +184,7 @@ class Gradients:
 
     def sums(self) -> list[torch.Tensor | None]:
         """What was gathered, in float32, one entry a tensor; None where there is nothing."""
-        places = {index: place for of_block in self._places for index, place in of_block.items()}
-        return [places[index] if present else None for index, present in enumerate(self.present)]
+        return [self._places[index] if present else None for index, present in enumerate(self.present)]
 
     def clear(self) -> None:
         """Makes all tensors absent, for the next gradients. The vectors must rest no longer."""
@@ -197,9 +192,7 @@ class Gradients:
         self.minibatch_count = 0
         self.example_count = 0
 
-    def _add_batch(
-        self, batch: Sequence[int], places: Mapping[int, torch.Tensor], gradients: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _add_batch(self, batch: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds the gradients of tensors of one dtype, all of them in as few calls of torch as there can be."""
         first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -217,7 +210,7 @@ class Gradients:
                     if begin <= address < end:
                         gradient = gradient.clone()
                 targets, values = again if present[index] else first
-                targets.append(places[index])
+                targets.append(self._places[index])
                 values.append(gradient)
             present[index] = True
         if first[0]:
@@ -232,9 +225,9 @@ class Gradients:
         if False not in self.present:
             return self._whole
         gathered: list[torch.Tensor] = []
-        for places, stretches in zip(self._places, self._stretches, strict=True):
-            present = [place for index, place in places.items() if self.present[index]]
-            gathered += stretches if len(present) == len(places) else present
+        for block, stretches in zip(self._layout.blocks, self._stretches, strict=True):
+            present = [self._places[index] for index in block.offsets if self.present[index]]
+            gathered += stretches if len(present) == len(block.offsets) else present
         return gathered
 
 

@@ -56,10 +56,10 @@ class Parameters:
             else torch.empty(block.length, dtype=self._host[block.group].dtype, device=block.device)
             for block in layout.blocks
         ]
-        self._places = [
-            places_of_block(block, staging, layout.parameters, on_host)
-            for block, staging in zip(layout.blocks, self._staging, strict=True)
-        ]
+        # Tensor index -> its place.
+        self._places: dict[int, torch.Tensor] = {}
+        for block, staging in zip(layout.blocks, self._staging, strict=True):
+            self._places |= places_of_block(block, staging, layout.parameters, on_host)
         self._events: list[torch.cuda.Event] = []
         self._may_alias = alias and self._host[0].dtype == torch.float32
         self._aliases = Aliases(layout, vectors, private=private)
@@ -89,7 +89,7 @@ class Parameters:
 
     def value_of(self, index: int) -> torch.Tensor:
         """A tensor's values as last written, on its device; good until the next pull."""
-        return next(places[index] for places in self._places if index in places)
+        return self._places[index]
 
     def wait_until_free(self) -> None:
         """Returns once copies out of the vectors have ended, so that they may be rewritten."""
@@ -120,13 +120,13 @@ class Parameters:
         """What `write` has to copy, a block at a time: parameters of one dtype and their places together."""
         lie_there = set(map(id, self._aliases.tensors))
         copies = []
-        for block, staging, places in zip(self._layout.blocks, self._staging, self._places, strict=True):
+        for block, staging in zip(self._layout.blocks, self._staging, strict=True):
             batches = []
             for batch in block.batches:
-                pairs = [(self._layout.parameters[index], places[index]) for index in batch]
-                copied = [(parameter, place) for parameter, place in pairs if id(parameter) not in lie_there]
+                copied = [index for index in batch if id(self._layout.parameters[index]) not in lie_there]
                 if copied:
-                    batches.append(([parameter for parameter, _ in copied], [place for _, place in copied]))
+                    targets = [self._layout.parameters[index] for index in copied]
+                    batches.append((targets, [self._places[index] for index in copied]))
             if batches:
                 copies.append((block, staging, batches))
         return copies
