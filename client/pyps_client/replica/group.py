@@ -67,18 +67,19 @@ class Failure(NamedTuple):
 
 def led(peers: Group, action: Callable[[], T]) -> T:
     """Runs an action on the leader alone; all processes get its result, or its error."""
-    result: T | None = None
-    failure: Failure | None = None
-    own: Exception | None = None
     if peers.index == 0:
         try:
             result = action()
         except Exception as error:
-            own, failure = error, Failure.of(error, peers)
-    result, failure = peers.broadcast((result, failure))
+            peers.broadcast((None, Failure.of(error, peers)))
+            raise
+        peers.broadcast((result, None))
+        return result
+    answer: tuple[T | None, Failure | None] = peers.broadcast((None, None))
+    told, failure = answer
     if failure is not None:
-        raise own or from_status(*failure)
-    return result  # type: ignore[return-value]
+        raise from_status(*failure)
+    return told  # type: ignore[return-value]
 
 
 def agreed(peers: Group, action: Callable[[], T]) -> T:
