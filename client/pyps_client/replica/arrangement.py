@@ -321,11 +321,11 @@ def _lies_in(tensor: Tensor, mine: dict[str, Claim]) -> bool:
 
 
 def _of_other_cut(run: Model, problem: str) -> ModelMismatch:
-    is_cut, so_many = "is not cut", ""
+    is_cut, so_many = "The run's model is not cut", ""
     if run.num_parts > 1:
-        is_cut = f"is cut into {run.num_parts} parts"
+        is_cut = f"The run's model is cut into {run.num_parts} parts"
         so_many = f"{run.num_parts} processes, cut as the run's, or "
-    return ModelMismatch(f"The run's model {is_cut}{problem}. Start {so_many}one process that holds the whole model.")
+    return ModelMismatch(f"{is_cut}{problem}. Start {so_many}one process that holds the whole model.")
 
 
 def _held(model: Model, mine: Sequence[Claim], parts: Sequence[int]) -> Iterable[Held]:
