@@ -19,7 +19,6 @@ OUTSIDE_WORLD = (
     *("subprocess", "signal", "multiprocessing", "logging"),
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "grpc_channelz", "grpc_status")
-CLIENT_TRANSPORT = ("pyps_client.transport.grpc", "pyps_client.lease")
 # The client's floors, the lowest first.
 CLIENT_FLOORS = (
     *(
@@ -134,7 +133,7 @@ RULES: dict[str, Callable[[Import], bool]] = {
     ),
     "core knows no clock, file, process or network": lambda i: i.is_by("pyps.core") and i.is_of(*OUTSIDE_WORLD),
     "grpc stays in service, cli and the client's transport": lambda i: (
-        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.cli", *CLIENT_TRANSPORT)
+        i.is_of(*GRPC) and not i.is_by("pyps.service", "pyps.cli", "pyps_client.transport.grpc")
     ),
     "the server's distribution never imports torch": lambda i: i.is_of("torch") and i.is_by("pyps"),
     "pyps_wire imports neither torch nor the packages above it": lambda i: (
