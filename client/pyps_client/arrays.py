@@ -311,7 +311,7 @@ class Observer:
 
     def snapshot(self) -> dict[str, npt.NDArray[np.float32]]:
         """The newest parameters, by tensor name, in arrays of the caller's own; each shard of one version."""
-        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._intakes, parking=LongPoll(0.0))
+        read(self._servers, self._handshake.sender, ROLE_OBSERVER, self._intakes, poll=LongPoll(0.0))
         return split_tensors(self.model, self._vectors)
 
     @property

@@ -263,9 +263,9 @@ class IncomingPull:
     role: Role
     intake: Intake
     connection: Connection
-    # Shard id to the version to wait for, while `parking` lasts.
+    # Shard id to the version to wait for, while `poll` lasts.
     min_versions: Mapping[int, int]
-    parking: LongPoll
+    poll: LongPoll
     # Whether the vectors are.
     lent: bool = False
     # With this the server leases a portion too, in the moment of which the parameters are: `lease` then has its answer,
@@ -292,7 +292,7 @@ class IncomingPull:
             try:
                 self._ask(channel, request, timeout_seconds, num_bytes)
             except WaitTimedOut as unanswered:
-                self.parking.go_on(unanswered, stop=stop)
+                self.poll.go_on(unanswered, stop=stop)
                 answered += 1
                 continue
             except LinkLost as lost:
@@ -336,7 +336,7 @@ class IncomingPull:
             role=self.role,
             epoch=self._held.epoch,
             codec=self.intake.codec,  # type: ignore[arg-type]
-            wait_milliseconds=round(self.parking.call_seconds * 1000) if waits else 0,
+            wait_milliseconds=round(self.poll.call_seconds * 1000) if waits else 0,
             portion=self.portion,
         )
         for shard_id in asked:
@@ -382,20 +382,18 @@ def read(
     role: Role,
     intakes: Sequence[Intake],
     *,
-    parking: LongPoll,
+    poll: LongPoll,
     min_versions: Sequence[Mapping[int, int]] | None = None,
     lent: bool = False,
 ) -> set[int]:
     """Brings what is newer than held; returns changed shard ids.
 
-    Waits for `min_versions`, shard id to version for each server, while `parking` lasts. `lent`: the vectors are.
+    Waits for `min_versions`, shard id to version for each server, while `poll` lasts. `lent`: the vectors are.
     """
     return set().union(
         *servers.on_all(
             [
-                IncomingPull(
-                    *(sender, role, intake), connection=connection, min_versions=wanted, parking=parking, lent=lent
-                )
+                IncomingPull(*(sender, role, intake), connection=connection, min_versions=wanted, poll=poll, lent=lent)
                 for connection, intake, wanted in zip(
                     servers, intakes, min_versions or [{}] * len(intakes), strict=True
                 )

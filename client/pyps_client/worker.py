@@ -89,7 +89,7 @@ class Worker:
             device=device,
             codecs=(self._codec, self._pull_codec),
             peers=peers,
-            greeted=lambda connection, reply: self._presence.greeted(connection, reply),
+            greeted=lambda connection, reply: self._lease.greeted(connection, reply),
         )
         self._guard = ForkGuard()
         contacts = contacts_of(self.partition, self.whole, leads=peers.index == 0)
@@ -107,7 +107,7 @@ class Worker:
         self._lent_intakes: list[Intake] = []
         self._closing = threading.Event()
         self._hello: HelloReply | None = None
-        self._presence = Lease(sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard)
+        self._lease = Lease(sender, launch=launch, peers=peers, request=self._heartbeat_request, heard=self._heard)
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._scalars: dict[str, float] = {}
@@ -117,7 +117,7 @@ class Worker:
         if self._hello is not None:
             return
         leave.expect(self)
-        self._presence.watch()
+        self._lease.watch()
         try:
             self._join()
         except BaseException as error:
@@ -224,7 +224,7 @@ class Worker:
         indices = [connection.index for connection in self._servers]
         changed = read(
             *(self._servers, self._handshake.sender, ROLE_WORKER, self._intakes(vectors)),
-            parking=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
+            poll=LongPoll(self.launch.wait_seconds if wait_seconds is None else wait_seconds),
             min_versions=[self._holdings.awaited(i) if min_versions is None else min_versions for i in indices],
             lent=self._sharing.are_parameters(vectors),
         )
@@ -247,7 +247,7 @@ class Worker:
                 connection=connection,
                 min_versions={},
                 # The request says itself how long its portion may be waited for.
-                parking=LongPoll(0.0),
+                poll=LongPoll(0.0),
                 lent=lent,
                 portion=request,
             )
@@ -265,7 +265,7 @@ class Worker:
         self._check_open()
         holdings = Holdings(self.partition)
         into = intakes(self._servers, vectors, holdings, codec=FLOAT32)
-        read(self._servers, self._handshake.sender, ROLE_OBSERVER, into, parking=LongPoll(0.0))
+        read(self._servers, self._handshake.sender, ROLE_OBSERVER, into, poll=LongPoll(0.0))
         return holdings.versions
 
     def proceed(self) -> None:
@@ -420,17 +420,17 @@ class Worker:
     def hurry(self) -> None:
         """Waits for lost and silent servers for seconds only from now on, whatever the launch says: the worker ends."""
         self._servers.hurry(END_SECONDS)
-        self._presence.hurry(END_SECONDS)
+        self._lease.hurry(END_SECONDS)
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Leaves the run ("finished", or "failed" and why). A second call does nothing."""
         if self._guard.in_child or self._closing.is_set():
             return
         self._closing.set()
-        self._presence.settle()
+        self._lease.settle()
         leave.forget(self)
         self._servers.give_up()
-        self._presence.leave(cause, message)
+        self._lease.leave(cause, message)
         self._servers.close()
 
     def __enter__(self) -> Worker:
@@ -452,7 +452,7 @@ class Worker:
         if self._guard.generation != fork.generation:
             self._guard.check()
         if self._peers is not ALONE:
-            self._presence.check()
+            self._lease.check()
         if self._closing.is_set():
             raise RunFinished("The client was closed: make a new one to go on.")
         if self._hello is None:

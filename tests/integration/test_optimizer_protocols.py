@@ -87,7 +87,7 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
             if protocol != "hardsync":
                 configure(server, protocol)
                 wait_until(lambda protocol=protocol: session.protocol == protocol, what="word of the change")
-            optimizer._downpour.flush()
+            optimizer._steps.flush()
             before = status_of(server).version_max
             # The first gradient after overlapped steps was computed on older parameters.
             refused = sum(session.refused.values())
@@ -95,7 +95,7 @@ def test_a_worker_that_overlaps_waits_while_a_barrier_is_in_force_and_loses_noth
                 step(optimizer, model, batch)
                 if protocol == "backup:b=0" and number == 0:
                     refused = sum(session.refused.values())
-            optimizer._downpour.flush()
+            optimizer._steps.flush()
             assert sum(session.refused.values()) == refused, session.refused
             if protocol == "hardsync":
                 assert status_of(server).version_max == before + 8

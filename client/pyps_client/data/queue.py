@@ -69,14 +69,14 @@ class RemoteQueue:
         With `wait` the answer is never NOTHING_NOW, but WaitTimedOut is raised after the launch's `wait_seconds`,
         naming those who were waited for, and RunFinished soon after the run is known to be over.
         """
-        parking = LongPoll(self._session.launch.wait_seconds if wait else 0.0)
+        poll = LongPoll(self._session.launch.wait_seconds if wait else 0.0)
 
         def operation(channel: Channel, stop: threading.Event) -> LeaseReply:
             waits = 0
             while True:
                 request = LeaseRequest(
                     sender=self._session.sender,
-                    wait_milliseconds=round(min(parking.call_seconds, LOOK_SECONDS) * 1000),
+                    wait_milliseconds=round(min(poll.call_seconds, LOOK_SECONDS) * 1000),
                     held=self.held,
                     passes=passes,
                 )
@@ -95,7 +95,7 @@ class RemoteQueue:
                     return reply
                 if self._session.finished:
                     raise RunFinished("The run is over: no more portions of its data are handed out.")
-                parking.go_on(problem, stop=stop)
+                poll.go_on(problem, stop=stop)
                 waits += 1
 
         reply = self._session.ask_first(operation)

@@ -138,15 +138,15 @@ class RemoteOptimizer(torch.optim.Optimizer):
             optimizer.state.clear()
             give_back_free_memory()
             # They may depend on what the servers said when the run was joined.
-            self._downpour = joining.steps(joined, self._rates)
-            self._ending = Ending(self._session, self._downpour)
+            self._steps = joining.steps(joined, self._rates)
+            self._ending = Ending(self._session, self._steps)
             _made[self] = (joining.launch.servers, joining.launch.worker_id)
             member = self
             # The session is not to close by itself: what has gathered goes before.
             leave.forget(self._session)
             leave.expect(self._ending, of=self)
             # The run's parameters come into the model.
-            self._downpour.start()
+            self._steps.start()
         except BaseException as error:
             member.close(*leave.cause_of(error))
             raise
@@ -191,13 +191,13 @@ class RemoteOptimizer(torch.optim.Optimizer):
         what is to be kept.
         """
         if not (set_to_none or self._ending.begun.locked() or self._guard.in_child):
-            self._downpour.hand_out_gradients()
+            self._steps.hand_out_gradients()
         super().zero_grad(set_to_none)
 
     @property
     def finished(self) -> bool:
         """True when the run is over: leave the loop."""
-        return self._downpour.finished
+        return self._steps.finished
 
     def until_finished(self, batches: Iterable[T]) -> Iterator[T]:
         """The batches, up to the run's end: `for x, y in optimizer.until_finished(loader)`."""
@@ -212,7 +212,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     @property
     def steps(self) -> int:
         """Minibatches that this worker has handed in."""
-        return self._downpour.steps
+        return self._steps.steps
 
     @property
     def batch_size(self) -> int:
@@ -237,26 +237,26 @@ class RemoteOptimizer(torch.optim.Optimizer):
     @property
     def receipts(self) -> Sequence[Receipt]:
         """The servers' answers to the newest push that was answered, one a shard."""
-        return self._downpour.receipts
+        return self._steps.receipts
 
     @property
     def skipped(self) -> int:
         """Gradients of this worker that were not sent because they held NaN or infinity."""
-        return self._downpour.skipped
+        return self._steps.skipped
 
     @property
     def examples_in_batch(self) -> int | None:
         """Examples in each minibatch from now on; None where nobody says. `step(examples=...)` goes before it."""
-        return self._downpour.examples_in_batch
+        return self._steps.examples_in_batch
 
     @examples_in_batch.setter
     def examples_in_batch(self, count: int | None) -> None:
-        self._downpour.examples_in_batch = count
+        self._steps.examples_in_batch = count
 
     @property
     def stepper(self) -> Steps:
         """What `pyps_client.data.Portions` asks of it."""
-        return self._downpour
+        return self._steps
 
     def report(self, **scalars: float) -> None:
         """Hands figures of this worker, such as loss=0.3, to its next heartbeat, for `pyps status`."""
@@ -269,7 +269,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         shards may be of different ones. What servers do not hold is this worker's own. Float32, on the CPU,
         by the model's original names. One process of a replica gets the whole model too, and may call it alone.
         """
-        return whole_state(self._model, self._layout, self._downpour.snapshot())
+        return whole_state(self._model, self._layout, self._steps.snapshot())
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Pushes what has gathered, unless the cause is "failed", and leaves the run. A second call does nothing.
@@ -348,9 +348,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             if loss is not None:
                 self.report(loss=float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
         if self._finish_seen:
-            self._downpour.tell_over()
+            self._steps.tell_over()
             return loss
-        steps = self._downpour
+        steps = self._steps
         steps.check_model(steps.steps == 0)
         steps.step(self._gradients(), example_count=examples)
         self._finish_seen = steps.finished
@@ -360,9 +360,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
 class Ending:
     """What an optimizer leaves its run by. It does not hold the optimizer, and can leave when that one is gone."""
 
-    def __init__(self, session: Worker, downpour: Steps) -> None:
+    def __init__(self, session: Worker, steps: Steps) -> None:
         self._session = session
-        self._downpour = downpour
+        self._steps = steps
         self._guard = ForkGuard()
         # Held from the first `close` on.
         self.begun = threading.Lock()
@@ -378,13 +378,13 @@ class Ending:
         try:
             if cause == "finished":
                 self._session.hurry()
-                self._downpour.flush()
+                self._steps.flush()
         except BaseException as error:
             cause, message = leave.cause_of(error)
             raise
         finally:
             try:
-                self._downpour.close(separate=separate)
+                self._steps.close(separate=separate)
             finally:
                 self._session.close(cause, message)
 

@@ -158,7 +158,7 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() 
     connection = Connection(0, launch=Launch(servers=("one:1", "two:1")))
     values = np.ones(4 * 1024, np.float32)
     intake = Intake([values], Holdings(PLAN).of_server[0], codec=FLOAT32, name="server 0")
-    pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, parking=LongPoll(0.0))
+    pull = IncomingPull(Sender(), ROLE_OBSERVER, intake, connection=connection, min_versions={}, poll=LongPoll(0.0))
 
     def read(*_: object, **__: object) -> Iterator[bytes]:
         # A heartbeat's.
