@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 
@@ -22,12 +23,15 @@ def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Calla
         os.register_at_fork(**{name: hook for name, hook in hooks.items() if hook is not None})
 
 
-def _count_fork() -> None:
+def _begin_child() -> None:
     global generation
     generation += 1
+    # Nor may the child's garbage collector free connections and servers that the parent had done with, and had not
+    # collected yet.
+    gc.freeze()
 
 
-at_fork(after_in_child=_count_fork)
+at_fork(after_in_child=_begin_child)
 
 
 class ForkGuard:
