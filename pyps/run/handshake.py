@@ -258,7 +258,10 @@ def check_model(theirs: Greeting, *, mine: Partition, server_index: int) -> None
         return
     difference = first_difference(mine.model, theirs.model, mine_name="the run", theirs_name="the worker")
     if difference is not None:
-        raise ModelMismatch(f"the worker's model is not the run's: {difference}")
+        raise ModelMismatch(
+            f"the worker's model is not the run's: {difference}: give all workers one model, or begin anew: "
+            "`pyps reset` with the run's name, or other servers with another run id"
+        )
     if theirs.fingerprint and theirs.fingerprint != mine.fingerprint:
         raise ModelMismatch(
             f"the worker cuts the same model into other shards (fingerprint {theirs.fingerprint}, here "

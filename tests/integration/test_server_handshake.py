@@ -151,7 +151,7 @@ def test_a_worker_that_does_not_fit_is_refused_with_the_difference(start_server)
         first.join()
         for options, name, words in (
             ({"run_id": "other"}, "RunMismatch", ("'run-1'", "'other'")),
-            ({"model": shape}, "ModelMismatch", ("'layer.bias'", "(7,)", "(8,)")),
+            ({"model": shape}, "ModelMismatch", ("'layer.bias'", "(7,)", "(8,)", "pyps reset")),
             ({"num_servers": 2}, "ModelMismatch", ("has 1, this one at place 0",)),
             ({"optimizer": sgd(0.25)}, "OptimizerMismatch", ("learning_rate of group 0: 0.5 here, 0.25 there",)),
             ({"optimizer": adagrad}, "OptimizerMismatch", ("rule: sgd here, adagrad there",)),

@@ -89,9 +89,9 @@ class Rates:
             return _NO_CHANGES
         if not self._owns_schedule and not self._moved:
             logger.info(
-                "the learning rate or momentum moves here too, which has no effect on the servers%s: another worker "
-                "owns the schedule (owns_schedule=True would make it this one)",
-                " once that one's scheduler has" if has_scheduler else "",
+                "the servers take the learning rate and momentum from another worker, by default worker 0%s. "
+                "This worker's changes have no effect on the servers; owns_schedule=True here alone makes them count.",
+                " as soon as its scheduler has moved them" if has_scheduler else "",
             )
         # A scheduler claims the schedule before it first moves, so that a second owner is refused at once. What is
         # moved by hand, or by a plateau, on a worker that does not own it is that worker's alone: nobody else's need

@@ -399,8 +399,9 @@ def _require_first(launch: Launch) -> None:
     if any(of_other == worker and not other._ending.begun.locked() for other, of_other in _made.items()):
         raise BadRequest(
             f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, as worker {launch.worker_id!r}, "
-            "and one run holds one model with one optimizer: give one torch optimizer all parameters, in groups, or "
-            "start servers for each and name them (servers=). To train on with a new one, close() the first."
+            "and one run holds one model with one optimizer. For optimizers that take turns, as of a GAN, start "
+            "servers for each and name them (servers=, run_id=); otherwise give one torch optimizer all parameters, in "
+            "groups. To train on with a new one, close() the first."
         )
 
 
