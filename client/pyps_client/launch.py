@@ -73,16 +73,21 @@ class Launch:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.servers in (LOCAL, (LOCAL,), [LOCAL]):
+        local = self.servers in (LOCAL, (LOCAL,), [LOCAL])
+        if local:
             if max(self.parts, self.worker_count or 1) > 1:
                 raise BadRequest(
                     "servers is 'local', a server in this process, but several processes are to share it: start `pyps "
                     "serve` and name it, or train with `pyps run`."
                 )
-            object.__setattr__(self, "servers", (local_server(),))
-            if self.transport == "auto":
-                object.__setattr__(self, "transport", "in_process")
-        object.__setattr__(self, "servers", parse_servers(self.servers))
+            if self.transport not in ("auto", "in_process"):
+                raise BadRequest(
+                    f"transport is {self.transport!r}, but servers is 'local', a server in this process without a "
+                    "port: leave transport out, or start `pyps serve` and name it."
+                )
+            object.__setattr__(self, "transport", "in_process")
+        else:
+            object.__setattr__(self, "servers", parse_servers(self.servers))
         codec_of(self.gradient_codec)
         codec_of(self.parameter_codec)
         check_transport(self.transport)
@@ -100,6 +105,9 @@ class Launch:
         for name in _WAITS:
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
+        if local:
+            # Last: of what is refused no server is left.
+            object.__setattr__(self, "servers", (local_server(),))
 
     # By their old names.
     codec = property(attrgetter("gradient_codec"))

@@ -6,18 +6,22 @@ import asyncio
 import functools
 import itertools
 import os
+import queue
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from pyps import _kernels
 from pyps.config import ServerConfig
 from pyps.service.in_process import InProcess
 from pyps.service.report import Addresses
 from pyps.service.server import Server
-from pyps_wire.in_process import SERVERS
 
-# How long a server's end waits for calls, and the program's end for what the servers are amid.
+# How long a server's end waits for calls.
 END_SECONDS = 2.0
+
+T = TypeVar("T")
 
 _numbers = itertools.count(1)
 
@@ -48,7 +52,8 @@ class LocalServer(Server):
 
 async def _serve(ready: Future[str]) -> None:
     config = ServerConfig(exit_when_done=True)
-    await LocalServer(config, token=None, instruction_set=_kernels.isa(), transports=[InProcess]).serve(ready)
+    server = LocalServer(config, token=None, instruction_set=_kernels.isa(), transports=[InProcess], pool=_threads())
+    await server.serve(ready)
 
 
 def _give_up(ready: Future[str], ended: Future[None]) -> None:
@@ -56,33 +61,61 @@ def _give_up(ready: Future[str], ended: Future[None]) -> None:
         ready.set_exception(ended.exception() or RuntimeError("the server ended before it served"))
 
 
+class Threads(ThreadPoolExecutor):
+    """Threads for all such servers, as many as there is work at once, until the very end of the program.
+
+    Pools of the standard library end when the main thread does: before other threads, and handlers of `atexit`, by
+    which workers still train or leave.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Lets a thread do work."""
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._run, name="pyps-server-work", daemon=True).start()
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(work, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends nothing: other servers' work is done here too."""
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            # Nothing is kept until the next call.
+            del future, work
+            self._idle.release()
+
+
+@functools.cache
+def _threads() -> Threads:
+    return Threads()
+
+
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
     """The event loop of all such servers, on a thread that does not hold up the program's end."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="pyps-servers", daemon=True)
-    thread.start()
-    # As thread pools do it, and before them: without their threads a server would complain that its clock fails.
-    threading._register_atexit(_park, loop, thread)  # type: ignore[attr-defined]
+    loop.set_default_executor(_threads())
+    threading.Thread(target=loop.run_forever, name="pyps-servers", daemon=True).start()
     return loop
 
 
-def _park(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Lets the servers rest as they are: nobody would see more of what they hold."""
-    if not thread.is_alive():
-        # In a forked child.
-        return
-    parked = threading.Event()
-
-    def park() -> None:
-        SERVERS.clear()
-        parked.set()
-        threading.Event().wait()
-
-    loop.call_soon_threadsafe(park)
-    parked.wait(END_SECONDS)
+def _forget_threads() -> None:
+    _loop.cache_clear()
+    _threads.cache_clear()
 
 
-# A forked child has the loop without its thread.
+# A forked child has none of the threads.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_loop.cache_clear)
+    os.register_at_fork(after_in_child=_forget_threads)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,7 @@ class Server:
         instruction_set: str,
         clock: Callable[[], float] = time.monotonic,
         transports: Sequence[type[Transport]] = TRANSPORTS,
+        pool: Executor | None = None,
     ):
         self._config = config
         self._token = token
@@ -119,7 +121,7 @@ class Server:
         self._standstill = Standstill(TICK_SECONDS, clock=clock)
         self._budget = ByteBudget(config.max_in_flight_bytes)
         self._threads = config.threads or len(os.sched_getaffinity(0))
-        self._work = KernelExecutor(self._threads, logged=self._update_log is not None)
+        self._work = KernelExecutor(self._threads, logged=self._update_log is not None, pool=pool)
         self._host = Host(
             config=config,
             token=token,

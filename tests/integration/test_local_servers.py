@@ -42,6 +42,16 @@ def test_who_is_not_alone_is_told_to_start_a_server() -> None:
             Launch.from_environment("local", environment={}, **others)
 
 
+def test_a_server_in_the_process_is_reached_by_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(SERVERS)
+    for transport in ("grpc", "shm"):
+        with pytest.raises(BadRequest, match=f"transport is '{transport}', but servers is 'local'"):
+            Launch.from_environment("local", environment={}, transport=transport)
+    with pytest.raises(BadRequest, match="wait_seconds"):
+        Launch.from_environment("local", environment={}, wait_seconds=-1)
+    assert set(SERVERS) == before
+
+
 def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pyps.service.local", "pyps.service"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -67,3 +77,37 @@ def test_a_program_may_end_without_a_word_and_so_may_a_child_that_it_forked() ->
     with PythonProcess("-c", WITHOUT_A_WORD) as process:
         assert process.wait() == 3
         assert all(line.startswith("pyps: ") for line in process.output().splitlines()), process.output()
+
+
+TRAINS_TO_THE_VERY_END = """
+import atexit
+import threading
+import torch
+from pyps_client import RemoteOptimizer
+from pyps_wire.in_process import SERVERS
+
+model = torch.nn.Linear(3, 1)
+atexit.register(lambda: print("updates:", run.shards[0].version))
+optimizer = RemoteOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), servers="local", push_every=2)
+[server] = SERVERS.values()
+run = server._host.run
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+
+def train():
+    threading.main_thread().join()
+    step()
+
+step()
+atexit.register(step)
+threading.Thread(target=train).start()
+"""
+
+
+def test_threads_and_exit_handlers_train_to_the_very_end_and_the_last_gradients_count() -> None:
+    with PythonProcess("-c", TRAINS_TO_THE_VERY_END) as process:
+        assert process.wait() == 0
+        assert process.output().splitlines()[-1] == "updates: 2", process.output()
