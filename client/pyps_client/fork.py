@@ -11,6 +11,9 @@ from pyps_wire.errors import ForkedClient
 # Grows in each forked child, so that objects made before the fork can tell.
 generation = 0
 
+# Whether there is anything to keep children off.
+_guarded = False
+
 # What the connections of this process are made of, until they are closed. A forked child, which closes none, must not
 # free it either: freeing talks to threads it has not got.
 kept_alive: set[object] = set()
@@ -26,9 +29,10 @@ def at_fork(*, before: Callable[[], object] | None = None, after_in_child: Calla
 def _begin_child() -> None:
     global generation
     generation += 1
-    # Nor may the child's garbage collector free connections and servers that the parent had done with, and had not
-    # collected yet.
-    gc.freeze()
+    if _guarded:
+        # Nor may the child's garbage collector free connections and servers that the parent had done with, and had not
+        # collected yet.
+        gc.freeze()
 
 
 at_fork(after_in_child=_begin_child)
@@ -38,6 +42,8 @@ class ForkGuard:
     """Remembers the process that made it."""
 
     def __init__(self) -> None:
+        global _guarded
+        _guarded = True
         self.generation = generation
 
     @property

@@ -74,12 +74,12 @@ class Lease:
 
     def leave(self, cause: str, message: str) -> None:
         """Ends the heartbeats and says Leave wherever a Hello was answered, once; without insisting: leases run out."""
+        request = LeaveRequest(sender=self._sender, cause=f"CAUSE_{cause.upper()}", message=message)
         with self._leaving:
             if self._left:
                 return
             self._left = True
             self._heartbeat.end()
-            request = LeaveRequest(sender=self._sender, cause=f"CAUSE_{cause.upper()}", message=message)
             begun: list[tuple[str, Callable[[], LeaveReply]]] = []
             for connection in list(self._met.values()):
                 try:

@@ -47,6 +47,12 @@ class Versions(dict[int, int]):
 
     epochs: tuple[int, ...] = ()
 
+    def copy(self) -> Versions:
+        """The same, to be changed."""
+        copied = Versions(self)
+        copied.epochs = self.epochs
+        return copied
+
 
 class Held:
     """The versions that a caller holds of one server's shards, and those that it is to wait for; all of one epoch.

@@ -234,7 +234,7 @@ class Pushes:
         settled = self._holdings.settled(index) if self._holdings.late else ()
         flags = None if present is None or all(present) else tuple(present)
         reply_codec = None if intakes is None else intakes[place].codec
-        made_of = (flags, settled, kinds, reply_codec)
+        made_of = (flags, settled, tuple(kinds), reply_codec)
         known = self._cuts[place]
         if known is not None and known[0] == made_of:
             return known[1]

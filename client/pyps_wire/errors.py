@@ -30,6 +30,7 @@
     └── NotFinite                   INVALID_ARGUMENT     too many gradients with NaN or infinity
 
 The kinds, ConfigurationError (a ValueError too), ConnectionFailed and RunEnded, say what a caller does about an error.
+Of those that end a worker's part RunFinished alone is a good end.
 A server ends a call with `status` and the message, and names the class in trailing metadata under
 METADATA_KEY; `from_status` makes the same error again at the other end.
 """

@@ -49,8 +49,8 @@ def local_server() -> str:
         if (error.name or "").partition(".")[0] != "pyps":
             raise
         raise BadRequest(
-            "servers='local' runs a server in this process, which needs the package pyps: pip install pyps; or name "
-            "servers."
+            "servers='local' runs a server in this process, which needs the package pyps: install it from the "
+            "folder that this client came from; or name servers."
         ) from None
     address: str = local.start()
     return address

@@ -56,7 +56,7 @@ def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch:
     for name in ("pyps.service.local", "pyps.service"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyps", None)
-    with pytest.raises(BadRequest, match="pip install pyps"):
+    with pytest.raises(BadRequest, match="needs the package pyps"):
         Launch.from_environment("local", environment={})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-import pyps_client.fork  # noqa: F401
+from pyps_client.fork import ForkGuard
 
 
 class Connection:
@@ -25,6 +25,7 @@ PARENT = os.getpid()
 def test_a_child_collects_nothing_that_its_parent_had_done_with() -> None:
     gc.disable()
     try:
+        ForkGuard()
         Connection()
         child = os.fork()
         if child == 0:
