@@ -351,3 +351,20 @@ def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_ser
         dataset = torch.utils.data.TensorDataset(torch.zeros(33, 32))
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=Portions(dataset, optimizer, batch_size=8))
         assert len(loader) == 5
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm", "in_process"])
+def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_server, transport) -> None:
+    def told() -> dict[str, object]:
+        kind = RemoteOptimizer
+        names = [name for name in vars(kind) if isinstance(getattr(kind, name), property)]
+        assert {"transport", "global_step", "receipts"} <= set(names)
+        return {name: getattr(optimizer, name) for name in names}
+
+    model = mlp()
+    with remote(model, start_server(), transport=transport) as optimizer:
+        backward(model, next(batches(1)))
+        optimizer.step()
+        before = told()
+    assert told() == before
+    assert before["transport"] == transport

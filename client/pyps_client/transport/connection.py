@@ -53,6 +53,8 @@ class Connection:
         self._launch = launch
         self._guard = ForkGuard()
         self._cut_because = ""
+        # The way of calls, by its transport's name; of a connection that is closed, what `transport` was.
+        self._transport = ""
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._channel: Channel | None = None
@@ -71,6 +73,7 @@ class Connection:
             if self._channel is None:
                 launch = self._launch
                 self._channel = launch.way.channel(self.address, token=launch.token, use_proxy=launch.use_proxy)
+                self._transport = self._channel.transport
             return self._channel
 
     def renew(self, failed: Channel) -> bool:
@@ -94,6 +97,12 @@ class Connection:
         """The way through memory that this process and the server share, where it is open."""
         link = self._link
         return None if link is None or link.lost else link
+
+    @property
+    def transport(self) -> str:
+        """The way of lent vectors, by its transport's name, known once it was used."""
+        link = self.link
+        return self._transport if link is None else link.transport
 
     @property
     def is_local(self) -> bool:
@@ -130,6 +139,7 @@ class Connection:
         if self._guard.in_child:
             return
         with self._lock:
+            self._transport = self.transport
             channel, self._channel, self._closed = self._channel, None, True
             link, self._link = self._link, None
         _close(link, channel)

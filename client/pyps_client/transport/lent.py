@@ -175,7 +175,7 @@ class Sharing:
     @property
     def transport(self) -> str:
         """The way of lent vectors, by its transport's name, or "mixed"."""
-        names = {(connection.link or connection.channel).transport for connection in self._connections}
+        names = {connection.transport for connection in self._connections}
         return "mixed" if len(names) > 1 else names.pop()
 
     def _shared(self, layout: Layout) -> Lending | None:
