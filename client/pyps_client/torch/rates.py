@@ -12,7 +12,7 @@ from pyps_client.log import logger
 from pyps_client.push import GroupRate
 from pyps_client.torch.rules import TorchName, Translation, refuse_changes, text_of
 from pyps_wire.common_pb2 import OptimizerSettings
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import BadRequest, SettingsChanged
 
 # Group -> the learning rate and momentum that the push which begins now must carry.
 RateChanges = Callable[[], Mapping[int, GroupRate]]
@@ -60,6 +60,8 @@ class Rates:
         self._told = [(group["learning_rate"], group.get(translation.momentum)) for group in settings]
         # True once the first change was sent.
         self._moved = False
+        # Each group's parameters; the model holds them, so that an id stays its own.
+        self._parameters = [_ids(group) for group in param_groups]
         # The groups as they were found in order, which are looked at again only where they are others.
         self._checked: list[Mapping[str, Any]] = [{}] * len(param_groups)
 
@@ -70,8 +72,12 @@ class Rates:
 
     def check(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Raises SettingsChanged where a group no longer says what the run was joined with."""
-        for group, checked in zip(param_groups, self._checked, strict=True):
-            if len(group) != len(checked):
+        # A list that was put in the place of the optimizer's own.
+        self._param_groups = param_groups
+        if len(param_groups) != len(self._checked):
+            return self._check_anew(param_groups)
+        for group, checked, parameters in zip(param_groups, self._checked, self._parameters, strict=True):
+            if len(group) != len(checked) or list(map(id, group.get("params") or ())) != parameters:
                 return self._check_anew(param_groups)
             for name, value in group.items():
                 if name not in _FREE and checked.get(name) != value:
@@ -124,6 +130,14 @@ class Rates:
         return [told.get(vector, rate) for vector, rate in enumerate(own)]
 
     def _check_anew(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        if [_ids(group) for group in param_groups] != self._parameters:
+            sizes = [len(_ids(group)) for group in param_groups]
+            raise SettingsChanged(
+                f"The parameter groups hold other parameters ({sizes} of them) than those that the run was joined with "
+                f"({list(map(len, self._parameters))}): its workers agree on them when it starts. Give the torch "
+                "optimizer all groups before RemoteOptimizer is made, and leave param_groups as they are but for lr "
+                "and momentum."
+            )
         refuse_changes(self._translation, self._joined_with, param_groups)
         # A list may be changed in its place, and would be compared with itself.
         values = [value for group in param_groups for name, value in group.items() if name not in _FREE]
@@ -136,9 +150,13 @@ class Rates:
         for item in self._momentum:
             momenta = map(item, momenta)
         rates = map(float, map(_learning_rate, self._param_groups))
-        now: list[tuple[float, float | None]] = list(
-            zip(rates, map(float, momenta) if self._momentum else repeat(None), strict=False)
-        )
+        try:
+            now: list[tuple[float, float | None]] = list(
+                zip(rates, map(float, momenta) if self._momentum else repeat(None), strict=False)
+            )
+        except (TypeError, ValueError):
+            said = ", ".join(repr(group["lr"]) for group in self._param_groups)
+            raise BadRequest(f"lr is {said} in the parameter groups; expected finite numbers, 0 or more.") from None
         if now != self._told:
             for index, (rate, momentum) in enumerate(now):
                 if not 0 <= rate < math.inf:
@@ -149,3 +167,7 @@ class Rates:
                         "number of at least 0 and less than 1."
                     )
         return now
+
+
+def _ids(group: Mapping[str, Any]) -> list[int]:
+    return list(map(id, group.get("params") or ()))

@@ -159,9 +159,16 @@ def refuse_changes(
     for index, group in enumerate(param_groups):
         settings = asked.groups[index].hyperparameters
         for ours, torchs in translation.hyperparameters.items():
+            try:
+                value = value_of(group, torchs)
+            except (LookupError, TypeError, ValueError):
+                name = torchs if isinstance(torchs, str) else torchs[0]
+                raise SettingsChanged(
+                    f"{name} of parameter group {index} is {group.get(name)!r} now; expected it as it was, "
+                    f"{text_of(torchs)}={settings[ours]:g}: put it back."
+                ) from None
             if ours in ("learning_rate", translation.momentum):
                 continue
-            value = value_of(group, torchs)
             if value != settings[ours]:
                 raise SettingsChanged(
                     f"{text_of(torchs)} of parameter group {index} was changed from {settings[ours]:g} to {value:g}, "

@@ -141,3 +141,44 @@ def test_settings_that_workers_share_are_looked_at_whenever_they_are_others() ->
     group["weight_decay"] = 0.5
     with pytest.raises(SettingsChanged, match="weight_decay of parameter group 0"):
         rates.check([group])
+
+
+def test_groups_that_hold_others_or_no_numbers_are_refused() -> None:
+    def other() -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.zeros(3))
+
+    for change in (
+        lambda groups: groups.append({"params": [other()], "lr": 0.1}),
+        lambda groups: groups.pop(),
+        lambda groups: groups.clear(),
+        lambda groups: groups[0].update(params=[other()]),
+        lambda groups: groups[0].pop("params"),
+        lambda groups: groups[1]["params"].append(other()),
+        lambda groups: groups[1]["params"].__setitem__(0, other()),
+    ):
+        for is_later in (False, True):
+            optimizer = sgd()
+            rates = rates_of(optimizer)
+            if is_later:
+                rates.check(optimizer.param_groups)
+            change(optimizer.param_groups)
+            with pytest.raises(SettingsChanged, match=r"hold other parameters .* than those .* \(\[1, 1\]\): "):
+                rates.check(optimizer.param_groups)
+    for name in ("weight_decay", "lr"):
+        optimizer = sgd()
+        rates = rates_of(optimizer)
+        del optimizer.param_groups[1][name]
+        with pytest.raises(SettingsChanged, match=f"{name} of parameter group 1 is None now; expected .* put it back"):
+            rates.check(optimizer.param_groups)
+    optimizer = sgd()
+    rates = rates_of(optimizer)
+    optimizer.param_groups[1]["lr"] = "fast"
+    with pytest.raises(BadRequest, match=r"lr is 0\.5, 'fast' in the parameter groups; expected finite numbers"):
+        rates.changes()
+
+
+def test_a_list_in_the_place_of_the_optimizers_own_is_gone_by() -> None:
+    optimizer = sgd()
+    rates = rates_of(optimizer)
+    rates.check([dict(group, lr=0.25) for group in optimizer.param_groups])
+    assert rates.changes() == {0: (0.25, None, False), 1: (0.25, None, False)}
