@@ -20,7 +20,7 @@ from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Servers
 from pyps_client.vectors import FiniteGuard, Vector, Vectors, first_non_finite
-from pyps_client.worker import Worker
+from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.blocks import place
 from pyps_wire.codecs import FLOAT32, codec_of
 from pyps_wire.common_pb2 import REASON_EPOCH, ROLE_OBSERVER, GroupSettings, OptimizerSettings, Receipt
@@ -77,6 +77,8 @@ class Client:
         )
         # Examples in each batch from now on, where a push does not say; portions do.
         self.examples_in_batch: int | None = None
+        # The thread that hands in a gradient now, or 0.
+        self._stepping = 0
         self._border = threading.Lock()
         # Guarded by _border: whether a step has ended, and the next was not allowed yet.
         self._between_steps = True
@@ -176,8 +178,12 @@ class Client:
     def _hand_in(self, gradients: Arrays, examples: int, parameters: Vectors | None = None) -> list[Receipt] | None:
         """Ends a step: checks the gradients and pushes them; None where they are of no use."""
         self._check(gradients)
-        self._enter_step()
+        thread = threading.get_ident()
+        if self._stepping and self._stepping != thread:
+            raise BadRequest(ONE_THREAD)
+        self._stepping = thread
         try:
+            self._enter_step()
             self.session.clock += 1
             if not self._write(gradients):
                 return None
@@ -185,6 +191,7 @@ class Client:
             count = examples or self.examples_in_batch or 0
             return self.session.exchange(Plan([self._gradient], parameters, present=present, example_count=count))
         finally:
+            self._stepping = 0
             with self._border:
                 self._between_steps = True
 

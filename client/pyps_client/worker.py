@@ -39,6 +39,14 @@ HELLO_SECONDS = 10.0
 END_SECONDS = 10.0
 
 
+# Why a step is refused while another thread takes one.
+ONE_THREAD = (
+    "Another thread takes a step with this worker right now: this step was not taken, and its gradients are as they "
+    "were. Take a worker's steps on one thread, or by turns (threading.Lock), or make a worker for each thread, with a "
+    "model and a worker_id of its own."
+)
+
+
 class Worker:
     """One worker's membership in a run, over all of its servers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from client_support import Reference, addresses, gradients_like, make_client, small_model, start_servers
 from pyps_client import BadRequest, ModelMismatch, NotFinite
+from pyps_client.arrays import Arrays
 from support import ServerThread
 
 Start = Callable[..., ServerThread]
@@ -105,3 +107,28 @@ def test_the_first_parameters_must_be_float32_and_named() -> None:
         make_client("127.0.0.1:1", tensors={"w": np.zeros(3)})
     with pytest.raises(BadRequest, match="No tensors were given"):
         make_client("127.0.0.1:1", tensors={})
+
+
+def test_while_one_thread_pushes_another_is_refused_and_nothing_is_lost(start_server: Start) -> None:
+    refused: list[BadRequest] = []
+    gradients = gradients_like(small_model(), seed=0)
+    with make_client(start_server().data) as client:
+        write = client._write
+
+        def push() -> None:
+            try:
+                client.push(gradients)
+            except BadRequest as error:
+                refused.append(error)
+
+        def write_beside(arrays: Arrays) -> bool:
+            other = threading.Thread(target=push)
+            other.start()
+            other.join()
+            return write(arrays)
+
+        client._write = write_beside
+        for _ in range(3):
+            assert client.push(gradients)
+        assert client.global_step == client.session.clock == len(refused) == 3
+    assert str(refused[0]).startswith("Another thread takes a step with this worker right now: this step was not taken")

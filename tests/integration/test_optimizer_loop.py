@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -368,3 +369,33 @@ def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_se
         before = told()
     assert told() == before
     assert before["transport"] == transport
+
+
+def test_while_one_thread_takes_a_step_another_is_refused_and_nothing_is_lost(start_server) -> None:
+    model = mlp()
+    refused: list[BadRequest] = []
+
+    def step() -> None:
+        try:
+            optimizer.step()
+        except BadRequest as error:
+            refused.append(error)
+
+    with remote(model, start_server()) as optimizer:
+        gradients = optimizer._gradients
+
+        def beside() -> list[torch.Tensor | None]:
+            # Amid the first thread's step.
+            optimizer._gradients = gradients
+            other = threading.Thread(target=step)
+            other.start()
+            other.join()
+            return gradients()
+
+        for batch in batches(3):
+            backward(model, batch)
+            optimizer._gradients = beside
+            optimizer.step()
+        assert optimizer.steps == optimizer.global_step == 3
+    assert len(refused) == 3
+    assert str(refused[0]).startswith("Another thread takes a step with this worker right now: this step was not taken")

@@ -21,7 +21,7 @@ from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings
 from pyps_client.torch.steps import Steps
-from pyps_client.worker import Worker
+from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.common_pb2 import Receipt
 from pyps_wire.errors import BadRequest, SettingsChanged
@@ -127,6 +127,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._model = joining.module
         self._finish_seen = self._told_of_state = False
+        # The thread that takes a step now, or 0.
+        self._stepping = 0
         self._guard = ForkGuard()
         joined = joining.join()
         self._session, self._layout, self._gradients = joined.session, joined.layout, joined.gradients
@@ -350,10 +352,19 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._finish_seen:
             self._steps.tell_over()
             return loss
-        steps = self._steps
-        steps.check_model(steps.steps == 0)
-        steps.step(self._gradients(), example_count=examples)
-        self._finish_seen = steps.finished
+        # Looked at and set with nothing in between where threads take turns. A lock would stay locked for good where
+        # Ctrl-C comes right behind it.
+        thread = threading.get_ident()
+        if self._stepping and self._stepping != thread:
+            raise BadRequest(ONE_THREAD)
+        self._stepping = thread
+        try:
+            steps = self._steps
+            steps.check_model(steps.steps == 0)
+            steps.step(self._gradients(), example_count=examples)
+            self._finish_seen = steps.finished
+        finally:
+            self._stepping = 0
         return loss
 
 
