@@ -6,11 +6,13 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pyps_client.log import logger
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
@@ -30,6 +32,14 @@ OLD_NAMES = {
 }
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
+# What a setting's type takes, numpy's numbers too, and how it is called.
+_TYPES: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a string"),
+    NoneType: (NoneType, "None"),
+}
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -74,6 +84,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         local = self.servers in (LOCAL, (LOCAL,), [LOCAL])
+        object.__setattr__(self, "servers", (LOCAL,) if local else parse_servers(self.servers))
+        check_types(self)
+        _check_token(self.token, "token")
         if local:
             if max(self.parts, self.worker_count or 1) > 1:
                 raise BadRequest(
@@ -86,8 +99,6 @@ class Launch:
                     "port: leave transport out, or start `pyps serve` and name it."
                 )
             object.__setattr__(self, "transport", "in_process")
-        else:
-            object.__setattr__(self, "servers", parse_servers(self.servers))
         codec_of(self.gradient_codec)
         codec_of(self.parameter_codec)
         check_transport(self.transport)
@@ -147,6 +158,20 @@ class Launch:
         return cls(**settings)
 
 
+def check_types(settings: Any) -> None:
+    """Refuses what a dataclass holds in a field of another type."""
+    hints = get_type_hints(type(settings))
+    for each in fields(settings):
+        value, hint = getattr(settings, each.name), hints[each.name]
+        kinds = [get_origin(kind) or kind for kind in (get_args(hint) if isinstance(hint, UnionType) else [hint])]
+        taken = tuple(_TYPES.get(kind, (kind,))[0] for kind in kinds)
+        # To Python True is a number too.
+        if not isinstance(value, taken) or (isinstance(value, bool) and bool not in kinds):
+            said = repr(value) if each.repr else f"of type {type(value).__name__}"
+            expected = ", or ".join(_TYPES[kind][1] if kind in _TYPES else f"a {kind.__name__}" for kind in kinds)
+            raise BadRequest(f"{each.name} is {said}; expected {expected}.")
+
+
 def renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by the names that they have now, for some by older ones; those that are None were not given."""
     named = {name: value for name, value in settings.items() if name not in OLD_NAMES}
@@ -191,14 +216,15 @@ def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[s
             raise BadRequest(f"{source} cannot be read: {reason}") from None
         if not token:
             raise BadRequest(f"{source} is empty; expected the servers' shared token")
-    if not token.isascii() or not (token.isprintable() or not token):
-        raise BadRequest(f"{source} does not hold one line of printable ASCII characters")
+    _check_token(token, source)
     return token
 
 
 def parse_servers(servers: str | Sequence[str]) -> tuple[str, ...]:
     """Addresses as host:port, from "a:1,b:2" or a sequence; the port is 7610 where none is named."""
-    listed = servers.split(",") if isinstance(servers, str) else list(servers)
+    listed = servers.split(",") if isinstance(servers, str) else list(servers) if isinstance(servers, Iterable) else [0]
+    if not all(isinstance(address, str) for address in listed):
+        raise BadRequest(f"servers is {servers!r}; expected 'host:port,host:port', or a list of such strings.")
     addresses = [address.strip() for address in listed if address.strip()]
     if not addresses:
         raise BadRequest("No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610].")
@@ -219,6 +245,11 @@ def _parse_address(address: str) -> str:
     if not 1 <= port <= 65535:
         raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
     return f"{match['host']}:{port}"
+
+
+def _check_token(token: str, source: str) -> None:
+    if not (token.isascii() and token.isprintable()):
+        raise BadRequest(f"{source} does not hold one line of printable ASCII characters")
 
 
 def _default_worker_id(worker_index: int | None) -> str:

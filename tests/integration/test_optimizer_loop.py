@@ -182,6 +182,19 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
         ({"parameter_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
         ({"transport": "rdma"}, "transport is 'rdma'; expected one of auto, shm, grpc"),
         ({"read_my_writes": True, "local_learning_rate": 0.0}, r"read_my_writes .* pass local_learning_rate"),
+        ({"push_every": True}, "push_every is True; expected a whole number, or None"),
+        ({"push_every": 1.5}, "push_every is 1.5; expected a whole number, or None"),
+        ({"push_every": 0}, "push_every is 0; expected a whole number of minibatches, 1 or more"),
+        ({"overlap": True}, "overlap is True; expected 'off' or 'step'"),
+        ({"owns_schedule": "yes"}, "owns_schedule is 'yes'; expected True or False, or None"),
+        ({"read_my_writes": "no"}, "read_my_writes is 'no'; expected True or False"),
+        ({"local_learning_rate": "x"}, "local_learning_rate is 'x'; expected a number, or None"),
+        ({"gradient_codec": 5}, "gradient_codec is 5; expected a string, or a dtype, or None"),
+        ({"token_file": 5}, "token_file is 5; expected a string, or a PathLike, or None"),
+        ({"examples_in_batch": "5"}, "examples_in_batch is '5'; expected a whole number, or None"),
+        ({"examples_in_batch": -5}, "examples in a minibatch is -5; expected a whole number, 0 or more"),
+        ({"shard_size": "x"}, "shard_size is 'x'; expected a whole number"),
+        ({"run_id": 5}, "run_id is 5; expected a string"),
     ):
         with pytest.raises(BadRequest, match=message):
             RemoteOptimizer(model, sgd(model), "127.0.0.1:1", **options)
@@ -352,6 +365,18 @@ def test_types_waits_and_lengths_are_given_as_torch_and_the_errors_say(start_ser
         dataset = torch.utils.data.TensorDataset(torch.zeros(33, 32))
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=Portions(dataset, optimizer, batch_size=8))
         assert len(loader) == 5
+
+
+def test_a_number_of_examples_that_cannot_be_is_refused_before_its_step(start_server) -> None:
+    with remote(mlp(), start_server()) as optimizer:
+        backward(optimizer._model, next(batches(1)))
+        for wrong in (-5, "x", 1.5, True):
+            with pytest.raises(BadRequest, match="expected a whole number, 0 or more"):
+                optimizer.step(examples=wrong)
+            with pytest.raises(BadRequest, match="expected a whole number, 0 or more"):
+                optimizer.examples_in_batch = wrong
+        optimizer.step(examples=np.int64(16))
+        assert optimizer.steps == optimizer.global_step == 1
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm", "in_process"])

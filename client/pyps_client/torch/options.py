@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypedDict
 
 import torch
 
-from pyps_client.launch import renamed
+from pyps_client.launch import check_types, renamed
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
@@ -17,7 +19,7 @@ from pyps_wire.partition import DEFAULT_SHARD_SIZE
 class Settings(TypedDict, total=False):
     """The fields of Options, as keywords of RemoteOptimizer."""
 
-    token_file: str | None
+    token_file: str | os.PathLike[str] | None
     push_every: int | None
     pull_every: int | None
     local_learning_rate: float | None
@@ -66,7 +68,7 @@ class Options:
     `shard_size`: the most parameters, in numbers, of a shard; the same for all workers.
     """
 
-    token_file: str | None = None
+    token_file: str | os.PathLike[str] | None = None
     push_every: int | None = None
     pull_every: int | None = None
     local_learning_rate: float | None = None
@@ -82,6 +84,10 @@ class Options:
     owns_schedule: bool | None = None
     examples_in_batch: int | None = None
     shard_size: int = DEFAULT_SHARD_SIZE
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_examples(self.examples_in_batch)
 
     @classmethod
     def of(cls, options: Options | None, settings: Settings) -> Options:
@@ -100,3 +106,9 @@ class Options:
         if not isinstance(options, cls | None):
             raise BadRequest(f"options is {options!r}; expected pyps_client.torch.Options(...).")
         return dataclasses.replace(options or cls(), **given)
+
+
+def check_examples(count: object) -> None:
+    """Refuses what is no number of examples; None says nothing of it."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, Integral) or count < 0):
+        raise BadRequest(f"The number of examples in a minibatch is {count!r}; expected a whole number, 0 or more.")

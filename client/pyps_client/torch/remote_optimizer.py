@@ -19,7 +19,7 @@ from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, agreed
 from pyps_client.torch.joining import Joining, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
-from pyps_client.torch.options import Options, Settings
+from pyps_client.torch.options import Options, Settings, check_examples
 from pyps_client.torch.steps import Steps
 from pyps_client.worker import ONE_THREAD, Worker
 from pyps_wire.allocator import give_back_free_memory
@@ -87,7 +87,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Joins the run on `servers`: "host:port,host:port", or "local" for one in this process (else PYPS_SERVERS).
 
-        `run_id`, `worker_id`: PYPS_RUN_ID and PYPS_WORKER_ID by default.
+        `run_id`, `worker_id`: PYPS_RUN_ID and PYPS_WORKER_ID by default; "" is for none, whatever these say.
         `overlap`: "off", or "step" for pushes and pulls beside the computation, at the price of about one
         more version of staleness: where a push takes longer than a minibatch, those meanwhile are summed in the next
         push, so that there are fewer updates. Under protocols that take gradients of the present version only, or that
@@ -253,6 +253,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @examples_in_batch.setter
     def examples_in_batch(self, count: int | None) -> None:
+        check_examples(count)
         self._steps.examples_in_batch = count
 
     @property
@@ -341,6 +342,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if self._ending.begun.locked():
             raise BadRequest("This RemoteOptimizer was closed: make a new one to go on training.")
         self._rates.check(self.param_groups)
+        if examples is not None:
+            check_examples(examples)
         # A scheduler that was made with the torch optimizer looks there for the step that goes before its own.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]
         loss = None

@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pyps_client
@@ -138,6 +139,33 @@ WRONG = [
     ("PYPS_PULL_CODEC", "bf16", "PYPS_PULL_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
     ("PYPS_TRANSPORT", "shmem", f"PYPS_TRANSPORT is 'shmem'; expected one of {', '.join(launch.TRANSPORTS)}"),
 ]
+
+
+def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
+    for given, complaint in (
+        ({"loss_wait_seconds": "x"}, "loss_wait_seconds is 'x'; expected a number"),
+        ({"wait_seconds": None}, "wait_seconds is None; expected a number"),
+        ({"start_wait_seconds": True}, "start_wait_seconds is True; expected a number"),
+        ({"worker_id": 5}, "worker_id is 5; expected a string"),
+        ({"run_id": 3}, "run_id is 3; expected a string"),
+        ({"worker_index": "1"}, "worker_index is '1'; expected a whole number, or None"),
+        ({"parts": 1.5}, "parts is 1.5; expected a whole number"),
+        ({"use_proxy": "no"}, "use_proxy is 'no'; expected True or False"),
+        ({"transport": 5}, "transport is 5; expected a string"),
+        # Which is not printed.
+        ({"token": 7}, "token is of type int; expected a string"),
+        ({"token": "first\nsecond"}, "token does not hold one line of printable ASCII"),
+        *(({"servers": wrong}, "expected 'host:port,host:port', or a list of") for wrong in (5, [5], None, b"a:1")),
+    ):
+        with pytest.raises(BadRequest, match=complaint):
+            Launch(**{"servers": "a:1"} | given)
+    # Numbers are numbers, whoever made them.
+    assert Launch(servers=["a:1"], worker_index=np.int64(1), wait_seconds=np.float32(2)).worker_id == "worker-1"
+
+
+def test_an_empty_name_goes_before_its_variable_and_leaves_the_worker_unnamed() -> None:
+    theirs = {"PYPS_SERVERS": "a:1", "PYPS_WORKER_ID": "w", "PYPS_WORKER_INDEX": "3"}
+    assert Launch.from_environment(environment=theirs, worker_id="").worker_id == "worker-3"
 
 
 def test_a_wrong_variable_is_refused_by_name() -> None:
