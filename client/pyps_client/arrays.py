@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pyps_client import leave
 from pyps_client.data.portions import Stepper, others_wait
 from pyps_client.join import Handshake
-from pyps_client.launch import Launch
+from pyps_client.launch import Launch, parse_servers
 from pyps_client.pull import Holdings, LeaseCall, LongPoll, intakes, read
 from pyps_client.push import Plan
 from pyps_client.transport.connection import Servers
@@ -292,10 +292,13 @@ class Observer:
     """A reader of a run, which learns the model from the servers. It never counts as a worker."""
 
     def __init__(self, servers: str | Sequence[str] | None = None, **launch_options: Any) -> None:
-        """Connects, waiting for the servers and for the run's first parameters."""
+        """Connects, waiting for the run's servers, whose addresses are named, and for its first parameters."""
         leave.install_where_asked()
         launch_options.setdefault("worker_id", f"observer-{socket.gethostname()}-{os.getpid()}")
-        launch = Launch.from_environment(servers, **launch_options)
+        if servers is None:
+            servers = (launch_options.get("environment") or os.environ).get("PYPS_SERVERS", "")
+        # Read here, where "local" is refused: of a server of its own an observer would never hear of a run.
+        launch = Launch.from_environment(parse_servers(servers), **launch_options)
         self._handshake = Handshake(launch)
         self._servers = Servers(launch, rejoin=self._handshake.rejoin)
         self._closing = threading.Event()

@@ -220,28 +220,33 @@ def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[s
     return token
 
 
-def parse_servers(servers: str | Sequence[str]) -> tuple[str, ...]:
-    """Addresses as host:port, from "a:1,b:2" or a sequence; the port is 7610 where none is named."""
+def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
+    """Addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
     listed = servers.split(",") if isinstance(servers, str) else list(servers) if isinstance(servers, Iterable) else [0]
     if not all(isinstance(address, str) for address in listed):
         raise BadRequest(f"servers is {servers!r}; expected 'host:port,host:port', or a list of such strings.")
     addresses = [address.strip() for address in listed if address.strip()]
     if not addresses:
         raise BadRequest("No servers were named: pass servers='host:7610' or set PYPS_SERVERS=host:7610[,host:7610].")
-    parsed = tuple(_parse_address(address) for address in addresses)
+    if LOCAL in addresses:
+        raise BadRequest(
+            "servers is 'local', a server within a worker's own process, which nobody else can reach: start `pyps "
+            "serve` and name it, as host:port."
+        )
+    parsed = tuple(_parse_address(address, port) for address in addresses)
     for address in parsed:
         if parsed.count(address) > 1:
             raise BadRequest(f"Server {address} is listed twice in {','.join(parsed)}: name each server once.")
     return parsed
 
 
-def _parse_address(address: str) -> str:
+def _parse_address(address: str, default_port: int) -> str:
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise BadRequest(
             f"Server address {address!r} is malformed: expected host:port, such as 127.0.0.1:7610 or [::1]:7610."
         )
-    port = int(match["port"] or DATA_PORT)
+    port = int(match["port"] or default_port)
     if not 1 <= port <= 65535:
         raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
     return f"{match['host']}:{port}"

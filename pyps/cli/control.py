@@ -120,10 +120,8 @@ class Control:
 
 def control_addresses(servers: str) -> tuple[str, ...]:
     """The addresses in a comma list, the control port where none is named; exits when one is malformed."""
-    listed = (address.strip() for address in servers.split(","))
-    with_ports = (_with_port(address) for address in listed if address)
     try:
-        return parse_servers(list(with_ports))
+        return parse_servers(servers, port=CONTROL_PORT)
     except PypsError as error:
         fail(str(error), status=2)
 
@@ -344,8 +342,3 @@ def _open(address: str) -> grpc.Channel:
 def _same_host(address: str, bound: str) -> str:
     """The port of an address as a server bound it, at the host by which it was reached."""
     return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
-
-
-def _with_port(address: str) -> str:
-    has_port = ":" in address.rpartition("]")[2]
-    return address if has_port else f"{address}:{CONTROL_PORT}"

@@ -13,7 +13,7 @@ import typer
 from pyps.cli.control import TOKEN_HELP, DataServers, data_addresses, fail, read_token
 from pyps.cli.coordination import drive, flags
 from pyps.launcher.process import SUPERSEDED
-from pyps_client.launch import Launch
+from pyps_client.launch import Launch, parse_servers
 from pyps_wire.errors import ProtocolMismatch, RunFinished, Superseded
 
 # The exit status after Ctrl-C: 128 and SIGINT's number.
@@ -63,7 +63,7 @@ def coordinate(
     )
     token = read_token(token_file)
     launch = Launch.from_environment(
-        servers,
+        parse_servers(servers),
         token=token,
         run_id=run_id or None,
         worker_id=f"coordinator-{socket.gethostname()}-{os.getpid()}",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pyps_client import Client, Launch
+from pyps_client import Client, Launch, Observer
 from pyps_wire.errors import BadRequest
 from pyps_wire.in_process import SERVERS
-from support import PythonProcess, wait_until
+from support import PythonProcess, shell, wait_until
 
 SGD = ("sgd", {"learning_rate": 1.0})
 
@@ -49,6 +50,20 @@ def test_a_server_in_the_process_is_reached_by_no_port(monkeypatch: pytest.Monke
             Launch.from_environment("local", environment={}, transport=transport)
     with pytest.raises(BadRequest, match="wait_seconds"):
         Launch.from_environment("local", environment={}, wait_seconds=-1)
+    assert set(SERVERS) == before
+
+
+def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = set(SERVERS)
+    with pytest.raises(BadRequest, match="which nobody else can reach: start `pyps serve`"):
+        Observer("local")
+    monkeypatch.setenv("PYPS_SERVERS", "local")
+    with pytest.raises(BadRequest, match="which nobody else can reach"):
+        Observer()
+    script = tmp_path / "score.py"
+    script.write_text("def evaluate(parameters): return 0\n", encoding="utf-8")
+    for command in (["status"], ["eval", str(script)], ["stop"], ["coordinate"]):
+        assert "which nobody else can reach: start `pyps serve`" in shell(*command, status=2), command
     assert set(SERVERS) == before
 
 
