@@ -216,6 +216,8 @@ class Client:
                 known = ", ".join(list(self._places)[:10])
                 raise ModelMismatch(f"There is no tensor {name!r} in this model; it has {known}.")
             tensor = self._places[name][0]
+            if not isinstance(gradient, np.ndarray | np.generic):
+                raise ModelMismatch(f"The gradient of {name!r} is a {type(gradient).__name__}; expected a numpy array.")
             if gradient.shape != tensor.shape:
                 raise ModelMismatch(
                     f"The gradient of {name!r} has shape {list(gradient.shape)}; expected {list(tensor.shape)}."

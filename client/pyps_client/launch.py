@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
 from pyps_wire.contract import DATA_PORT
 from pyps_wire.errors import BadRequest
-from pyps_wire.in_process import local_server
+from pyps_wire.in_process import end_local_server, start_local_server
 
 # Instead of servers: one in the worker's own process, for it alone.
 LOCAL = "local"
@@ -88,11 +88,7 @@ class Launch:
         check_types(self)
         _check_token(self.token, "token")
         if local:
-            if max(self.parts, self.worker_count or 1) > 1:
-                raise BadRequest(
-                    "servers is 'local', a server in this process, but several processes are to share it: start `pyps "
-                    "serve` and name it, or train with `pyps run`."
-                )
+            _check_alone(max(self.parts, self.worker_count or 1))
             if self.transport not in ("auto", "in_process"):
                 raise BadRequest(
                     f"transport is {self.transport!r}, but servers is 'local', a server in this process without a "
@@ -116,9 +112,6 @@ class Launch:
         for name in _WAITS:
             if not getattr(self, name) >= 0:
                 raise BadRequest(f"{name} is {getattr(self, name)!r}; expected a number of seconds, 0 or more.")
-        if local:
-            # Last: of what is refused no server is left.
-            object.__setattr__(self, "servers", (local_server(),))
 
     # By their old names.
     codec = property(attrgetter("gradient_codec"))
@@ -128,6 +121,18 @@ class Launch:
     def way(self) -> Transport:
         """The transport itself."""
         return named(self.transport)
+
+    def begun(self, num_processes: int) -> Launch:
+        """With the address of a server that this starts, where a worker of so many processes asked for its own."""
+        if self.servers != (LOCAL,):
+            return self
+        _check_alone(num_processes)
+        return replace(self, servers=(start_local_server(),))
+
+    def end(self) -> None:
+        """Ends the server that was begun, if nobody trains there; other servers go on."""
+        if self.transport == "in_process":
+            end_local_server(self.servers[0])
 
     @classmethod
     def from_environment(
@@ -156,6 +161,14 @@ class Launch:
         if "token" not in given:
             settings["token"] = read_token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
         return cls(**settings)
+
+
+def _check_alone(num_processes: int) -> None:
+    if num_processes > 1:
+        raise BadRequest(
+            "servers is 'local', a server in this process, but several processes are to share it: start `pyps serve` "
+            "and name it, or train with `pyps run`."
+        )
 
 
 def check_types(settings: Any) -> None:

@@ -74,7 +74,6 @@ class Worker:
         hold all of the model, or where a server does not know one of the launch's codecs.
         """
         leave.install_where_asked()
-        self.launch = launch
         self.whole = partition(model, num_servers=len(launch.servers))
         self.partition = own_partition(self.whole, parts, peers)
         self.model = self.partition.model
@@ -88,6 +87,8 @@ class Worker:
             raise BadRequest(
                 f"codec {self._pull_codec.name} carries state from push to push: pull in another (parameter_codec)"
             )
+        # Not before: what is refused leaves no server.
+        self.launch = launch = launch.begun(peers.count)
         self._initial = initial
         self._handshake = Handshake(
             launch,
@@ -432,6 +433,7 @@ class Worker:
 
     def close(self, cause: str = "finished", message: str = "") -> None:
         """Leaves the run ("finished", or "failed" and why). A second call does nothing."""
+        leave.check_cause(cause)
         if self._guard.in_child or self._closing.is_set():
             return
         self._closing.set()
@@ -440,6 +442,7 @@ class Worker:
         self._servers.give_up()
         self._lease.leave(cause, message)
         self._servers.close()
+        self.launch.end()
 
     def __enter__(self) -> Worker:
         self.connect()

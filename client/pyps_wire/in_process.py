@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Protocol
@@ -40,7 +41,7 @@ class Server(Protocol):
 SERVERS: dict[str, Server] = {}
 
 
-def local_server() -> str:
+def start_local_server() -> str:
     """Starts a server in this process, with a run of its own, and returns its address."""
     try:
         # Not of this distribution: asked for by name, where somebody has installed it.
@@ -54,6 +55,12 @@ def local_server() -> str:
         ) from None
     address: str = local.start()
     return address
+
+
+def end_local_server(address: str) -> None:
+    """Ends a server that `start_local_server` began, unless it has a run: then it ends with that."""
+    if address in SERVERS and (local := sys.modules.get("pyps.service.local")) is not None:
+        local.end(address)
 
 
 # A forked child has their memory, but none of their threads.

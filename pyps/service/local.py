@@ -17,6 +17,7 @@ from pyps.config import ServerConfig
 from pyps.service.in_process import InProcess
 from pyps.service.report import Addresses
 from pyps.service.server import Server
+from pyps_wire.errors import BadRequest
 
 # How long a server's end waits for calls.
 END_SECONDS = 2.0
@@ -24,14 +25,28 @@ END_SECONDS = 2.0
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
+_servers: dict[str, LocalServer] = {}
 
 
 def start() -> str:
-    """Starts a server with a run of its own and returns its address; it ends when its last worker has left."""
+    """Starts a server with a run of its own and returns its address; it ends when its last worker has left.
+
+    Raises BadRequest where PYPS_ISA names none of this machine's instruction sets.
+    """
+    try:
+        instruction_set = _kernels.isa()
+    except ValueError as error:
+        raise BadRequest(f"PYPS_ISA in the environment cannot be used: {error}") from None
     ready: Future[str] = Future()
-    ended = asyncio.run_coroutine_threadsafe(_serve(ready), _loop())
+    ended = asyncio.run_coroutine_threadsafe(_serve(ready, instruction_set), _loop())
     ended.add_done_callback(functools.partial(_give_up, ready))
     return ready.result()
+
+
+def end(address: str) -> None:
+    """Ends the server unless it has a run, with which it ends."""
+    if (server := _servers.get(address)) is not None:
+        _loop().call_soon_threadsafe(server.stop_unused)
 
 
 class LocalServer(Server):
@@ -42,17 +57,24 @@ class LocalServer(Server):
         services = self._services(Addresses(data=address, control="", metrics=""))
         for transport in self._transports:
             await transport.start(services, address)
+        _servers[address] = self
         ready.set_result(address)
         await self._keep_serving()
+        _servers.pop(address, None)
         self._run.drain()
         for transport in self._transports:
             await transport.stop(END_SECONDS)
         await asyncio.to_thread(self._work.shutdown)
 
+    def stop_unused(self) -> None:
+        """Ends it where nobody has initialised a run."""
+        if self._run.partition is None:
+            self.stop("nobody trains here")
 
-async def _serve(ready: Future[str]) -> None:
+
+async def _serve(ready: Future[str], instruction_set: str) -> None:
     config = ServerConfig(exit_when_done=True)
-    server = LocalServer(config, token=None, instruction_set=_kernels.isa(), transports=[InProcess], pool=_threads())
+    server = LocalServer(config, token=None, instruction_set=instruction_set, transports=[InProcess], pool=_threads())
     await server.serve(ready)
 
 
@@ -114,6 +136,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 def _forget_threads() -> None:
     _loop.cache_clear()
     _threads.cache_clear()
+    _servers.clear()
 
 
 # A forked child has none of the threads.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pyps_client import Client, Launch, Observer
-from pyps_wire.errors import BadRequest
+from pyps_wire.errors import BadRequest, UnsupportedOptimizer
 from pyps_wire.in_process import SERVERS
 from support import PythonProcess, shell, wait_until
 
@@ -43,14 +43,26 @@ def test_who_is_not_alone_is_told_to_start_a_server() -> None:
             Launch.from_environment("local", environment={}, **others)
 
 
-def test_a_server_in_the_process_is_reached_by_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_in_the_process_is_reached_by_no_port() -> None:
     before = set(SERVERS)
     for transport in ("grpc", "shm"):
         with pytest.raises(BadRequest, match=f"transport is '{transport}', but servers is 'local'"):
             Launch.from_environment("local", environment={}, transport=transport)
+    wait_until(lambda: set(SERVERS) <= before, what="no server more")
+
+
+def test_what_is_refused_leaves_no_server() -> None:
+    before = set(SERVERS)
     with pytest.raises(BadRequest, match="wait_seconds"):
-        Launch.from_environment("local", environment={}, wait_seconds=-1)
-    assert set(SERVERS) == before
+        Client(ones(1), SGD, servers="local", wait_seconds=-1)
+    with pytest.raises(UnsupportedOptimizer):
+        Client(ones(1), ("no such rule", {}), servers="local")
+    wait_until(lambda: set(SERVERS) <= before, what="the end of a server that nobody trains at")
+
+
+def test_a_replica_of_several_processes_is_told_to_start_a_server() -> None:
+    with pytest.raises(BadRequest, match="several processes are to share it: start `pyps serve`"):
+        Launch.from_environment("local", environment={}).begun(2)
 
 
 def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,7 +76,7 @@ def test_who_reads_a_run_is_told_to_name_a_server_that_has_one(monkeypatch: pyte
     script.write_text("def evaluate(parameters): return 0\n", encoding="utf-8")
     for command in (["status"], ["eval", str(script)], ["stop"], ["coordinate"]):
         assert "which nobody else can reach: start `pyps serve`" in shell(*command, status=2), command
-    assert set(SERVERS) == before
+    assert set(SERVERS) <= before
 
 
 def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +84,7 @@ def test_a_client_without_the_servers_package_is_told_to_install_it(monkeypatch:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pyps", None)
     with pytest.raises(BadRequest, match="needs the package pyps"):
-        Launch.from_environment("local", environment={})
+        Launch.from_environment("local", environment={}).begun(1)
 
 
 WITHOUT_A_WORD = """

@@ -142,7 +142,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
             # They may depend on what the servers said when the run was joined.
             self._steps = joining.steps(joined, self._rates)
             self._ending = Ending(self._session, self._steps)
-            _made[self] = (joining.launch.servers, joining.launch.worker_id)
+            launch = self._session.launch
+            _made[self] = (launch.servers, launch.worker_id)
             member = self
             # The session is not to close by itself: what has gathered goes before.
             leave.forget(self._session)
@@ -386,6 +387,7 @@ class Ending:
 
         `separate`: the model's parameters are brought out of the memory that servers see.
         """
+        leave.check_cause(cause)
         if self._guard.in_child or not self.begun.acquire(blocking=False):
             return
         leave.forget(self)
