@@ -168,7 +168,6 @@ class Intake:
         self, vectors: Sequence[npt.NDArray[Any]], held: Held, *, codec: Codec, name: str, converter: Converter = NUMPY
     ) -> None:
         """`codec`: how the parameters travel. The vectors take them so, or as float32. `name`: the server's."""
-        self.vectors = vectors
         self.held = held
         self.codec = codec
         self._name = name

@@ -17,7 +17,7 @@ from pyps_client.log import logger
 from pyps_client.pull import Holdings, IncomingPull, Intake, LeaseCall, LongPoll, Versions, intakes, read
 from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
-from pyps_client.run_state import RunState, View, warn_of_differences
+from pyps_client.run_state import View, warn_of_differences
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection, Operation, Servers, contacts_of
 from pyps_client.transport.lent import Layout, Lent, Sharing
@@ -354,11 +354,6 @@ class Worker:
         the link is lost before a push is sent, the push is looked through here (see Outgoing).
         """
         return self._holder is not None and self._holder.is_local
-
-    @property
-    def state(self) -> RunState:
-        """Where the run stands, as its servers last said."""
-        return self.view.state
 
     @property
     def clips(self) -> bool:
