@@ -8,7 +8,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -181,9 +180,10 @@ def watch(lease: Any) -> None:
     threading.Thread(target=_listen, args=(reader,), name="pyps-sigterm", daemon=True).start()
 
 
-@functools.cache
 def _close_at_exit() -> None:
-    # With the first worker: what was made before, such as torch's process group, is there until all have left.
+    # What was made before the newest worker, such as torch's process group or a server in this process, is there until
+    # all have left.
+    atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 

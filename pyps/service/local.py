@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from pyps.service.report import Addresses
 from pyps.service.server import Server
 from pyps_wire.errors import BadRequest
 
-# How long a server's end waits for calls.
+# How long a server's end waits for calls, and the program's end for what the servers are amid.
 END_SECONDS = 2.0
 
 T = TypeVar("T")
@@ -94,17 +96,26 @@ class Threads(ThreadPoolExecutor):
         super().__init__()
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
+        self._running: list[threading.Thread] = []
 
     def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Lets a thread do work."""
         if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._run, name="pyps-server-work", daemon=True).start()
+            thread = threading.Thread(target=self._run, name="pyps-server-work", daemon=True)
+            thread.start()
+            self._running.append(thread)
         future: Future[T] = Future()
         self._calls.put((future, functools.partial(work, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends nothing: other servers' work is done here too."""
+
+    def rest(self, seconds: float) -> None:
+        """Waits until nothing is under way, for so long at most; nothing begins any more where nobody submits it."""
+        deadline = time.monotonic() + seconds
+        for _ in range(len(self._running)):
+            self._idle.acquire(timeout=max(deadline - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while True:
@@ -129,8 +140,27 @@ def _loop() -> asyncio.AbstractEventLoop:
     """The event loop of all such servers, on a thread that does not hold up the program's end."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_threads())
-    threading.Thread(target=loop.run_forever, name="pyps-servers", daemon=True).start()
+    thread = threading.Thread(target=loop.run_forever, name="pyps-servers", daemon=True)
+    thread.start()
+    # Before the first worker is made: it runs when the workers have left.
+    atexit.register(_park, loop, thread)
     return loop
+
+
+def _park(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Lets the servers rest: a thread that comes back from a kernel to an interpreter that ends, aborts the process."""
+    if not thread.is_alive():
+        # In a forked child.
+        return
+    parked = threading.Event()
+
+    def park() -> None:
+        parked.set()
+        threading.Event().wait()
+
+    loop.call_soon_threadsafe(park)
+    parked.wait(END_SECONDS)
+    _threads().rest(END_SECONDS)
 
 
 def _forget_threads() -> None:
