@@ -283,6 +283,23 @@ def test_an_optimizer_that_nobody_holds_pushes_what_has_gathered_leaves_the_run_
     assert torch.isfinite(model.weight).all()
 
 
+def test_an_optimizer_that_its_own_model_holds_ends_with_the_model(start_server: Start) -> None:
+    server = start_server()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    # As a trainer's module does, or part of one.
+    model[0].optimizer = RemoteOptimizer(model, sgd, server.data, worker_id="left", buffers="average")
+    its_optimizer = weakref.ref(model[0].optimizer)
+    model(torch.eye(4)).sum().backward()
+    model[0].optimizer.step()
+
+    del model, sgd
+    gc.collect()
+
+    assert its_optimizer() is None
+    wait_until(lambda: workers_of(server.control)["left"].state == "finished", what="its leave")
+
+
 def test_a_client_that_nobody_holds_leaves_the_run(start_server: Start) -> None:
     server = start_server()
     client = make_client(server.data, worker_id="left")

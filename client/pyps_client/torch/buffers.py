@@ -6,7 +6,9 @@ workers' moves are averaged, so that the servers' buffers are the mean of the wo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,7 +36,8 @@ class SharedBuffers:
     """
 
     def __init__(self, module: torch.nn.Module, layout: Layout, mode: str, *, is_first: bool, overlaps: bool) -> None:
-        self._module = module
+        # Weakly: it may hold the optimizer, whose end holds this.
+        self._module: Any = weakref.proxy(module)
         self._buffers = layout.parameters[layout.first_buffer :]
         self._names = list(shareable_buffers(module))
         self._pushes = mode == "average" or is_first

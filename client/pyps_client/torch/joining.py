@@ -171,7 +171,6 @@ class Joining:
             )
             common |= {"buffers": buffers, "read_my_writes": self.options.read_my_writes}
             steps = Steps(session, joined.layout, **common)
-        steps.check_model = OwnModel(self.module, self.param_groups, self.replica).check
         steps.examples_in_batch = self.options.examples_in_batch
         return steps
 

@@ -17,7 +17,7 @@ from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, agreed
-from pyps_client.torch.joining import Joining, unwrapped
+from pyps_client.torch.joining import Joining, OwnModel, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings, check_examples
 from pyps_client.torch.steps import Steps
@@ -141,6 +141,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
             give_back_free_memory()
             # They may depend on what the servers said when the run was joined.
             self._steps = joining.steps(joined, self._rates)
+            self._own_model = OwnModel(self._model, self.param_groups, peers)
+            # Weakly: `leave` holds the steps, and the model may hold the optimizer.
+            self._steps.model_check = weakref.WeakMethod(self._own_model.check)
             self._ending = Ending(self._session, self._steps)
             launch = self._session.launch
             _made[self] = (launch.servers, launch.worker_id)
@@ -364,7 +367,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         self._stepping = thread
         try:
             steps = self._steps
-            steps.check_model(steps.steps == 0)
+            self._own_model.check(steps.steps == 0)
             steps.step(self._gradients(), example_count=examples)
             self._finish_seen = steps.finished
         finally:

@@ -70,8 +70,9 @@ class Steps:
     ) -> None:
         """`local_rates`: the sizes of a local step now, one a parameter group; empty or zero for none."""
         self.session = worker
-        # Refuses a model that was changed so that steps would not train it; told whether a step is the first.
-        self.check_model: Callable[[bool], object] = lambda is_first: None
+        # Says what refuses a model that was changed so that steps would not train it, if anything does; that is told
+        # whether a step is the first.
+        self.model_check: Callable[[], Callable[[bool], object] | None] = lambda: None
         # Examples in each minibatch from now on; None where nobody says.
         self.examples_in_batch: int | None = None
         self._view = worker.view
@@ -213,7 +214,8 @@ class Steps:
     def lease(self, ask: Callable[[LeaseCall | None], LeaseReply]) -> LeaseReply:
         """Asks for a portion; the parameters come with it where one mutex is held for both, and no gradient gathers."""
         # DistributedDataParallel writes parameters too: what wrote them is the better word.
-        self.check_model(self.steps == 0)
+        if (check := self.model_check()) is not None:
+            check(self.steps == 0)
         if self._overlap.is_used or not self.session.gives_out_data or self._gradients.minibatch_count:
             return ask(None)
         self._written.check(is_first=self.steps == 0)
