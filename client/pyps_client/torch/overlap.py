@@ -51,14 +51,16 @@ class Overlap:
         """Takes over that they have ended; returns the push's receipts, and raises what was raised."""
         receipts: Sequence[Receipt] | None = None
         pushing, pulling = self.pushing, self.pulling
-        if pulled:
+        if pushed and pulling is pushing:
             self.pulling = None
         if pushed and pushing is not None and self.in_flight is not None:
             # After an error too: the worker has tried for as long as it was told to.
             self.in_flight.clear()
             self.pushing, self._spare, self.in_flight = None, self.in_flight, None
+            # Should this raise, a pull beside it stays to be taken over.
             receipts = pushing.value()
         if pulled and pulling is not None and pulling is not pushing:
+            self.pulling = None
             pulling.value()
         return receipts
 

@@ -220,6 +220,29 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
     worker.close()
 
 
+def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model() -> None:
+    worker, session, parameter = downpour(overlap="step", pull_every=2)
+    session.parameters[0][:] = 3.0
+    session.version = 4
+    session.failure = ServerUnavailable("127.0.0.1:1 did not answer for 600 s")
+    session.gate.clear()
+    for _ in range(2):
+        worker.step(gradient(1.0))
+    pushing, pulling = worker._overlap.pushing, worker._overlap.pulling
+    assert pushing is not pulling and pulling.wait(60) and not pushing.done()
+    session.gate.set()
+    assert pushing.wait(60)
+    with pytest.raises(ServerUnavailable, match="did not answer"):
+        worker.step(gradient(1.0))
+
+    session.failure = None
+    worker.step([None])
+
+    assert parameter.detach().tolist() == [[3.0] * SIZE]
+    assert session.pulls == 2, "the first, and this one"
+    worker.close()
+
+
 def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
     worker, session, parameter = downpour(rate=1.0, local=1.0, overlap="step", pull_every=2, read_my_writes=True)
     # The first push goes alone, and the first pull comes while it is under way.
