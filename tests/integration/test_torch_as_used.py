@@ -175,12 +175,14 @@ def test_two_networks_against_each_other_each_on_a_server_of_its_own(start_serve
         np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=transport)
 
 
-# One of two processes, of which the second holds nothing of the last layer.
+# One of two processes, of which the second holds nothing of the last layer. An evaluation leaves whole parameters in
+# the model.
 FULLY_SHARDED = """
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from pyps_client.data import Portions
 from pyps_client.torch import RemoteOptimizer, Replica
 
 def network():
@@ -190,15 +192,21 @@ def network():
 dist.init_process_group("gloo")
 model, twin = network(), network()
 mesh = init_device_mesh("cpu", (2,))
-for part in (model[0], model[2], model):
+for part in (model[0], model):
     fully_shard(part, mesh=mesh)
 adam, its = (torch.optim.Adam(of.parameters(), lr=0.01) for of in (model, twin))
 with RemoteOptimizer(model, adam, replica=Replica()) as optimizer:
-    for inputs in torch.randn(5, 6, 5, generator=torch.Generator().manual_seed(1)):
-        for module, by in ((model, optimizer), (twin, its)):
-            by.zero_grad()
-            module(inputs).square().mean().backward()
-            by.step()
+    data = torch.randn(15, 5, generator=torch.Generator().manual_seed(1))
+    portions = Portions(data, optimizer, batch_size=6)
+    for epoch in range(2):
+        for numbers in portions:
+            for module, by in ((model, optimizer), (twin, its)):
+                by.zero_grad()
+                module(data[list(numbers)]).square().mean().backward()
+                by.step()
+        with torch.no_grad():
+            model(data)
+    assert optimizer.steps == 6
     found = optimizer.snapshot()
 for name, expected in twin.state_dict().items():
     for values in (found[name], model.get_parameter(name).full_tensor()):

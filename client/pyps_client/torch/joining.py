@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -277,6 +278,12 @@ class OwnModel:
                 break
         else:
             return
+        # A forward pass without a backward one leaves whole parameters in what fully_shard cut: the next would read
+        # these, not what was pulled since.
+        kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        for part in self._module.modules():
+            if isinstance(part, kind):
+                part.reshard()
         now = {id(parameter) for parameter in self._module.parameters()}
         known = {id(parameter): plain_name(name) for name, parameter in self._known.items()}
         lost = [name for key, name in known.items() if key in self._trained - now]
