@@ -1,4 +1,4 @@
-"""Models and data for tests of training with torch, and workers of Downpour on a work queue in this process."""
+"""Models and data for tests of training with torch, and workers on a work queue in this process."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class Stopped(Exception):
 
 
 class PortionWorker:
-    """One that trains: Downpour on a session that records."""
+    """One that trains, on a session that records."""
 
     def __init__(self, queue: WorkQueue, worker_id: str = "a", *, has: Mapping[str, Any] | None = None, **pace: Any):
         self.session = QueueSession(queue, worker_id)
@@ -245,13 +245,12 @@ class PortionWorker:
         model = torch.nn.Linear(SIZE, 1, bias=False)
         self.weight = model.weight
         layout = plan(model, [{"params": list(model.parameters())}])
-        self.downpour = Steps(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
-        self.downpour.start()
-        self.downpour.tell_over = self._end  # type: ignore[method-assign]
-        self.stepper = self.downpour
+        self.stepper = Steps(self.session, layout, pace=Pace(**pace), local_rates=lambda: [0.0])
+        self.stepper.start()
+        self.stepper.tell_over = self._end  # type: ignore[method-assign]
 
     def step(self) -> None:
-        self.downpour.step([torch.ones(1, SIZE)])
+        self.stepper.step([torch.ones(1, SIZE)])
 
     def _end(self) -> None:
         raise Stopped

@@ -1,4 +1,4 @@
-"""pyps_client.replica.processes and .claims over real process groups: what processes say, hold, hand on and refuse."""
+"""pyps_client.replica.processes and .dtensor over real process groups: what processes say, hold, hand on and refuse."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ import pyps_client, pyps_client.torch
 from pyps_client import Launch, RemoteOptimizer
 from pyps_wire.errors import PypsError
 
-ONLY_LINUX = {f"pyps_client.{name}" for name in ("transport.shared_memory", "local_link", "segment")}
+ONLY_LINUX = {"pyps_client.transport.shared_memory"}
 for found in pkgutil.walk_packages(pyps_client.__path__, "pyps_client."):
     if found.name not in ONLY_LINUX:
         importlib.import_module(found.name)

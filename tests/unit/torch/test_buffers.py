@@ -24,7 +24,7 @@ class Worker:
         layout = plan(self.module, [{"params": list(self.module.parameters())}], with_buffers=True)
         self.session = session or RecordingSession(values_of(layout), rate=0.1)
         wishes = Pace(**pace)
-        self.downpour = Steps(
+        self.steps = Steps(
             self.session,
             layout,
             pace=wishes,
@@ -33,12 +33,12 @@ class Worker:
                 self.module, layout, mode=mode, is_first=is_first, overlaps=wishes.overlap == "step"
             ),
         )
-        self.downpour.start()
+        self.steps.start()
 
     def train(self, values: torch.Tensor) -> None:
         self.module.zero_grad()
         self.module(values).square().mean().backward()
-        self.downpour.step([parameter.grad for parameter in self.module.parameters()])
+        self.steps.step([parameter.grad for parameter in self.module.parameters()])
 
     @property
     def mean(self) -> np.ndarray:
@@ -78,9 +78,9 @@ def test_a_worker_alone_has_the_statistics_that_it_would_have_by_itself(mode) ->
         worker = Worker(mode=mode, **pace)
         for minibatch in minibatches(12):
             worker.train(minibatch)
-        worker.downpour.flush()
+        worker.steps.flush()
         np.testing.assert_allclose(worker.served_mean, expected, rtol=1e-5, err_msg=str(pace))
-        worker.downpour.close()
+        worker.steps.close()
 
 
 @pytest.mark.parametrize("mode", ["average", "first"])
@@ -94,12 +94,12 @@ def test_with_overlap_statistics_settle_where_they_would_alone_though_each_pull_
         worker.train(minibatch)
         # So many steps end a pull that has begun.
         for _ in range(BEHIND_MAX):
-            worker.downpour.step([None, None])
+            worker.steps.step([None, None])
         worker.session.gate.set()
-        worker.downpour.flush()
+        worker.steps.flush()
     # Of where it began 0.9 ** 200 is left.
     np.testing.assert_allclose(worker.served_mean, minibatch.mean(0), rtol=1e-5)
-    worker.downpour.close()
+    worker.steps.close()
 
 
 def test_the_average_follows_what_the_servers_serve() -> None:
@@ -122,10 +122,10 @@ def test_the_first_keeps_its_own_and_makes_up_for_pushes_that_were_weighed_down(
         pushed = worker.session.pushes[-1].vectors[1]
         worker.session.parameters[1] -= np.float32(0.8) * pushed
         worker.session.version += 1
-        worker.downpour.step([None, None])
+        worker.steps.step([None, None])
         np.testing.assert_allclose(worker.mean, statistics_alone(values[: len(worker.session.pushes)]).running_mean)
     for _ in range(20):
-        worker.downpour.step([parameter.grad for parameter in worker.module.parameters()])
+        worker.steps.step([parameter.grad for parameter in worker.module.parameters()])
     np.testing.assert_allclose(worker.served_mean, worker.mean, rtol=1e-4)
 
 

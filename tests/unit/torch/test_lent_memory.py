@@ -1,4 +1,4 @@
-"""Downpour in the memory that a session lends: exchanges, gradients computed in place, who looks for NaN."""
+"""Steps in the memory that a session lends: exchanges, gradients computed in place, who looks for NaN."""
 
 import numpy as np
 import pytest
@@ -22,26 +22,26 @@ class Worker:
         self.model = torch.nn.Linear(3, 1, bias=False)
         layout = plan(self.model, [{"params": list(self.model.parameters())}])
         self.session = RecordingSession(values_of(layout), rate=rate, **(session_has or {}))
-        self.downpour = Steps(
+        self.steps = Steps(
             self.session, layout, pace=Pace(**pace), local_rates=lambda: [local], read_my_writes=read_my_writes
         )
-        self.downpour.start()
+        self.steps.start()
 
     def step(self, gradient: float | list[float], *, zero: bool | None = False) -> None:
         """One minibatch with this gradient; `zero`: whether gradients are made zero in place, set to None, or kept."""
         if zero:
-            self.downpour.hand_out_gradients()
+            self.steps.hand_out_gradients()
         if zero is False:
             self.model.zero_grad()
         elif zero:
             self.model.zero_grad(set_to_none=False)
         # Its gradient is the inputs, which autograd adds to what is there.
         self.model(torch.as_tensor(gradient, dtype=torch.float32).expand(3).view(1, 3)).sum().backward()
-        self.downpour.step([parameter.grad for parameter in self.model.parameters()])
+        self.steps.step([parameter.grad for parameter in self.model.parameters()])
 
     @property
     def lent_gradient(self) -> np.ndarray:
-        return self.downpour._gradients.vectors[0]
+        return self.steps._gradients.vectors[0]
 
     @property
     def lies_in_place(self) -> bool:
@@ -129,14 +129,14 @@ def test_a_protocol_that_wants_sums_in_between_spoils_none() -> None:
         for step in range(12):
             worker.session.accumulate = (0, 3, 0)[step // 4]
             worker.step(float(step), zero=True)
-        worker.downpour.flush()
-        worker.downpour.close()
+        worker.steps.flush()
+        worker.steps.close()
         assert sum(pushed[0] for pushed in worker.pushed) == 1 + sum(range(12)), overlap
 
 
 def test_parameters_are_in_the_pulled_vectors_until_the_first_local_step() -> None:
     worker = Worker(local=0.5, session_has={"accumulate": 1})
-    vector = worker.downpour._parameters.vectors[0]
+    vector = worker.steps._parameters.vectors[0]
     worker.step(1.0)
     assert worker.model.weight.data_ptr() == vector.ctypes.data
     # The protocol brings local steps about in the middle of the run.
@@ -155,11 +155,11 @@ def test_what_the_user_wrote_into_parameters_is_gone_after_the_next_pull() -> No
     worker.step(1.0)
     with torch.no_grad():
         worker.model.weight.fill_(9.0)
-    worker.downpour.step([None])
+    worker.steps.step([None])
     assert worker.weight == worker.served
     with torch.no_grad():
         worker.model.weight.fill_(9.0)
-    worker.downpour.step([None])
+    worker.steps.step([None])
     assert worker.weight == worker.served
     assert worker.session.events.count("snapshot") == 1
 
@@ -171,7 +171,7 @@ def test_who_looks_first_makes_no_difference_to_what_is_learned() -> None:
             for value in (1.0, float("nan"), 1e5, 2.0, float("-inf"), 3.0):
                 worker.step(value, zero=True)
         assert workers[0].weight == workers[1].weight
-        assert [worker.downpour.skipped for worker in workers] == [skipped] * 2
+        assert [worker.steps.skipped for worker in workers] == [skipped] * 2
 
 
 def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push() -> None:
@@ -179,10 +179,10 @@ def test_a_worker_looks_itself_where_a_nan_would_spoil_more_than_its_own_push() 
         worker = Worker(session_has={"checks_first": True}, **setting)
         for skipped, value in enumerate((float("nan"), 1.0, float("nan")), start=1):
             worker.step(value)
-            assert worker.downpour.skipped == (skipped + 1) // 2, setting
+            assert worker.steps.skipped == (skipped + 1) // 2, setting
             assert np.isfinite(worker.weight).all(), setting
-        worker.downpour.flush()
-        worker.downpour.close()
+        worker.steps.flush()
+        worker.steps.close()
         assert worker.pushed == [[1] * 3]
 
 
@@ -192,10 +192,10 @@ def test_a_closed_worker_leaves_the_model_as_it_is(private) -> None:
     worker.step(1.0)
     worker.step(1.0, zero=True)
     weight, gradient = worker.weight, worker.model.weight.grad.tolist()
-    worker.downpour.close()
+    worker.steps.close()
     assert (worker.weight, worker.model.weight.grad.tolist()) == (weight, gradient)
     # Memory that others see is let go.
-    lent = worker.downpour._parameters.vectors[0].ctypes.data
+    lent = worker.steps._parameters.vectors[0].ctypes.data
     assert (worker.model.weight.data_ptr() == lent) == private
     assert worker.lies_in_place == private
 
@@ -203,6 +203,6 @@ def test_a_closed_worker_leaves_the_model_as_it_is(private) -> None:
 def test_a_gradient_beyond_float32_is_skipped() -> None:
     worker = Worker()
     worker.model.double()
-    worker.downpour.step([torch.full((1, 3), 1e300, dtype=torch.float64)])
+    worker.steps.step([torch.full((1, 3), 1e300, dtype=torch.float64)])
     assert worker.session.pushes == []
-    assert worker.downpour.skipped == 1
+    assert worker.steps.skipped == 1

@@ -18,7 +18,7 @@ from support import wait_until
 SIZE = 4
 
 
-def downpour(
+def make_worker(
     *,
     make_session=RecordingSession,
     first: float = 0.0,
@@ -86,7 +86,7 @@ def test_the_trajectory_is_the_appendixs(compat) -> None:
     values = [float(value) for value in range(1, 14)]
     for push_every, pull_every in BEATS:
         pace = {"push_every": push_every, "pull_every": pull_every}
-        worker, session, parameter = downpour(rate=0.5, local=0.25, compat=compat, **pace)
+        worker, session, parameter = make_worker(rate=0.5, local=0.25, compat=compat, **pace)
         seen = []
         for value in values:
             seen.append(float(parameter.detach()[0, 0]))
@@ -97,7 +97,7 @@ def test_the_trajectory_is_the_appendixs(compat) -> None:
 
 
 def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
-    worker, session, _ = downpour(push_every=3)
+    worker, session, _ = make_worker(push_every=3)
     for version_after in (4, 9, 9):
         # Other workers' updates, which the pull within the step brings.
         session.version = version_after
@@ -108,7 +108,7 @@ def test_a_push_states_its_oldest_and_its_newest_base_version() -> None:
 
 
 def test_a_nan_among_gathered_minibatches_spoils_only_its_own() -> None:
-    worker, session, _ = downpour(push_every=3)
+    worker, session, _ = make_worker(push_every=3)
     for value in (1.0, float("inf"), 2.0):
         worker.step(gradient(value))
     assert payloads(session) == [3.0]
@@ -116,13 +116,13 @@ def test_a_nan_among_gathered_minibatches_spoils_only_its_own() -> None:
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
-    worker, _, _ = downpour()
+    worker, _, _ = make_worker()
     with pytest.raises(BadRequest, match=r"gradient of 'weight' has layout torch\.sparse_coo"):
         worker.step([torch.ones(1, SIZE).to_sparse()])
 
 
 def test_a_snapshot_leaves_the_model_and_its_base_version_alone() -> None:
-    worker, session, parameter = downpour(pull_every=10)
+    worker, session, parameter = make_worker(pull_every=10)
     session.parameters[0][:] = 3.0
     session.version = 5
     assert worker.snapshot()["weight"].tolist() == [[3.0] * SIZE]
@@ -133,7 +133,7 @@ def test_a_snapshot_leaves_the_model_and_its_base_version_alone() -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "step"])
 def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None:
-    worker, session, parameter = downpour(overlap=overlap, pull_every=10)
+    worker, session, parameter = make_worker(overlap=overlap, pull_every=10)
     session.parameters[0][:] = 3.0
     session.version += 1
     session.failure = RunFinished("over")
@@ -147,7 +147,7 @@ def test_a_finished_run_leaves_its_last_parameters_in_the_model(overlap) -> None
 
 
 def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> None:
-    worker, session, _ = downpour(overlap="step")
+    worker, session, _ = make_worker(overlap="step")
     session.gate.clear()
     for value in (1.0, 2.0, 4.0):
         worker.step(gradient(value))
@@ -162,7 +162,7 @@ def test_while_a_push_is_under_way_gradients_gather_and_go_together_after() -> N
 
 
 def test_a_worker_waits_when_too_much_has_gathered() -> None:
-    worker, session, _ = downpour(overlap="step", push_every=2, pull_every=100)
+    worker, session, _ = make_worker(overlap="step", push_every=2, pull_every=100)
     session.gate.clear()
     # One push under way, and one minibatch fewer than are too many: nobody waits, else the gate would never open.
     for _ in range(2 + 2 * BEHIND_MAX - 1):
@@ -179,7 +179,7 @@ def test_a_worker_waits_when_too_much_has_gathered() -> None:
 
 
 def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
-    worker, session, parameter = downpour(overlap="step")
+    worker, session, parameter = make_worker(overlap="step")
     goes_on, bring = threading.Event(), session._pull
     monkeypatch.setattr(session, "_pull", lambda vectors: goes_on.wait(60) and bring(vectors))
     session.parameters[0][:] = 3.0
@@ -194,7 +194,7 @@ def test_pulled_parameters_enter_the_model_in_a_step_only(monkeypatch) -> None:
 
 
 def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computation() -> None:
-    worker, session, _ = downpour(overlap="step", pull_every=2)
+    worker, session, _ = make_worker(overlap="step", pull_every=2)
     for expected in (["push"], ["exchange"], ["push"]):
         del session.events[:]
         worker.step(gradient(1.0))
@@ -210,7 +210,7 @@ def test_a_push_and_a_pull_that_are_due_together_go_in_one_beside_the_computatio
 
 
 def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
-    worker, session, _ = downpour(overlap="step")
+    worker, session, _ = make_worker(overlap="step")
     session.failure = ServerUnavailable("127.0.0.1:1 did not answer for 600 s")
     session.gate.clear()
     worker.step(gradient(1.0))
@@ -221,7 +221,7 @@ def test_an_error_on_a_thread_comes_out_of_the_next_step() -> None:
 
 
 def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model() -> None:
-    worker, session, parameter = downpour(overlap="step", pull_every=2)
+    worker, session, parameter = make_worker(overlap="step", pull_every=2)
     session.parameters[0][:] = 3.0
     session.version = 4
     session.failure = ServerUnavailable("127.0.0.1:1 did not answer for 600 s")
@@ -244,7 +244,7 @@ def test_a_pull_that_ended_beside_a_push_that_failed_enters_the_model() -> None:
 
 
 def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
-    worker, session, parameter = downpour(rate=1.0, local=1.0, overlap="step", pull_every=2, read_my_writes=True)
+    worker, session, parameter = make_worker(rate=1.0, local=1.0, overlap="step", pull_every=2, read_my_writes=True)
     # The first push goes alone, and the first pull comes while it is under way.
     session.gate.clear()
     # Others' work, which shows that a pull came in between.
@@ -262,7 +262,7 @@ def test_read_my_writes_takes_steps_that_are_under_way_too() -> None:
 
 def test_local_steps_of_half_precision_parameters_add_up_in_float32() -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        worker, _, parameter = downpour(first=1.0, dtype=dtype, local=0.0001, pull_every=100)
+        worker, _, parameter = make_worker(first=1.0, dtype=dtype, local=0.0001, pull_every=100)
         # The last 80 of them since the second pull.
         for _ in range(180):
             worker.step([torch.ones(1, SIZE, dtype=dtype)])
@@ -279,7 +279,7 @@ def test_local_steps_of_half_precision_parameters_add_up_in_float32() -> None:
     compat=st.sampled_from([None, "paper"]),
 )
 def test_the_sum_of_pushed_payloads_is_the_sum_of_gradients(values, push_every, pull_every, closed, compat) -> None:
-    worker, session, _ = downpour(
+    worker, session, _ = make_worker(
         overlap="step", push_every=push_every, pull_every=pull_every, compat=compat, rate=0.5, local=0.5
     )
     for value, hold in zip(values, closed, strict=False):
@@ -304,7 +304,7 @@ def test_a_wrong_setting_is_refused_with_its_value() -> None:
         ({"overlap": "full"}, "overlap is 'full'; expected 'off' or 'step'"),
     ):
         with pytest.raises(BadRequest, match=message):
-            downpour(**setting)
+            make_worker(**setting)
 
 
 def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_are() -> None:
@@ -319,7 +319,7 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
                 raise ServerUnavailable("gone")
             return []
 
-    worker, session, parameter = downpour(make_session=Cut, rate=1.0)
+    worker, session, parameter = make_worker(make_session=Cut, rate=1.0)
     worker.step(gradient(1.0))
     with pytest.raises(ServerUnavailable):
         worker.step(gradient(1.0))
@@ -334,7 +334,7 @@ def test_parameters_that_came_before_an_exchange_failed_are_known_for_what_they_
 
 
 def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull() -> None:
-    worker, session, _ = downpour(push_every=2, session_has={"ask_to_proceed": True})
+    worker, session, _ = make_worker(push_every=2, session_has={"ask_to_proceed": True})
     for _ in range(4):
         worker.step(gradient(1.0))
     round_of_two = ["pull", "push", "proceed", "pull"]
@@ -342,7 +342,7 @@ def test_a_worker_asks_before_its_first_pull_and_after_each_push_before_the_pull
 
 
 def test_where_steps_are_granted_nothing_goes_on_beside_the_computation() -> None:
-    worker, session, parameter = downpour(rate=1.0, overlap="step", session_has={"ask_to_proceed": True})
+    worker, session, parameter = make_worker(rate=1.0, overlap="step", session_has={"ask_to_proceed": True})
     for count in range(1, 4):
         worker.step(gradient(1.0))
         assert session.events[-3:] == ["push", "proceed", "pull"]
@@ -352,7 +352,7 @@ def test_where_steps_are_granted_nothing_goes_on_beside_the_computation() -> Non
 
 
 def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are() -> None:
-    worker, session, _ = downpour(pull_every=10)
+    worker, session, _ = make_worker(pull_every=10)
     worker.step(gradient(1.0))
     assert session.pulls == 1
     session.pull_needed = True
@@ -361,7 +361,7 @@ def test_a_round_that_waits_for_others_forces_a_pull_however_rare_pulls_are() ->
 
 
 def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps() -> None:
-    worker, session, _ = downpour()
+    worker, session, _ = make_worker()
     for wanted, count in ((0, 3), (4, 6), (0, 2), (3, 5), (2, 3)):
         session.accumulate = wanted
         for _ in range(count):
@@ -374,9 +374,9 @@ def test_a_protocols_accumulation_is_followed_into_and_out_of_between_steps() ->
 
 @pytest.mark.parametrize("setting", ["push_every", "pull_every"])
 def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(setting, caplog) -> None:
-    downpour(push_every=4, pull_every=4, session_has={"accumulate": 4})
+    make_worker(push_every=4, pull_every=4, session_has={"accumulate": 4})
     assert caplog.messages == []
-    worker, session, _ = downpour(**{setting: 2}, session_has={"protocol": "asgd:accumulate=4"})
+    worker, session, _ = make_worker(**{setting: 2}, session_has={"protocol": "asgd:accumulate=4"})
     for wanted in (4, 0, 4):
         session.accumulate = wanted
         for _ in range(4):
@@ -388,7 +388,7 @@ def test_the_users_own_number_stays_beside_the_protocols_with_one_warning(settin
 
 
 def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rests_between_them(caplog) -> None:
-    worker, session, _ = downpour(local_rate_known=False)
+    worker, session, _ = make_worker(local_rate_known=False)
     for wanted in (0, 4, 0, 2):
         assert len(caplog.messages) == (worker.steps > 1), wanted
         session.accumulate = wanted
@@ -397,7 +397,7 @@ def test_a_protocol_that_spaces_pulls_later_is_told_of_once_where_the_model_rest
 
 def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version_only(caplog) -> None:
     caplog.set_level("INFO")
-    worker, session, parameter = downpour(rate=1.0, overlap="step", session_has={"protocol": "hardsync"})
+    worker, session, parameter = make_worker(rate=1.0, overlap="step", session_has={"protocol": "hardsync"})
     session.gate.clear()
     for _ in range(2):
         worker.step(gradient(1.0))
@@ -425,7 +425,7 @@ def test_an_overlapped_worker_waits_while_the_protocol_takes_the_present_version
 
 
 def test_what_was_answered_is_known_by_the_number_of_minibatches() -> None:
-    worker, session, _ = downpour(push_every=2, overlap="step")
+    worker, session, _ = make_worker(push_every=2, overlap="step")
     worker.step(gradient(1.0))
     assert worker.steps_answered == 0
     session.gate.clear()
@@ -444,7 +444,7 @@ def test_what_was_answered_is_known_by_the_number_of_minibatches() -> None:
 
 
 def test_a_portions_end_leaves_the_workers_own_beat_alone() -> None:
-    worker, session, _ = downpour(push_every=3)
+    worker, session, _ = make_worker(push_every=3)
     worker.end_portion_after(3)
     for _ in range(6):
         worker.step(gradient(1.0))
@@ -454,7 +454,7 @@ def test_a_portions_end_leaves_the_workers_own_beat_alone() -> None:
 def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it() -> None:
     for name in ("current_version_only", "ask_to_proceed"):
         for overlap in ("off", "step"):
-            worker, session, _ = downpour(session_has={name: True}, overlap=overlap)
+            worker, session, _ = make_worker(session_has={name: True}, overlap=overlap)
             worker.step(gradient(1.0))
             pulls = session.pulls
             worker.idle()
@@ -465,6 +465,6 @@ def test_an_idle_step_says_that_there_is_nothing_where_others_wait_for_it() -> N
 
 
 def test_an_idle_step_is_none_where_nobody_waits_for_it() -> None:
-    worker, session, _ = downpour()
+    worker, session, _ = make_worker()
     worker.idle()
     assert (session.pushes, worker.steps) == ([], 0)
