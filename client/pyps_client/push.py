@@ -468,7 +468,7 @@ class Outgoing:
 def pushed_parts(
     partition: Partition, server_index: int, left_out: Container[int] = (), *, present: Sequence[bool] | None
 ) -> tuple[Part, ...]:
-    """A server's shards but for some, each with its stretches present."""
+    """A server's shards but for some, each with its ranges present."""
     shards = [shard for shard in partition.of_server(server_index) if shard.shard_id not in left_out]
     if present is None or all(present):
         return tuple((shard, ()) for shard in shards)
@@ -512,7 +512,7 @@ def _present_values(
 
 
 def _extents(partition: Partition, shard: ShardRange, present: Sequence[bool]) -> Extents:
-    """The stretches of a shard whose tensors are present, neighbours joined."""
+    """The ranges of a shard whose tensors are present, neighbours joined."""
     extents: list[tuple[int, int]] = []
     for piece in partition.pieces(shard.shard_id):
         if not present[piece.tensor_index]:

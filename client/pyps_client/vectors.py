@@ -51,7 +51,7 @@ def check_vectors(
 
 
 def part_of(vectors: Sequence[npt.NDArray[Any]], shard: ShardRange) -> npt.NDArray[Any]:
-    """The shard's stretch of its group's vector, not copied."""
+    """The shard's slice of its group's vector, not copied."""
     return vectors[shard.group][shard.offset : shard.offset + shard.length]
 
 

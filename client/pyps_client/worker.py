@@ -471,7 +471,7 @@ class Worker:
     def _heartbeat_request(self) -> HeartbeatRequest:
         sender = self.sender
         if self._hello is None:
-            # A run that is yet to be founded goes by no name.
+            # A run that is yet to be initialized goes by no name.
             sender = Sender(worker_id=sender.worker_id, incarnation=sender.incarnation)
         with self._lock:
             return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)

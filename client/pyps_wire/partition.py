@@ -145,7 +145,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """A shard: which stretch of its group's vector it is, and which server holds it."""
+    """A shard: which slice of its group's vector it is, and which server holds it."""
 
     shard_id: int
     group: int
@@ -156,7 +156,7 @@ class ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a tensor, its elements in row-major order, that lies in a shard."""
+    """A range of a tensor, its elements in row-major order, that lies in a shard."""
 
     tensor_index: int
     tensor_offset: int
@@ -345,7 +345,7 @@ def _shards_in(size: int, shard_size: int, num_servers: int) -> int:
 
 
 def _cut(size: int, count: int) -> list[tuple[int, int]]:
-    """Cuts a vector into near-equal stretches at aligned offsets; returns their offsets and lengths."""
+    """Cuts a vector into near-equal ranges at aligned offsets; returns their offsets and lengths."""
     units = -(-size // ALIGNMENT)
     offsets = [index * units // count * ALIGNMENT for index in range(count)]
     return [(start, end - start) for start, end in zip(offsets, [*offsets[1:], size], strict=False)]

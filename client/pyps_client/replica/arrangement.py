@@ -1,7 +1,7 @@
 """Which process of a replica trains which numbers: what each process holds, made into the parts of one model.
 
 Under model parallelism (Dean et al. 2012, section 3) every process of a replica computes the same plan from what all
-of them claim to hold. Whoever founds a run fixes its cut, one part a process; whoever joins later takes over the
+of them claim to hold. Whoever initializes a run fixes its cut, one part a process; whoever joins later takes over the
 run's cut, so far as each of its blocks lies in one process's memory.
 """
 
@@ -112,7 +112,7 @@ class Arrangement:
 def arrange(claims: Sequence[Sequence[Claim]], index: int, *, run: Model | None = None, shard_size: int) -> Arrangement:
     """Makes parts of what the processes of a replica hold; `claims[k]` is process k's, `index` is this process.
 
-    Without a `run` the processes found one: part k is what process k trains, and a tensor that several hold goes to
+    Without a `run` the processes make one: part k is what process k trains, and a tensor that several hold goes to
     the one that has the least so far. Otherwise the run's model is taken as it is cut, and each of its parts goes to a
     process that holds all of it. Raises BadRequest where the claims are no model, ModelMismatch where they are not
     the run's; the same on all processes.
@@ -121,7 +121,7 @@ def arrange(claims: Sequence[Sequence[Claim]], index: int, *, run: Model | None 
     is_cut = run is not None and (run.num_parts > 1 or any(tensor.whole_shape for tensor in run.tensors))
     if run is None or (len(claims) == 1 and not is_cut):
         # One process that holds all, in a run that is not cut, is compared by the handshake.
-        model, param_groups = _founded(claims, extents, shard_size)
+        model, param_groups = _initial_cut(claims, extents, shard_size)
         owners = list(range(len(claims)))
     else:
         model, param_groups = run, _param_groups(run, extents, shard_size)
@@ -218,10 +218,10 @@ def _how_to_tell_apart(name: str) -> str:
     )
 
 
-def _founded(
+def _initial_cut(
     claims: Sequence[Sequence[Claim]], extents: Sequence[Extent], shard_size: int
 ) -> tuple[Model, tuple[int, ...]]:
-    """The model of a run that these processes found, part k what process k trains, and its groups' parameter groups."""
+    """A new run's model, part k what process k trains, and the parameter group of each of its groups."""
     own = _trained_by(extents, len(claims))
     tensors: list[Tensor] = []
     param_groups: list[int] = []

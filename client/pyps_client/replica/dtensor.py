@@ -52,7 +52,7 @@ class Claimed:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """What a worker, or one process of a replica, trains of a model that is cut over parts."""
 
     arrangement: Arrangement

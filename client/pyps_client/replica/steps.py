@@ -24,7 +24,7 @@ import torch
 
 from pyps_client.arrays import Observer
 from pyps_client.push import Plan
-from pyps_client.replica.dtensor import Cut
+from pyps_client.replica.dtensor import ModelCut
 from pyps_client.replica.processes import Replica
 from pyps_client.torch.gradients import Finite, all_fit, surely_fit
 from pyps_client.torch.layout import Layout
@@ -48,12 +48,12 @@ class ReplicaSteps(Steps):
         local_rates: Callable[[], Sequence[float]],
         rate_changes: RateChanges,
         replica: Replica,
-        cut: Cut,
+        cut: ModelCut,
         takes_local_steps: bool,
     ) -> None:
         """`takes_local_steps`: whether local rates are ever other than 0."""
         super().__init__(worker, layout, pace=pace, local_rates=local_rates, rate_changes=rate_changes)
-        self._finite = Finite(layout.model, looks=False)
+        self._finite = Finite(layout.model, checks=False)
         self._replica = replica
         self._cut = cut
         self._takes_local_steps = takes_local_steps

@@ -53,9 +53,9 @@ class Gradients:
         self.wire_dtype = (codec and torch_dtype(codec)) or dtype
         # Where the vectors lie in memory, from an address to behind another.
         self._ranges = [(vector.data_ptr(), vector.data_ptr() + vector.nbytes) for vector in host]
-        # Tensor index -> its place; and a block at a time, all places as a few long stretches.
+        # Tensor index -> its place; and a block at a time, all places as a few long slices.
         self._places: dict[int, torch.Tensor] = {}
-        self._stretches: list[list[torch.Tensor]] = []
+        self._slices: list[list[torch.Tensor]] = []
         # Tensor index -> the address of its place in the vectors, where gradients gather right there.
         self._addresses: dict[int, int] = {}
         # Blocks that gather in buffers of their own: that buffer, the same as it travels (converted on the device, so
@@ -63,23 +63,23 @@ class Gradients:
         self._apart: list[tuple[Block, torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = []
         on_host = places_in(layout, host)
         for block in layout.blocks:
-            targets = [host[block.group].narrow(0, piece.group_offset, piece.length) for piece in block.stretches]
+            targets = [host[block.group].narrow(0, piece.group_offset, piece.length) for piece in block.ranges]
             if block.device.type == "cpu" and dtype == torch.float32:
                 places = places_of_block(block, None, layout.parameters, on_host)
                 self._addresses |= {index: place.data_ptr() for index, place in places.items() if place.numel()}
-                self._stretches.append(targets)
+                self._slices.append(targets)
             else:
                 flat = torch.zeros(block.length, dtype=torch.float32, device=block.device)
                 converts = block.device.type != "cpu" and dtype != torch.float32
                 wire = torch.empty_like(flat, dtype=dtype) if converts else flat
                 places = places_of_block(block, flat, layout.parameters, on_host)
-                sources = [wire.narrow(0, piece.block_offset, piece.length) for piece in block.stretches]
-                self._stretches.append([flat])
+                sources = [wire.narrow(0, piece.block_offset, piece.length) for piece in block.ranges]
+                self._slices.append([flat])
                 self._apart.append((block, flat, wire, list(zip(targets, sources, strict=True))))
             self._places |= places
         # Tensors of one dtype, which torch handles in one call.
         self._batches = [batch for block in layout.blocks for batch in block.batches]
-        self._whole = [stretch for stretches in self._stretches for stretch in stretches]
+        self._whole = [each for slices in self._slices for each in slices]
         self._events: list[torch.cuda.Event] = []
         # What the numbers of each group mean, as a session takes it.
         self.kinds = layout.kinds
@@ -161,7 +161,7 @@ class Gradients:
         """Converts what was gathered to the vectors' type and starts its way to the host.
 
         False when the sum overflowed, or would in the wire's type: nothing of it may be sent. Without `checked` nobody
-        looks.
+        does.
         """
         if checked and not self._seen_fit:
             gathered = self._gathered()
@@ -221,13 +221,13 @@ class Gradients:
                 torch._foreach_add_(*again)
 
     def _gathered(self) -> list[torch.Tensor]:
-        """The float32 sums of the tensors that are present, where they gather, in long stretches where all are."""
+        """The float32 sums of the tensors that are present, where they gather, in long slices where all are."""
         if False not in self.present:
             return self._whole
         gathered: list[torch.Tensor] = []
-        for block, stretches in zip(self._layout.blocks, self._stretches, strict=True):
+        for block, slices in zip(self._layout.blocks, self._slices, strict=True):
             present = [self._places[index] for index in block.offsets if self.present[index]]
-            gathered += stretches if len(present) == len(block.offsets) else present
+            gathered += slices if len(present) == len(block.offsets) else present
         return gathered
 
 
@@ -237,10 +237,10 @@ class Finite:
     A minibatch that the servers look through before they apply any of it passes unseen: their receipts tell.
     """
 
-    def __init__(self, model: Model, *, looks: bool = True) -> None:
-        """`looks`: whether minibatches are looked through here; else the caller knows them to be finite in float32."""
+    def __init__(self, model: Model, *, checks: bool = True) -> None:
+        """`checks`: whether minibatches are checked here; else the caller knows them to be finite in float32."""
         self._model = model
-        self._looks = looks
+        self._checks = checks
         self._minibatch_guard = FiniteGuard()
         self._payload_guard = FiniteGuard()
         # Minibatches that another process of the replica refused.
@@ -260,11 +260,11 @@ class Finite:
         to: Gradients,
         versions: Mapping[int, int],
         example_count: int,
-        servers_look: bool,
+        server_checks: bool,
     ) -> bool:
         """Adds a minibatch to what has gathered; False where it is not finite, and left out.
 
-        `versions` of the parameters that it was computed on. `servers_look`: it goes alone, to a server that looks.
+        `versions` of the parameters that it was computed on. `server_checks`: it goes alone, to a server that checks.
         """
         for index, gradient in enumerate(gradients):
             if gradient is not None and gradient.layout != torch.strided:
@@ -272,16 +272,16 @@ class Finite:
                     f"The gradient of {self._model.tensors[index].name!r} has layout {gradient.layout}; servers take "
                     "dense gradients only: make the layer with sparse=False."
                 )
-        self._unchecked = gradients if servers_look else ()
+        self._unchecked = gradients if server_checks else ()
         # A sum cannot be undone. The first minibatch is looked at where it then lies, in one piece.
         is_first = to.minibatch_count == 0
-        if self._looks and not is_first and not all_finite([each for each in gradients if each is not None]):
+        if self._checks and not is_first and not all_finite([each for each in gradients if each is not None]):
             self._skip(gradients)
             return False
         to.add(gradients, versions=versions, example_count=example_count)
         if self._unchecked:
             return True
-        if self._looks and is_first and not to.are_finite():
+        if self._checks and is_first and not to.are_finite():
             to.clear()
             self._skip(gradients)
             return False

@@ -32,7 +32,7 @@ from pyps_wire.errors import BadRequest, ModelMismatch
 from pyps_wire.partition import Model
 
 if TYPE_CHECKING:
-    from pyps_client.replica.dtensor import Cut
+    from pyps_client.replica.dtensor import ModelCut
 
 _gradient = attrgetter("grad")
 
@@ -46,7 +46,7 @@ class Joined:
     # This minibatch's gradients, one entry a tensor of the layout.
     gradients: Callable[[], list[torch.Tensor | None]]
     # None where the model is not cut.
-    cut: Cut | None = None
+    cut: ModelCut | None = None
 
     @property
     def groups_of_vectors(self) -> Sequence[int] | None:
@@ -205,13 +205,13 @@ class Joining:
 
     def _cut(self, run: Model | None) -> Joined:
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
-        from pyps_client.replica.dtensor import Cut, claims_of
+        from pyps_client.replica.dtensor import ModelCut, claims_of
 
         replica = self.replica
         groups = agreed(replica, lambda: named_groups(self.module, self.param_groups))
         claimed = claims_of(groups, replica)
         claims = replica.all_gather(claimed.claims)
-        cut = Cut(arrange(claims, replica.index, run=run, shard_size=self.options.shard_size), claimed)
+        cut = ModelCut(arrange(claims, replica.index, run=run, shard_size=self.options.shard_size), claimed)
         layout, model = cut.layout(), cut.arrangement.model
         parts = cut.arrangement.parts if model.num_parts > 1 else ()
         session = self._connected(layout, model, cut.settings(self.settings), parts=parts, peers=replica)

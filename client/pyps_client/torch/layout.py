@@ -16,7 +16,7 @@ from pyps_wire.partition import DEFAULT_SHARD_SIZE, Model, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Range:
     """Neighbouring tensors of one block that are neighbours in their group's vector too."""
 
     # Where it begins in the block's buffer and in the group's vector.
@@ -35,7 +35,7 @@ class Block:
     batches: tuple[tuple[int, ...], ...]
     # tensor index -> where it begins in the block's buffer.
     offsets: Mapping[int, int]
-    stretches: tuple[Stretch, ...]
+    ranges: tuple[Range, ...]
     length: int
 
     @property
@@ -159,19 +159,19 @@ def blocks_of(
     for (group, device), indices in members.items():
         batches: dict[torch.dtype, list[int]] = {}
         begins: dict[int, int] = {}
-        stretches: list[Stretch] = []
+        ranges: list[Range] = []
         length = 0
         for index in indices:
             size = parameters[index].numel()
             batches.setdefault(parameters[index].dtype, []).append(index)
             begins[index] = length
-            last = stretches[-1] if stretches else None
+            last = ranges[-1] if ranges else None
             if last is not None and last.group_offset + last.length == offsets[index]:
-                stretches[-1] = Stretch(last.block_offset, last.group_offset, last.length + size)
+                ranges[-1] = Range(last.block_offset, last.group_offset, last.length + size)
             else:
-                stretches.append(Stretch(length, offsets[index], size))
+                ranges.append(Range(length, offsets[index], size))
             length += size
-        blocks.append(Block(group, device, tuple(map(tuple, batches.values())), begins, tuple(stretches), length))
+        blocks.append(Block(group, device, tuple(map(tuple, batches.values())), begins, tuple(ranges), length))
     return tuple(blocks)
 
 

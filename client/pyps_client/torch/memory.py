@@ -132,7 +132,7 @@ class PinnedPages:
 
 
 def whole_pages(arrays: Iterable[npt.NDArray[Any]]) -> list[tuple[int, int]]:
-    """The stretches of whole pages that arrays lie on, apart from each other and in order: addresses, the end excluded.
+    """The ranges of whole pages that arrays lie on, apart from each other and in order: addresses, the end excluded.
 
     CUDA registers pages, and none twice.
     """

@@ -105,9 +105,9 @@ class Parameters:
     def _copy(self) -> None:
         for block, staging, batches in self._copies:
             if staging is not None:
-                for stretch in block.stretches:
-                    source = self._host[block.group].narrow(0, stretch.group_offset, stretch.length)
-                    target = staging.narrow(0, stretch.block_offset, stretch.length)
+                for piece in block.ranges:
+                    source = self._host[block.group].narrow(0, piece.group_offset, piece.length)
+                    target = staging.narrow(0, piece.block_offset, piece.length)
                     target.copy_(source, non_blocking=block.on_cuda)
             for parameters, places in batches:
                 torch._foreach_copy_(parameters, places)

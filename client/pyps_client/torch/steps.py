@@ -321,7 +321,7 @@ class Steps:
             example_count=example_count,
             # It goes alone and at once to a server that looks for NaN before it applies any of it; else the worker
             # takes a step with it, or, with buffers, its own statistics would have to be undone.
-            servers_look=(
+            server_checks=(
                 not self._overlap.is_used
                 and self._push_due
                 and self._gradients.minibatch_count == 0

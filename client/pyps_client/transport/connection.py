@@ -223,12 +223,12 @@ class Servers:
                 partial(connection.persist, operation, rejoin=self._rejoin, policy=self._loss)
                 for connection, operation in zip(self.connections, operations, strict=True)
             ]
-            return self._threads.run(tasks, cut=self._cut)
+            return self._threads.run(tasks, cancel=self._cancel)
         except Exception:
             raise
         except BaseException:
             # Ctrl-C. Nobody may write into the caller's vectors once this has left.
-            self._cut()
+            self._cancel()
             self._settle()
             raise
 
@@ -250,14 +250,14 @@ class Servers:
         for connection in self.connections:
             connection.close()
 
-    def _cut(self) -> None:
+    def _cancel(self) -> None:
         for connection in self.connections:
             connection.cut()
 
     def _settle(self) -> None:
         """Waits, for SETTLE_SECONDS, until servers are done with memory that they share; opens the links anew."""
         local = [connection for connection in self.connections if connection.is_local]
-        self._threads.run([partial(self._greet, connection) for connection in local], cut=self._cut)
+        self._threads.run([partial(self._greet, connection) for connection in local], cancel=self._cancel)
 
     def _greet(self, connection: Connection, _: threading.Event) -> None:
         # A server answers Hello when no earlier request of the caller works in its memory any more.

@@ -17,9 +17,9 @@ from pyps_client.retry import SIGNAL_SECONDS
 
 T = TypeVar("T")
 
-# How long tasks that were cut off may take to end, and how often they are cut off meanwhile.
+# How long cancelled tasks may take to end, and how often what they wait for is made to fail.
 END_SECONDS = 3.0
-CUT_SECONDS = 0.1
+CANCEL_SECONDS = 0.1
 
 
 class Future(Generic[T]):
@@ -63,7 +63,7 @@ class Future(Generic[T]):
         return result  # type: ignore[return-value]
 
     def run(self) -> None:
-        """Runs it, unless it was called off or somebody else does."""
+        """Runs it, unless it was cancelled or somebody else does."""
         if not self._claim.acquire(blocking=False):
             return
         assert self._job is not None
@@ -77,7 +77,7 @@ class Future(Generic[T]):
         finally:
             self._end()
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Ends a job that nobody has begun."""
         if self._claim.acquire(blocking=False):
             self._end()
@@ -111,15 +111,15 @@ class Threads:
         return future
 
     def run(
-        self, tasks: Sequence[Callable[[threading.Event], T]], *, cut: Callable[[], object] = lambda: None
+        self, tasks: Sequence[Callable[[threading.Event], T]], *, cancel: Callable[[], object] = lambda: None
     ) -> list[T]:
         """Runs the tasks, the first on the calling thread, and returns their results in order.
 
         Each task gets an event that is set when another failed or this was closed: a task that waits
         should end then. The first failure is raised.
 
-        Ctrl-C in the calling thread leaves only when the others have ended, or after END_SECONDS. `cut` makes what they
-        wait for fail; it is called more than once, from the calling thread, with the event set.
+        Ctrl-C in the calling thread leaves only when the others have ended, or after END_SECONDS. `cancel` makes what
+        they wait for fail; it is called more than once, from the calling thread, with the event set.
         """
         stop = threading.Event()
         failures: list[Exception] = []
@@ -138,12 +138,12 @@ class Threads:
         except BaseException:
             stop.set()
             for job in jobs:
-                job.call_off()
+                job.cancel()
             deadline = time.monotonic() + END_SECONDS
             while not all(job.done() for job in jobs) and time.monotonic() < deadline:
-                cut()
+                cancel()
                 for job in jobs:
-                    job.wait(CUT_SECONDS)
+                    job.wait(CANCEL_SECONDS)
             raise
         finally:
             with self._lock:

@@ -74,7 +74,7 @@ def test_nobody_else_can_change_the_parameters() -> None:
 # Partial pushes and payloads.
 
 
-def test_a_partial_push_changes_only_its_stretches() -> None:
+def test_a_partial_push_changes_only_its_ranges() -> None:
     shard = make_shard([0.0] * 6, rule="adagrad", settings={"learning_rate": 1.0, "eps": 0.0})
     push(shard, [3.0, 4.0, 5.0], extents=(Extent(1, 2), Extent(5, 1)))
     state = shard.state()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyps_client.torch.layout import Stretch, blocks_of, plan
+from pyps_client.torch.layout import Range, blocks_of, plan
 from pyps_wire.errors import BadRequest
 from pyps_wire.partition import Tensor
 
@@ -42,7 +42,7 @@ def test_one_block_a_group_and_device_with_a_batch_a_dtype() -> None:
     )
     (block,) = plan(model, groups(*model.parameters())).blocks
     assert block.batches == ((0, 2), (1,))
-    assert block.stretches == (Stretch(0, 0, 9),)
+    assert block.ranges == (Range(0, 0, 9),)
 
 
 def test_parameters_that_share_memory_are_refused_with_both_names() -> None:
@@ -78,11 +78,11 @@ def test_groups_that_are_not_of_this_model_or_not_of_a_shape_yet_are_refused() -
             plan(module, param_groups)
 
 
-def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_stretches() -> None:
+def test_tensors_of_a_group_on_two_devices_lie_in_two_blocks_that_know_their_ranges() -> None:
     devices = ["cpu", "meta", "meta", "cpu", "meta"]
     parameters = [torch.zeros(size, device=device) for size, device in enumerate(devices, start=1)]
     tensors = [Tensor(f"p{index}", (size,)) for index, size in enumerate(range(1, 6))]
     here, there = blocks_of(tensors, parameters, [0, 1, 3, 6, 10])
-    assert (here.device.type, here.stretches, here.length) == ("cpu", (Stretch(0, 0, 1), Stretch(1, 6, 4)), 5)
-    assert (there.device.type, there.stretches) == ("meta", (Stretch(0, 1, 5), Stretch(5, 10, 5)))
+    assert (here.device.type, here.ranges, here.length) == ("cpu", (Range(0, 0, 1), Range(1, 6, 4)), 5)
+    assert (there.device.type, there.ranges) == ("meta", (Range(0, 1, 5), Range(5, 10, 5)))
     assert there.offsets == {1: 0, 2: 2, 4: 5}

@@ -11,7 +11,7 @@ from pyps_client.torch.memory import PinnedPages, whole_pages
 PAGE = mmap.PAGESIZE
 
 
-def test_pages_of_neighbouring_arrays_are_one_stretch_and_of_distant_ones_two() -> None:
+def test_pages_of_neighbouring_arrays_are_one_range_and_of_distant_ones_two() -> None:
     memory = np.frombuffer(mmap.mmap(-1, 10 * PAGE), np.uint8)
     start = memory.ctypes.data
     arrays = [memory[10:20], memory[PAGE - 1 : PAGE + 1], memory[2 * PAGE : 3 * PAGE], memory[5 * PAGE + 7 : 6 * PAGE]]
