@@ -285,7 +285,8 @@ class Finite:
             to.clear()
             self._skip(gradients)
             return False
-        self._minibatch_guard.skips = 0
+        if self._minibatch_guard.skips:
+            self._minibatch_guard.passed()
         return True
 
     def leave_out(self, gradients: Sequence[torch.Tensor | None], *, for_others: bool) -> None:
@@ -298,7 +299,8 @@ class Finite:
     def seal(self, gathered: Gradients) -> bool:
         """True when what has gathered may go on its way; else it is left out."""
         if gathered.seal(checked=not self._unchecked):
-            self._payload_guard.skips = 0
+            if self._payload_guard.skips:
+                self._payload_guard.passed()
             return True
         count = gathered.minibatch_count
         gathered.clear()
@@ -314,7 +316,8 @@ class Finite:
             if receipt.reason == REASON_NOT_FINITE:
                 self._skip(gradients)
                 return
-        self._minibatch_guard.skips = 0
+        if self._minibatch_guard.skips:
+            self._minibatch_guard.passed()
 
     def _skip(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Counts a minibatch as skipped, and says where it is not finite, if not in the wire's type only."""
