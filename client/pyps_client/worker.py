@@ -342,7 +342,7 @@ class Worker:
 
     @property
     def transport(self) -> str:
-        """The way of lent vectors: "shm" through memory shared with all servers, "grpc", or "mixed"."""
+        """The way of lent vectors: "shm" (memory shared with all servers), "grpc", "in_process" or "mixed"."""
         return self._sharing.transport
 
     @property
