@@ -15,7 +15,6 @@ import torch
 
 from pyps_client.join import model_of_run
 from pyps_client.launch import Launch
-from pyps_client.replica.arrangement import arrange
 from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.torch.buffers import MODES, shared_buffers
 from pyps_client.torch.layout import Layout, named_groups, plain_name, plan, several
@@ -205,6 +204,7 @@ class Joining:
 
     def _cut(self, run: Model | None) -> Joined:
         # Imported here: DTensors take a second to load, which workers of whole models need not spend.
+        from pyps_client.replica.arrangement import arrange
         from pyps_client.replica.dtensor import ModelCut, claims_of
 
         replica = self.replica

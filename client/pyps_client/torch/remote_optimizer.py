@@ -16,7 +16,7 @@ from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.log import logger
-from pyps_client.replica.group import ALONE, agreed
+from pyps_client.replica.group import ALONE, Group, agreed
 from pyps_client.torch.joining import Joining, OwnModel, unwrapped
 from pyps_client.torch.layout import tell_narrowed, tell_unshared, whole_state
 from pyps_client.torch.options import Options, Settings, check_examples
@@ -101,12 +101,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         or WaitTimedOut where the run could not be joined in time, and TypeError for a keyword that is no setting.
         """
         leave.install_where_asked()
-        if replica is not None:
-            # Imported here: most workers need none of it.
-            from pyps_client.replica.processes import Replica
-
-            if not isinstance(replica, Replica):
-                raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
+        if replica is not None and not isinstance(replica, Group):
+            raise BadRequest(f"replica is {replica!r}; expected a pyps_client.torch.Replica.")
         peers = replica or ALONE
 
         def settled() -> Joining:
