@@ -83,7 +83,9 @@ class Launch:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        local = self.servers in (LOCAL, (LOCAL,), [LOCAL])
+        given: Any = self.servers
+        given = [given] if isinstance(given, str) else given
+        local = isinstance(given, Sequence) and [str(each).strip().lower() for each in given] == [LOCAL]
         object.__setattr__(self, "servers", (LOCAL,) if local else parse_servers(self.servers))
         check_types(self)
         _check_token(self.token, "token")
@@ -167,7 +169,7 @@ def _check_alone(num_processes: int) -> None:
     if num_processes > 1:
         raise BadRequest(
             "servers is 'local', a server in this process, but several processes are to share it: start `pyps serve` "
-            "and name it, or train with `pyps run`."
+            "and name it, or train with `pyps run`, which names its own where the script names none."
         )
 
 

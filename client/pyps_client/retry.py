@@ -106,7 +106,9 @@ class Wait:
                 way_out = "A worker that ends waits no longer: keep the optimizer open until its server is back."
             waited = policy.wait_seconds - left_seconds
             raise error(f"Waited {waited:.0f} s for {self._what}: {problem}. {self._advice}{way_out}")
-        self._outage.tell(self._what, first_seconds=policy.report_first_seconds, left_seconds=left_seconds)
+        self._outage.tell(
+            self._what, first_seconds=policy.report_first_seconds, left_seconds=left_seconds, setting=policy.setting
+        )
         pause = min(self._pause_seconds * _jitter.uniform(0.5, 1.0), left_seconds)
         self._pause_seconds = min(self._pause_seconds * 2, policy.pause_max_seconds)
         if self._stop.wait(pause):
@@ -179,10 +181,10 @@ class Outage:
         seconds = self._clock() - min(loss.since for loss in back.values())
         logger.info("%s %s there after %.0f s", ", ".join(sorted(back)), "is" if len(back) == 1 else "are", seconds)
 
-    def tell(self, name: str, *, first_seconds: float, left_seconds: float | None = None) -> None:
+    def tell(self, name: str, *, first_seconds: float, left_seconds: float | None = None, setting: str = "") -> None:
         """Tells of all that is lost, where this one is new among it and so old, or where it is time again.
 
-        `left_seconds`: how much longer the caller waits, if it does.
+        `left_seconds`: how much longer the caller waits, if it does; `setting` is what says so.
         """
         now = self._clock()
         with self._lock:
@@ -203,4 +205,7 @@ class Outage:
         if left_seconds is None:
             logger.warning("no word from %s; for %.0f s so far", which, seconds)
         else:
-            logger.warning("waiting for %s; for %.0f s so far, at most %.0f s more", which, seconds, left_seconds)
+            logger.warning(
+                "waiting for %s; for %.0f s so far, at most %.0f s more%s",
+                *(which, seconds, left_seconds, f" ({setting}, PYPS_{setting.upper()})" if setting else ""),
+            )

@@ -177,6 +177,8 @@ def test_what_no_server_could_do_is_refused_before_any_connection() -> None:
     model = mlp()
     with pytest.raises(UnsupportedOptimizer, match=r"no update rule for torch\.optim\.Adamax"):
         RemoteOptimizer(model, torch.optim.Adamax(model.parameters()), "127.0.0.1:1")
+    with pytest.raises(UnsupportedOptimizer, match=r"SGD is a class: make an optimizer of it first"):
+        RemoteOptimizer(model, torch.optim.SGD, "127.0.0.1:1")
     for options, message in (
         ({"gradient_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
         ({"parameter_codec": "int8"}, "'int8'; choose one of float32, float16, bfloat16"),
@@ -394,6 +396,20 @@ def test_an_optimizer_that_was_closed_goes_on_to_tell_what_it_last_knew(start_se
         before = told()
     assert told() == before
     assert before["transport"] == transport
+
+
+def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed(start_server) -> None:
+    model = mlp()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RemoteOptimizer(model, own, servers=start_server().data) as optimizer:
+        backward(model, next(batches(1)))
+        with pytest.raises(
+            BadRequest, match=r"This SGD would train this worker's copy of the model alone: .* call step\(\)"
+        ):
+            own.step()
+        optimizer.step()
+        assert optimizer.global_step == 1
+    own.step()
 
 
 def test_while_one_thread_takes_a_step_another_is_refused_and_nothing_is_lost(start_server) -> None:

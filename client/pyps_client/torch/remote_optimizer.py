@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from pyps_client import fork, leave
 from pyps_client.fork import ForkGuard
@@ -149,6 +150,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             leave.expect(self._ending, of=self)
             # The run's parameters come into the model.
             self._steps.start()
+            self._ending.watched = optimizer.register_step_pre_hook(_refuse_step)
         except BaseException as error:
             member.close(*leave.cause_of(error))
             raise
@@ -378,6 +380,8 @@ class Ending:
         self._session = session
         self._steps = steps
         self._guard = ForkGuard()
+        # The refusal of the torch optimizer's own steps, which last until then.
+        self.watched: RemovableHandle | None = None
         # Held from the first `close` on.
         self.begun = threading.Lock()
 
@@ -390,6 +394,8 @@ class Ending:
         if self._guard.in_child or not self.begun.acquire(blocking=False):
             return
         leave.forget(self)
+        if self.watched is not None:
+            self.watched.remove()
         try:
             if cause == "finished":
                 self._session.hurry()
@@ -418,6 +424,13 @@ def _require_first(launch: Launch) -> None:
             "servers for each and name them (servers=, run_id=); otherwise give one torch optimizer all parameters, in "
             "groups. To train on with a new one, close() the first."
         )
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    raise BadRequest(
+        f"This {type(optimizer).__name__} would train this worker's copy of the model alone: a RemoteOptimizer was "
+        "made of it, so call step() of that one."
+    )
 
 
 # A step as torch makes it of an optimizer's own: with hooks, and a range for its profiler.

@@ -117,6 +117,11 @@ def translation_of(optimizer: torch.optim.Optimizer) -> Translation:
 
     A subclass is refused too: it may compute something else.
     """
+    if isinstance(optimizer, type):
+        raise UnsupportedOptimizer(
+            f"{_class_name(optimizer)} is a class: make an optimizer of it first, as "
+            f"{optimizer.__name__}(model.parameters(), lr=...)."
+        )
     of_class = [translation for translation in TRANSLATIONS if type(optimizer) is translation.optimizer]
     if not of_class:
         names = list(dict.fromkeys(f"torch.optim.{translation.optimizer.__name__}" for translation in TRANSLATIONS))
