@@ -81,6 +81,15 @@ def forget(worker: Any) -> None:
     _open.discard(worker)
 
 
+def wait_for_leaving() -> None:
+    """Waits until all have left whose holders are gone; whatever is lost, this takes seconds."""
+    for leaving in list(_leaving):
+        if (done := leaving()) is not None:
+            while not done.acquire(timeout=SIGNAL_SECONDS):
+                continue
+            done.release()
+
+
 def cause_of(error: BaseException | None) -> tuple[str, str]:
     """How a worker that ends with this exception (or none) tells it: cause and message."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -188,11 +197,7 @@ def _close_at_exit() -> None:
 
 
 def _close_all() -> None:
-    # Whatever is lost, this takes seconds.
-    for leaving in list(_leaving):
-        done = leaving()
-        while done is not None and not done.acquire(timeout=SIGNAL_SECONDS):
-            continue
+    wait_for_leaving()
     for worker in list(_open):
         _close(worker)
 

@@ -125,6 +125,8 @@ class Worker:
         """Joins the run, waiting for servers and for the initialiser; initialises where elected."""
         if self._hello is not None:
             return
+        # It may be of the same name, and what it has gathered would be refused as that of an earlier process.
+        leave.wait_for_leaving()
         leave.expect(self)
         self._lease.watch()
         try:

@@ -101,7 +101,7 @@ class Threads(ThreadPoolExecutor):
     def submit(self, work: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Lets a thread do work."""
         if not self._idle.acquire(blocking=False):
-            thread = threading.Thread(target=self._run, name="pyps-server-work", daemon=True)
+            thread = threading.Thread(target=self._run, name="local-server-work", daemon=True)
             thread.start()
             self._running.append(thread)
         future: Future[T] = Future()
@@ -140,7 +140,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     """The event loop of all such servers, on a thread that does not hold up the program's end."""
     loop = asyncio.new_event_loop()
     loop.set_default_executor(_threads())
-    thread = threading.Thread(target=loop.run_forever, name="pyps-servers", daemon=True)
+    thread = threading.Thread(target=loop.run_forever, name="local-servers", daemon=True)
     thread.start()
     # Before the first worker is made: it runs when the workers have left.
     atexit.register(_park, loop, thread)

@@ -409,7 +409,28 @@ def test_the_torch_optimizers_own_step_is_refused_until_the_remote_one_is_closed
             own.step()
         optimizer.step()
         assert optimizer.global_step == 1
+        with pytest.raises(BadRequest, match=r"Another RemoteOptimizer was made of this SGD and is open"):
+            RemoteOptimizer(model, own, servers="local")
+        # As torch.distributed.checkpoint takes a step to learn an optimizer's state.
+        own.param_groups[0]["lr"] = 0.0
+        own.step()
+        own.param_groups[0]["lr"] = 0.1
     own.step()
+
+
+def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_left(start_server) -> None:
+    server = start_server("--staleness", "none")
+    model = torch.nn.Linear(1, 1, bias=False)
+    begin = model.weight.item()
+    for _ in range(5):
+        optimizer = remote(model, server, lr=1.0, run_id="r", worker_id="w", overlap="step")
+        for _ in range(4):
+            model.weight.grad = torch.ones(1, 1)
+            optimizer.step()
+        del optimizer
+    with remote(model, server, lr=1.0, run_id="r", worker_id="w"):
+        assert model.weight.item() == pytest.approx(begin - 20)
+
 
 
 def test_while_one_thread_takes_a_step_another_is_refused_and_nothing_is_lost(start_server) -> None:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
@@ -110,7 +111,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             how: dict[str, Any] = {"run_id": run_id, "worker_id": worker_id, "overlap": overlap}
             whole = unwrapped(model, peers)
             joining = Joining.of(whole, optimizer, servers, Options.of(options, settings), peers, **how)
-            _require_first(joining.launch)
+            _require_first(joining.launch, optimizer)
             return joining
 
         # What one process of a replica was told wrong all of them refuse.
@@ -150,7 +151,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
             leave.expect(self._ending, of=self)
             # The run's parameters come into the model.
             self._steps.start()
-            self._ending.watched = optimizer.register_step_pre_hook(_refuse_step)
+            self._ending.watched = optimizer.register_step_pre_hook(partial(_refuse_step, self._guard))
         except BaseException as error:
             member.close(*leave.cause_of(error))
             raise
@@ -414,10 +415,19 @@ class Ending:
 _made: weakref.WeakKeyDictionary[RemoteOptimizer, tuple[tuple[str, ...], str]] = weakref.WeakKeyDictionary()
 
 
-def _require_first(launch: Launch) -> None:
-    """Refuses to be the same worker of the same servers twice at once: the first would be taken for dead."""
+def _require_first(launch: Launch, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses to be the same worker of the same servers twice at once: the first would be taken for dead.
+
+    And to train one torch optimizer's parameters twice.
+    """
     worker = (launch.servers, launch.worker_id)
-    if any(of_other == worker and not other._ending.begun.locked() for other, of_other in _made.items()):
+    others = {other: of_other for other, of_other in _made.items() if not other._ending.begun.locked()}
+    if any(other._wrapped is optimizer for other in others):
+        raise BadRequest(
+            f"Another RemoteOptimizer was made of this {type(optimizer).__name__} and is open: close() it before, or "
+            "give each its own parameters."
+        )
+    if worker in others.values():
         raise BadRequest(
             f"This program has another RemoteOptimizer on {', '.join(launch.servers)}, as worker {launch.worker_id!r}, "
             "and one run holds one model with one optimizer. For optimizers that take turns, as of a GAN, start "
@@ -426,7 +436,10 @@ def _require_first(launch: Launch) -> None:
         )
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _refuse_step(guard: ForkGuard, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if guard.in_child or not any(group["lr"] for group in optimizer.param_groups):
+        # A copy of the model that nobody shares; or a step that changes nothing, as torch's checkpoints take one.
+        return
     raise BadRequest(
         f"This {type(optimizer).__name__} would train this worker's copy of the model alone: a RemoteOptimizer was "
         "made of it, so call step() of that one."
