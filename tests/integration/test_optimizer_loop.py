@@ -432,7 +432,6 @@ def test_who_comes_after_an_optimizer_that_nobody_closed_waits_until_that_has_le
         assert model.weight.item() == pytest.approx(begin - 20)
 
 
-
 def test_while_one_thread_takes_a_step_another_is_refused_and_nothing_is_lost(start_server) -> None:
     model = mlp()
     refused: list[BadRequest] = []
