@@ -30,7 +30,9 @@ def test_the_path_of_a_gradient_is_short(
 
     assert 20 < worker["calls"] <= calls_max, worker["functions"]
     assert len(worker["files"]) <= files_max, worker["files"]
-    assert server["calls"] <= 60, server["functions"]
+    if overlap == "off":
+        # Else it depends on time how many minibatches a push holds, and what falls to one of them.
+        assert server["calls"] <= 60, server["functions"]
 
 
 def test_architecture_tells_the_path_as_it_is(counted: dict[tuple[str, str], Any]) -> None:
