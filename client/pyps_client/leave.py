@@ -213,19 +213,27 @@ def _abandoned(worker: Any, guard: ForkGuard) -> None:
     elif worker in _open:
         done = _thread.allocate_lock()
         done.acquire()
-        _thread.start_new_thread(_close, (worker, done))
+        _thread.start_new_thread(_close_and_free, ([worker], done))
         _leaving.append(weakref.ref(done, _leaving.remove))
 
 
-def _close(worker: Any, done: _thread.LockType | None = None) -> None:
+def _close_and_free(workers: list[Any], done: _thread.LockType) -> None:
+    """Closes the one in the list, which nobody else holds.
+
+    What it had is freed before the program may end: a tensor that is freed beside the interpreter's end aborts that.
+    """
+    try:
+        _close(workers.pop())
+    finally:
+        done.release()
+
+
+def _close(worker: Any) -> None:
     try:
         worker.close(*cause_of(_last_error()))
     except PypsError as error:
         # There is nobody left to raise it to.
         logger.warning("an optimizer that was not closed left the run: %s", error)
-    finally:
-        if done is not None:
-            done.release()
 
 
 def _hook_exceptions() -> None:
