@@ -27,6 +27,7 @@ COMMANDS = {
     "stop": ("Finish a run.", "control:stop"),
     "eval": ("Score a running model with a script of your own.", "evaluate:evaluate"),
     "bench": ("Measure rounds between this machine and running servers.", "bench:bench"),
+    "certs": ("Make certificates for TLS, and show what they say.", "certs:certs"),
     "health": ("Ask servers for their health.", "control:health"),
 }
 
@@ -60,10 +61,13 @@ class CommandGroup(TyperGroup):
             return None
         module_name, _, function_name = COMMANDS[cmd_name][1].partition(":")
         module = importlib.import_module(f"pyps.cli.{module_name}")
+        command = getattr(module, function_name)
+        if isinstance(command, typer.Typer):
+            return typer.main.get_command(command)
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         # A command that hands arguments on to another program says so in CONTEXT_SETTINGS.
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        single.command(cmd_name, context_settings=settings)(getattr(module, function_name))
+        single.command(cmd_name, context_settings=settings)(command)
         return typer.main.get_command(single)
 
 

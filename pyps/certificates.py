@@ -1,0 +1,173 @@
+"""Certificates for servers and workers, and the authority that signs them: small files in one folder."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pyps_wire.errors import BadRequest
+
+# The authority's own; after that all certificates are to be made anew.
+AUTHORITY_DAYS = 3650
+# How far clocks may be apart.
+_CLOCKS = timedelta(hours=1)
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a certificate says."""
+
+    # "CA", "server" or "worker".
+    role: str
+    names: tuple[str, ...]
+    until: datetime
+
+
+class Authority:
+    """Signs certificates with the key in its folder, `ca.key`; whoever trusts `ca.crt` trusts them."""
+
+    def __init__(self, folder: Path, *, create: bool = False):
+        """Makes the folder and the authority where they are missing and `create` says so. BadRequest otherwise."""
+        self._folder = folder
+        if create and not (folder / "ca.crt").exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            key = ec.generate_private_key(ec.SECP256R1())
+            name = _named("pyps CA")
+            begun = _begun(name, key.public_key(), issuer=name, days=AUTHORITY_DAYS)
+            usage = dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
+            begun = begun.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            begun = begun.add_extension(x509.KeyUsage(**usage), critical=True)
+            self._write("ca", key, begun.sign(key, SHA256()))
+        self._certificate = _read(folder / "ca.crt")
+        try:
+            self._key = load_pem_private_key((folder / "ca.key").read_bytes(), None)
+        except (OSError, ValueError, TypeError) as error:
+            raise BadRequest(f"the CA's key {folder / 'ca.key'} cannot be read: {error}") from None
+
+    def make_server(self, hosts: Sequence[str], *, days: int) -> Path:
+        """Makes `server.crt` and `server.key` for servers that are called by these names or addresses, or on loopback.
+
+        A server may show its certificate as a caller too, so that commands on its machine need no other.
+        """
+        names = [_host(host) for host in dict.fromkeys((*hosts, *_LOOPBACK))]
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        return self._make("server", hosts[0], usages, names, days=days)
+
+    def make_worker(self, name: str, *, days: int) -> Path:
+        """Makes `NAME.crt` and `NAME.key` for a caller of that name."""
+        if not _NAME.fullmatch(name) or name in ("ca", "server"):
+            raise BadRequest(
+                f"the worker's name is {name!r}; expected letters, digits, . _ and -, not 'ca' or 'server'"
+            )
+        return self._make(name, name, [ExtendedKeyUsageOID.CLIENT_AUTH], [], days=days)
+
+    def _make(
+        self,
+        stem: str,
+        name: str,
+        usages: Iterable[x509.ObjectIdentifier],
+        hosts: Sequence[x509.GeneralName],
+        *,
+        days: int,
+    ) -> Path:
+        key = ec.generate_private_key(ec.SECP256R1())
+        begun = _begun(_named(name), key.public_key(), issuer=self._certificate.subject, days=days)
+        begun = begun.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        begun = begun.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        assert isinstance(self._key, ec.EllipticCurvePrivateKey)
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        begun = begun.add_extension(signer, critical=False)
+        if hosts:
+            begun = begun.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        return self._write(stem, key, begun.sign(self._key, SHA256()))
+
+    def _write(self, stem: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> Path:
+        """Writes both files, for their owner alone; BadRequest where one is there already."""
+        paths = self._folder / f"{stem}.key", self._folder / f"{stem}.crt"
+        if there := [str(path) for path in paths if path.exists()]:
+            raise BadRequest(
+                f"{' and '.join(there)} would be overwritten: move them away first, or name another --folder"
+            )
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        for path, content in zip(paths, (private, certificate.public_bytes(Encoding.PEM)), strict=True):
+            try:
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(content)
+            except OSError as error:
+                raise BadRequest(f"{path} cannot be written: {error.strerror}") from None
+        return paths[1]
+
+
+def describe(path: Path) -> Certificate:
+    """What the certificate in a file says. BadRequest where it holds none."""
+    found = _read(path)
+    names = [attribute.value for attribute in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    role, kinds = "worker", {type(extension.value): extension.value for extension in found.extensions}
+    constraints, usage = kinds.get(x509.BasicConstraints), kinds.get(x509.ExtendedKeyUsage)
+    if isinstance(constraints, x509.BasicConstraints) and constraints.ca:
+        role = "CA"
+    elif isinstance(usage, x509.ExtendedKeyUsage) and ExtendedKeyUsageOID.SERVER_AUTH in usage:
+        role = "server"
+    for extension in kinds.values():
+        if isinstance(extension, x509.SubjectAlternativeName):
+            names += [str(name.value) for name in extension]
+    return Certificate(role, tuple(dict.fromkeys(map(str, names))), found.not_valid_after_utc)
+
+
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
+
+
+def _begun(
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, *, issuer: x509.Name, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder(subject_name=subject, issuer_name=issuer, public_key=key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, now + timedelta(days=days)) - _CLOCKS)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    if not _NAME.fullmatch(host):
+        raise BadRequest(f"--host is {host!r}; expected the name or the address of a server, without a port")
+    return x509.DNSName(host)
+
+
+def _read(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it holds no certificate in PEM"
+        raise BadRequest(f"the certificate {path} cannot be read: {reason}") from None
