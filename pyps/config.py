@@ -112,7 +112,7 @@ class ServerConfig:
     local_socket: str = setting(
         "auto", "Where workers of this machine may share their memory: auto, off, or a folder that they see too."
     )
-    token_file: Path | None = setting(None, "File with the token that every caller must show.")
+    token_file: Path | None = setting(None, "File with the token that callers must show, or several, one a line.")
     insecure: bool = setting(False, "Listen beyond loopback without a token.")
     max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10, maximum=10**9)
     max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1, maximum=10**15)

@@ -458,6 +458,13 @@ def server_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Puts a text in a file's place, as whoever renews a secret does: readers find either whole."""
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
 # What a server says on its control port.
 
 

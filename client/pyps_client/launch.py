@@ -10,10 +10,10 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from operator import attrgetter
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from pyps_client.credentials import Credentials, read_token
 from pyps_client.log import logger
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
@@ -54,7 +54,7 @@ class Launch:
     `worker_index`, `worker_count`: this worker's place among the run's workers, from 0, for dividing data: torchrun's
     where PYPS_ variables say nothing of the worker, None when nobody said.
     `parts`: the processes of this worker, each with a part of the model (model parallelism).
-    `token`: the shared secret of servers that ask for one.
+    `token`: the shared secret of servers that ask for one; `token_file`, where it is from, to be read again.
     `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server that is not there at the
     start, for one that was lost, and for other workers: for a round's end, for a turn, for the slowest.
     `use_proxy`: True lets http_proxy and its kin apply to the connection.
@@ -74,6 +74,7 @@ class Launch:
     worker_count: int | None = None
     parts: int = 1
     token: str = field(default="", repr=False)
+    token_file: str = field(default="", compare=False)
     start_wait_seconds: float = 300.0
     loss_wait_seconds: float = 600.0
     wait_seconds: float = 1800.0
@@ -88,7 +89,7 @@ class Launch:
         local = isinstance(given, Sequence) and [str(each).strip().lower() for each in given] == [LOCAL]
         object.__setattr__(self, "servers", (LOCAL,) if local else parse_servers(self.servers))
         check_types(self)
-        _check_token(self.token, "token")
+        _ = self.credentials
         if local:
             _check_alone(max(self.parts, self.worker_count or 1))
             if self.transport not in ("auto", "in_process"):
@@ -123,6 +124,14 @@ class Launch:
     def way(self) -> Transport:
         """The transport itself."""
         return named(self.transport)
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the worker shows."""
+        return Credentials(
+            token=self.token,
+            token_file=self.token_file,
+        )
 
     def begun(self, num_processes: int) -> Launch:
         """With the address of a server that this starts, where a worker of so many processes asked for its own."""
@@ -161,7 +170,8 @@ class Launch:
             settings["worker_id"] = _default_worker_id(None)
         settings["servers"] = servers if servers is not None else env.get("PYPS_SERVERS", "")
         if "token" not in given:
-            settings["token"] = read_token(token_file or env.get("PYPS_TOKEN_FILE") or None, env)
+            file = token_file or env.get("PYPS_TOKEN_FILE") or None
+            settings["token"], settings["token_file"] = read_token(file, env), os.fspath(file or "")
         return cls(**settings)
 
 
@@ -217,24 +227,6 @@ def torchrun_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return int(rank), int(size)
 
 
-def read_token(token_file: str | os.PathLike[str] | None, environment: Mapping[str, str] | None = None) -> str:
-    """The token in a file, or else in PYPS_TOKEN; empty for none. Raises BadRequest for what cannot be sent."""
-    if token_file is None:
-        token = (os.environ if environment is None else environment).get("PYPS_TOKEN", "").strip()
-        source = "PYPS_TOKEN"
-    else:
-        source = f"the token file {os.fspath(token_file)}"
-        try:
-            token = Path(token_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
-            raise BadRequest(f"{source} cannot be read: {reason}") from None
-        if not token:
-            raise BadRequest(f"{source} is empty; expected the servers' shared token")
-    _check_token(token, source)
-    return token
-
-
 def parse_servers(servers: str | Sequence[str], *, port: int = DATA_PORT) -> tuple[str, ...]:
     """Addresses as host:port, from "a:1,b:2" or a sequence; `port` where none is named."""
     listed = servers.split(",") if isinstance(servers, str) else list(servers) if isinstance(servers, Iterable) else [0]
@@ -265,11 +257,6 @@ def _parse_address(address: str, default_port: int) -> str:
     if not 1 <= port <= 65535:
         raise BadRequest(f"Server address {address!r} has port {port}; expected 1 to 65535.")
     return f"{match['host']}:{port}"
-
-
-def _check_token(token: str, source: str) -> None:
-    if not (token.isascii() and token.isprintable()):
-        raise BadRequest(f"{source} does not hold one line of printable ASCII characters")
 
 
 def _default_worker_id(worker_index: int | None) -> str:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pyps import __version__
 from pyps.units import counted
-from pyps_client import Observer, launch
+from pyps_client import Observer, credentials
 from pyps_client.launch import parse_servers
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
@@ -138,7 +138,7 @@ def data_addresses(servers: str, token: str) -> tuple[str, ...]:
 def read_token(path: Path | None) -> str:
     """The token in a file, else in PYPS_TOKEN, else nothing; exits when it cannot be used."""
     try:
-        return launch.read_token(path)
+        return credentials.read_token(path)
     except PypsError as error:
         fail(str(error), status=2)
 

@@ -14,7 +14,7 @@ from pyps.config import ConfigError, flag_name
 from pyps.service.calls import Awaited, MessageReader
 from pyps.service.limits import ByteBudget
 from pyps.service.reflection import add_reflection
-from pyps.service.security import TokenInterceptor
+from pyps.service.security import Token, TokenInterceptor
 from pyps.service.transport import Host, Service, Transport
 from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 
@@ -48,7 +48,7 @@ _LOOKAHEAD_BYTES = 2**22
 Options = list[tuple[str, int]]
 
 
-def make_control_server(token: str | None, *, budget: ByteBudget) -> grpc.aio.Server:
+def make_control_server(token: Token | None, *, budget: ByteBudget) -> grpc.aio.Server:
     """A server for small calls, on a port of its own: large messages stand in nobody's way there."""
     options = [
         ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
@@ -64,7 +64,7 @@ def _connections(count: int, *, files_share: int) -> int:
     return count if files_max == resource.RLIM_INFINITY else max(1, min(count, files_max // files_share))
 
 
-def _make_server(token: str | None, reader: MessageReader, options: Options) -> grpc.aio.Server:
+def _make_server(token: Token | None, reader: MessageReader, options: Options) -> grpc.aio.Server:
     interceptors = [TokenInterceptor(token), reader] if token else [reader]
     return grpc.aio.server(interceptors=interceptors, options=[*_common_options(), *options])
 

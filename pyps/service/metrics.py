@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 import time
 from bisect import bisect_left
@@ -150,14 +149,15 @@ class RunCollector(Collector):
 class MetricsServer:
     """Serves the page over HTTP on the event loop; one thread puts the pages together, one at a time."""
 
-    def __init__(self, collector: RunCollector, *, host: str, port: int, token: str | None):
+    def __init__(self, collector: RunCollector, served: Host):
         """Binds the port. Raises ConfigError when it is taken."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(collector)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         self._application = make_wsgi_app(registry)
-        self._authorization = f"Bearer {token}".encode() if token else None
+        self._token = served.token
+        host, port = served.config.host, served.config.metrics_port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server(
@@ -215,7 +215,7 @@ class MetricsServer:
     async def _answer(self, request: dict[str, str]) -> bytes:
         """The status line, the headers and the page; 401 for those who do not show the token."""
         shown = request.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if self._authorization is not None and not hmac.compare_digest(shown, self._authorization):
+        if self._token is not None and not self._token.is_in(shown):
             page = b"this server wants its token: Authorization: Bearer TOKEN\n"
             return _response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")], page)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._page, request)

@@ -1,4 +1,4 @@
-"""Who may call: a shared token on both ports, and loopback for calls that change the server."""
+"""Who may call: a shared token on all ports, and loopback for calls that change the server."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
+from pyps import logs
 from pyps.config import ConfigError, ServerConfig
 from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsError
 
@@ -24,31 +25,72 @@ TEXT_BYTES_MAX = 2048
 # In quotes: only the type stubs know that it has parameters.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+log = logs.get("pyps.security")
 
-def load_token(config: ServerConfig) -> str | None:
+
+def load_token(config: ServerConfig) -> Token | None:
     """The token that callers must show, None for none.
 
     Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in words.
     """
-    if config.token_file is None:
-        if not is_loopback_host(config.host) and not config.insecure:
-            raise ConfigError(
-                f"host is {config.host}, which other machines can reach: give --token-file, "
-                "or say --insecure to let everybody in"
-            )
-        return None
-    return _read_token(config.token_file)
+    if config.token_file is None and not is_loopback_host(config.host) and not config.insecure:
+        raise ConfigError(
+            f"host is {config.host}, which other machines can reach: give --token-file, "
+            "or say --insecure to let everybody in"
+        )
+    return None if config.token_file is None else Token(config.token_file)
 
 
-def _read_token(path: Path) -> str:
+class Token:
+    """The token that callers must show, read again when its file changes. For the event loop.
+
+    The file may hold several, one a line: so another one comes into use before the former goes.
+    """
+
+    def __init__(self, path: Path):
+        """Raises ConfigError for a file that cannot be used."""
+        self._path = path
+        self._stamp = stamp_of(path)
+        self._tokens = _read_tokens(path)
+
+    def is_in(self, authorization: str | bytes) -> bool:
+        """Whether the value of the header `authorization` holds it."""
+        stamp = stamp_of(self._path)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._tokens = _read_tokens(self._path)
+                log.info("the token file has changed and is in force", file=self._path)
+            except ConfigError as error:
+                log.warning("the token stays as it was", reason=error)
+        shown = authorization.encode() if isinstance(authorization, str) else authorization
+        return any(hmac.compare_digest(shown, (_SCHEME + token).encode()) for token in self._tokens)
+
+
+def _read_tokens(path: Path) -> list[str]:
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        tokens = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f"the token file {path} cannot be read: {reason}") from None
-    if len(token) < 8 or not token.isascii() or not token.isprintable():
-        raise ConfigError(f"the token in {path} must be one line of at least 8 printable ASCII characters")
-    return token
+    tokens = [token.strip() for token in tokens if token.strip()]
+    if not tokens or not all(len(token) >= 8 and token.isascii() and token.isprintable() for token in tokens):
+        raise ConfigError(
+            f"the token file {path} must hold a token of at least 8 printable ASCII characters, or several, one a line"
+        )
+    return tokens
+
+
+def stamp_of(*paths: Path) -> list[tuple[int, int, int] | None]:
+    """What changes whenever one of these files does; None for one that is not there."""
+    stamps: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            found = path.stat()
+            stamps.append((found.st_mtime_ns, found.st_ino, found.st_size))
+        except OSError:
+            stamps.append(None)
+    return stamps
 
 
 def is_loopback_host(host: str) -> bool:
@@ -84,8 +126,8 @@ def require_loopback(context: grpc.aio.ServicerContext[Any, Any], call: str) -> 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Asks for the token: a call without it is refused before any message of it is taken in."""
 
-    def __init__(self, token: str):
-        self._expected = (_SCHEME + token).encode()
+    def __init__(self, token: Token):
+        self._token = token
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
         """Why the call is refused, None when it may go on."""
@@ -97,8 +139,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was "
                 "started with; grpcurl takes -H 'authorization: Bearer TOKEN'"
             )
-        shown = given[-1].encode() if isinstance(given[-1], str) else given[-1]
-        if not hmac.compare_digest(shown, self._expected):
+        if not self._token.is_in(given[-1]):
             return NotAuthenticated("the token is not this server's: compare the token files of both ends")
         return None
 

@@ -39,7 +39,7 @@ from pyps.service.metrics import MetricsServer, RunCollector
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
-from pyps.service.security import load_token
+from pyps.service.security import Token, load_token
 from pyps.service.serializations import Serializations
 from pyps.service.shm.listener import SharedMemory
 from pyps.service.transport import Host, Service, Transport
@@ -94,14 +94,13 @@ class Server:
         self,
         config: ServerConfig,
         *,
-        token: str | None,
+        token: Token | None,
         instruction_set: str,
         clock: Callable[[], float] = time.monotonic,
         transports: Sequence[type[Transport]] = TRANSPORTS,
         pool: Executor | None = None,
     ):
         self._config = config
-        self._token = token
         self._instruction_set = instruction_set
         self._clock = clock
         self._checkpoints = (
@@ -145,9 +144,9 @@ class Server:
         `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
         once the server answers.
         """
-        control = hosting.make_control_server(self._token, budget=self._budget)
+        control = hosting.make_control_server(self._host.token, budget=self._budget)
         collector = RunCollector(self._host, transports=self._transports)
-        metrics = MetricsServer(collector, host=self._config.host, port=self._config.metrics_port, token=self._token)
+        metrics = MetricsServer(collector, self._host)
         addresses = self._bind(control, metrics)
         self._resume()
         self._add_inspector(control, addresses)

@@ -16,6 +16,7 @@ from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
+from pyps.service.security import Token
 from pyps.service.serializations import Serializations
 from pyps.storage.folder import CheckpointFolder
 from pyps_wire import parameter_server_pb2 as wire
@@ -26,7 +27,7 @@ class Host:
     """What one server's transports, services and reports have in common."""
 
     config: ServerConfig
-    token: str | None
+    token: Token | None
     run: Run
     work: KernelExecutor
     budget: ByteBudget

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from client_support import (
     ADAGRAD,
     SGD,
     Clock,
+    CuttingProxy,
     Reference,
     addresses,
     gradients_like,
@@ -42,7 +44,7 @@ from pyps_client import (
 from pyps_client.join import Initialization
 from pyps_client.transport import Channel
 from pyps_client.transport.connection import Connection
-from support import AnyServer, PythonProcess, inspect
+from support import AnyServer, PythonProcess, inspect, replace_file
 
 Start = Callable[..., AnyServer]
 
@@ -242,6 +244,35 @@ def test_tokens_are_asked_for_and_compared(start_server: Start, tmp_path: Path) 
         make_client(server.data, token="battery-staple")
     with make_client(server.data, token_file=token) as client:
         client.push(gradients_like(small_model(), 0))
+
+
+def test_a_token_is_renewed_while_a_worker_trains(start_server: Start, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("the-former-token\n", encoding="utf-8")
+    server = start_server("--token-file", str(token), "--heartbeat-seconds", "0.05")
+
+    def gets_in(token: str) -> bool:
+        with suppress(NotAuthenticated), make_client(server.data, token=token, run_id="r", worker_id="another"):
+            return True
+        return False
+
+    with (
+        closing(CuttingProxy(server.data)) as proxy,
+        make_client(proxy.address, token_file=token, run_id="r", transport="grpc") as client,
+    ):
+        replace_file(token, "short")
+        assert gets_in("the-former-token")
+        assert "the token stays as it was" in server.output()
+        for tokens, taken in (
+            ("another-token\nthe-former-token\n", ["the-former-token", "another-token"]),
+            ("another-token\n", ["another-token"]),
+        ):
+            replace_file(token, tokens)
+            assert [each for each in ("the-former-token", "another-token") if gets_in(each)] == taken
+            for _ in range(2):
+                client.push(gradients_like(small_model(), 0))
+                # The next push needs a connection of its own.
+                proxy.cut()
 
 
 def test_a_newer_process_of_the_same_name_takes_over(start_server: Start) -> None:

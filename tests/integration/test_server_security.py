@@ -160,7 +160,7 @@ def test_beyond_loopback_a_server_wants_a_token_or_to_be_told_in_plain_words(sta
 
 
 def test_a_token_file_that_cannot_serve_is_refused_at_the_start(start_server, tmp_path):
-    contents = (("short", "8"), ("", "8"), ("two words and\nlines", "one line"), (None, "cannot be read"))
+    contents = (("short", "8"), ("", "8"), ("a-token-of-some-length\nlines", "8"), (None, "cannot be read"))
     for index, (content, words) in enumerate(contents):
         token_file = tmp_path / f"token-{index}"
         if content is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from google.protobuf.message import Message
 
+from pyps_client.credentials import Credentials
 from pyps_client.retry import LocalLost
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import BadRequest, ServerUnavailable
@@ -128,7 +129,7 @@ class Transport(ABC):
     insists = False
 
     @abstractmethod
-    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
+    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
         """A way for calls; what is wrong with it, calls tell."""
 
     def memory(self, num_bytes: int) -> Memory:

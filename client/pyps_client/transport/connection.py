@@ -72,7 +72,7 @@ class Connection:
                 raise RunFinished("The client was closed: make a new one to go on.")
             if self._channel is None:
                 launch = self._launch
-                self._channel = launch.way.channel(self.address, token=launch.token, use_proxy=launch.use_proxy)
+                self._channel = launch.way.channel(self.address, launch.credentials, use_proxy=launch.use_proxy)
                 self._transport = self._channel.transport
             return self._channel
 

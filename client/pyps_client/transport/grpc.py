@@ -17,11 +17,20 @@ import grpc
 from google.protobuf.message import Message
 
 from pyps_client import fork
+from pyps_client.credentials import Credentials
 from pyps_client.log import logger
 from pyps_client.retry import Busy, LinkLost
 from pyps_client.transport import Channel, Reply, Take, Transport
 from pyps_wire.contract import CONTROL_PORT, DATA_PORT, METHODS
-from pyps_wire.errors import METADATA_KEY, LimitExceeded, ProtocolMismatch, PypsError, ServerUnavailable, from_status
+from pyps_wire.errors import (
+    METADATA_KEY,
+    LimitExceeded,
+    NotAuthenticated,
+    ProtocolMismatch,
+    PypsError,
+    ServerUnavailable,
+    from_status,
+)
 
 try:
     from grpc._cython import cygrpc  # type: ignore[attr-defined]
@@ -51,8 +60,8 @@ _OPENED, _GREETED, _SENT, _RECEIVED, _ENDED = range(5)
 class Grpc(Transport):
     """gRPC, by which all goes as calls."""
 
-    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
-        return GrpcChannel(address, token=token, use_proxy=use_proxy)
+    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
+        return GrpcChannel(address, credentials, use_proxy=use_proxy)
 
 
 class GrpcChannel(Channel):
@@ -60,8 +69,10 @@ class GrpcChannel(Channel):
 
     transport = "grpc"
 
-    def __init__(self, address: str, *, token: str, use_proxy: bool) -> None:
+    def __init__(self, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
         self.address = address
+        self._credentials = credentials.newest()
+        token = self._credentials.token
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._grpc = grpc.insecure_channel(address, options=_options(use_proxy))
         fork.kept_alive.add(self._grpc)
@@ -135,7 +146,7 @@ class GrpcChannel(Channel):
             return stream
 
     def _end_of_stream(self, error: Any, answered: int = 0) -> PypsError | LinkLost:
-        verdict = _translate(error, self.address)
+        verdict = self._translated(error)
         if isinstance(verdict, LimitExceeded):
             # Sizes were compared at Hello: what is exceeded is the server's memory for calls under way.
             verdict = Busy(str(verdict))
@@ -151,9 +162,15 @@ class GrpcChannel(Channel):
         try:
             return ask()
         except grpc.RpcError as error:
-            raise _translate(error, self.address) from None
+            raise self._translated(error) from None
         except (ValueError, grpc.FutureCancelledError):
             raise LinkLost("the channel was closed") from None
+
+    def _translated(self, error: Any) -> PypsError | LinkLost:
+        verdict = _translate(error, self.address)
+        if isinstance(verdict, NotAuthenticated) and self._credentials.newest() != self._credentials:
+            return LinkLost("the token has changed")
+        return verdict
 
 
 class StreamEnded(grpc.RpcError):

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from pyps_client.credentials import Credentials
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
 from pyps_client.transport import Channel, Link, Reply, Take, Transport
 from pyps_client.transport.lent import Lending, Memory
@@ -130,7 +131,7 @@ class InProcess(Transport):
 
     shares = True
 
-    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
+    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
         return InProcessChannel(address)
 
     def memory(self, num_bytes: int) -> Memory:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pyps_client.credentials import Credentials
 from pyps_client.retry import Busy, LinkLost
 from pyps_client.transport import grpc as transport
 from pyps_client.transport.grpc import DirectStream, GrpcChannel, QueuedStream
@@ -68,7 +69,7 @@ def channel(
 ) -> Iterator[GrpcChannel]:
     if request.param == "queued":
         monkeypatch.setattr(transport, "cygrpc", None)
-    made = GrpcChannel(server.address, token="secret", use_proxy=False)
+    made = GrpcChannel(server.address, Credentials(token="secret"), use_proxy=False)
     yield made
     made.close()
 
@@ -200,6 +201,7 @@ def test_a_frame_that_cannot_be_made_ends_the_round(channel: GrpcChannel) -> Non
 # Rounds without a pause, each with a signal at some instant of it, also where gRPC has fetched an event just then.
 INTERRUPTED = """
 import random, signal, sys
+from pyps_client.credentials import Credentials
 from pyps_client.transport.grpc import GrpcChannel
 
 class Alarm(Exception):
@@ -210,7 +212,7 @@ def ring(*_):
 
 random.seed(0)
 signal.signal(signal.SIGALRM, ring)
-channel = GrpcChannel(sys.argv[1], token="", use_proxy=False)
+channel = GrpcChannel(sys.argv[1], Credentials(), use_proxy=False)
 interrupted = 0
 while interrupted < 150:
     try:
@@ -243,7 +245,7 @@ def test_a_grpcio_that_differs_inside_is_served_by_its_stable_interface(
         return SimpleNamespace(**{each: getattr(real, each) for each in dir(real) if each != name}, **other)
 
     monkeypatch.setattr(transport, "cygrpc", differing(transport.cygrpc))
-    channel = GrpcChannel(server.address, token="", use_proxy=False)
+    channel = GrpcChannel(server.address, Credentials(), use_proxy=False)
     channel._grpc._channel = differing(channel._grpc._channel)
     assert echo(channel, b"a", b"b") == [b"a", b"b"]
     assert isinstance(channel._streams["Exchange"], QueuedStream)
@@ -256,7 +258,7 @@ def test_a_direct_stream_that_fails_amid_its_life_has_all_go_on_by_queued_ones(
     server: EchoServer, monkeypatch: pytest.MonkeyPatch, name: str, error: type[Exception]
 ) -> None:
     monkeypatch.setattr(transport, "cygrpc", transport.cygrpc)
-    channels = [GrpcChannel(server.address, token="secret", use_proxy=False) for _ in range(2)]
+    channels = [GrpcChannel(server.address, Credentials(token="secret"), use_proxy=False) for _ in range(2)]
     assert [echo(channel, b"one") for channel in channels] == [[b"one"], [b"one"]]
     stream = channels[0]._streams["Exchange"]
     assert isinstance(stream, DirectStream)
@@ -272,7 +274,7 @@ def test_a_direct_stream_that_fails_amid_its_life_has_all_go_on_by_queued_ones(
 @pytest.mark.parametrize("name", ["next_event", "operate"])
 def test_what_a_signals_handler_raises_amid_a_direct_stream_is_the_programs(server: EchoServer, name: str) -> None:
     """Torch's for a loader whose process died raises RuntimeError."""
-    channel = GrpcChannel(server.address, token="secret", use_proxy=False)
+    channel = GrpcChannel(server.address, Credentials(token="secret"), use_proxy=False)
     assert echo(channel, b"one") == [b"one"]
     stream = channel._streams["Exchange"]
     assert isinstance(stream, DirectStream)

@@ -12,6 +12,7 @@ import pytest
 
 from pyps.launcher.ports import free_port
 from pyps_client import lease
+from pyps_client.credentials import Credentials
 from pyps_client.launch import Launch
 from pyps_client.lease import Heartbeat
 from pyps_client.retry import LinkLost, Outage, RetryPolicy, Wait
@@ -200,8 +201,8 @@ def test_heartbeats_that_go_by_no_grpc_take_a_new_channel_after_each_loss(monkey
 
     make = InProcess.channel
 
-    def channel(self: InProcess, address: str, *, token: str, use_proxy: bool) -> Channel:
-        made.append(make(self, address, token=token, use_proxy=use_proxy))
+    def channel(self: InProcess, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
+        made.append(make(self, address, credentials, use_proxy=use_proxy))
         return made[-1]
 
     monkeypatch.setattr(InProcess, "channel", channel)

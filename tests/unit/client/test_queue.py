@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
+from pyps_client.credentials import Credentials
 from pyps_client.data.queue import RemoteQueue
 from pyps_client.transport.grpc import GrpcChannel
 from pyps_wire.errors import ProtocolMismatch, RunFinished, WaitTimedOut
@@ -70,7 +71,7 @@ def test_a_server_without_portions_is_named_with_what_to_do() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     session = QueueSession(make_queue(), "a", server=f"127.0.0.1:{port}")
-    session.channel = GrpcChannel(session.launch.servers[0], token="", use_proxy=False)
+    session.channel = GrpcChannel(session.launch.servers[0], Credentials(), use_proxy=False)
     try:
         with pytest.raises(ProtocolMismatch, match=rf"Server 0 \(127.0.0.1:{port}\) hands out no portions .* earlier"):
             RemoteQueue(session).open(DATA)
