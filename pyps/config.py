@@ -37,6 +37,7 @@ OTHER_VARIABLES = (
     "PYPS_PULL_CODEC",
     "PYPS_SERVERS",
     "PYPS_START_WAIT_SECONDS",
+    "PYPS_TLS_CA",
     "PYPS_TOKEN",
     "PYPS_TRACEBACK",
     "PYPS_TRANSPORT",
@@ -74,7 +75,7 @@ class ServerConfig:
     # The settings that somebody chose, be it their defaults. No setting itself.
     given: ClassVar[frozenset[str]] = frozenset()
 
-    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback a token is needed.")
+    host: str = setting("127.0.0.1", "Address to listen on; beyond loopback TLS and a token are needed.")
     port: int = setting(7610, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
     control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
@@ -113,7 +114,12 @@ class ServerConfig:
         "auto", "Where workers of this machine may share their memory: auto, off, or a folder that they see too."
     )
     token_file: Path | None = setting(None, "File with the token that callers must show, or several, one a line.")
-    insecure: bool = setting(False, "Listen beyond loopback without a token.")
+    tls_cert: Path | None = setting(None, "PEM file with the server's certificate; all its ports take TLS only then.")
+    tls_key: Path | None = setting(None, "PEM file with the key of that certificate.")
+    tls_client_ca: Path | None = setting(
+        None, "PEM file with the CA that signed callers' certificates; without one of these nobody gets in."
+    )
+    insecure: bool = setting(False, "Listen beyond loopback without TLS, or without a token.")
     max_message_bytes: int = setting(16 * 2**20, "Largest message, either way.", minimum=64 * 2**10, maximum=10**9)
     max_model_parameters: int = setting(2_000_000_000, "Largest model, in parameters.", minimum=1, maximum=10**15)
     max_workers: int = setting(256, "Live workers at once.", minimum=1, maximum=100_000)
@@ -316,6 +322,9 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         ("start_together", "expected_workers", "the number of workers that start"),
         ("log_gradients", "update_log", "a folder to log to"),
         ("resume", "checkpoint_dir", "a folder to resume from"),
+        ("tls_cert", "tls_key", "the certificate's key"),
+        ("tls_key", "tls_cert", "the key's certificate"),
+        ("tls_client_ca", "tls_cert", "a certificate of the server's own"),
     ):
         if getattr(config, name) and not getattr(config, needed):
             raise ConfigError(f"{origin(name)} needs {what}: give {flag_name(needed)} too")

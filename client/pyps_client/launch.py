@@ -55,6 +55,8 @@ class Launch:
     where PYPS_ variables say nothing of the worker, None when nobody said.
     `parts`: the processes of this worker, each with a part of the model (model parallelism).
     `token`: the shared secret of servers that ask for one; `token_file`, where it is from, to be read again.
+    `tls_ca`, `tls_cert`, `tls_key`: PEM files for connections by TLS: the certificate of the authority that signed the
+    servers' own; and the worker's certificate and key, where servers ask for one.
     `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server that is not there at the
     start, for one that was lost, and for other workers: for a round's end, for a turn, for the slowest.
     `use_proxy`: True lets http_proxy and its kin apply to the connection.
@@ -75,6 +77,9 @@ class Launch:
     parts: int = 1
     token: str = field(default="", repr=False)
     token_file: str = field(default="", compare=False)
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
     start_wait_seconds: float = 300.0
     loss_wait_seconds: float = 600.0
     wait_seconds: float = 1800.0
@@ -127,10 +132,13 @@ class Launch:
 
     @property
     def credentials(self) -> Credentials:
-        """What the worker shows."""
+        """What the worker shows, and by what it knows the servers."""
         return Credentials(
             token=self.token,
             token_file=self.token_file,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
         )
 
     def begun(self, num_processes: int) -> Launch:
@@ -300,6 +308,7 @@ def _choice(names: Sequence[str]) -> tuple[Callable[[str], Any], str]:
 # How each variable's text is read, and what to expect of it.
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("run_id", "worker_id"), (str, "a name")),
+    **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), (str, "a path")),
     **dict.fromkeys(("worker_index", "worker_count", "parts"), (int, "a whole number")),
     **dict.fromkeys(_WAITS, (float, "a number of seconds")),
     "use_proxy": (_flag, "yes or no"),

@@ -11,7 +11,7 @@
     │   ├── RunMismatch             FAILED_PRECONDITION  another run than the server's
     │   ├── ScheduleOwned           FAILED_PRECONDITION  a learning rate from somebody who does not own the schedule
     │   ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
-    │   ├── NotAuthenticated        UNAUTHENTICATED      no token, or a wrong one
+    │   ├── NotAuthenticated        UNAUTHENTICATED      no token, or certificates, or wrong ones
     │   ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
     │   ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
     │   │   └── NoRoom                                   for as long as things stand: waiting does not help
@@ -91,7 +91,7 @@ class ProtocolMismatch(ConfigurationError):
 
 
 class NotAuthenticated(ConfigurationError):
-    """Raised without the server's token. Set PYPS_TOKEN_FILE to the file that the server was started with."""
+    """Raised without the server's token or certificates that fit. The message names the setting."""
 
     status = "UNAUTHENTICATED"
 

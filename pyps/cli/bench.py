@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -26,6 +27,7 @@ from rich.table import Table
 from pyps.cli.control import Control, DataServers, TokenFile, data_addresses, fail, read_token
 from pyps.run.handshake import new_name
 from pyps_client import Launch, Session
+from pyps_client.credentials import Credentials
 from pyps_client.push import Plan
 from pyps_wire.codecs import codec_of
 from pyps_wire.common_pb2 import OUTCOME_REJECTED, RUN_STATE_EMPTY, GroupSettings, OptimizerSettings, Reason
@@ -199,7 +201,7 @@ def _session(servers: tuple[str, ...], model: Model, way: Way, *, token: str, ru
         servers=servers,
         run_id=run_id,
         worker_id=f"bench-{socket.gethostname()}-{os.getpid()}-{name}",
-        token=token,
+        **dataclasses.asdict(Credentials.from_environment(token)),
         start_wait_seconds=WAIT_SECONDS,
         loss_wait_seconds=WAIT_SECONDS,
         wait_seconds=6 * WAIT_SECONDS,

@@ -11,6 +11,7 @@ import typer
 certs = typer.Typer(
     help="Make certificates for servers and workers, and show what they say.",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode=None,
 )
 Folder = Annotated[Path, typer.Option(help="Folder of the CA and of what it signs.")]

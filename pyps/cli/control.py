@@ -17,12 +17,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pyps import __version__
 from pyps.units import counted
 from pyps_client import Observer, credentials
+from pyps_client.credentials import Credentials
 from pyps_client.launch import parse_servers
+from pyps_client.transport.grpc import metadata_of, open_channel
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.common_pb2 import ROLE_OBSERVER, Sender
 from pyps_wire.contract import CONTROL_PORT, PROTOCOL_VERSION
 from pyps_wire.errors import (
     METADATA_KEY,
+    NotAuthenticated,
     NotInitialized,
     ProtocolMismatch,
     PypsError,
@@ -54,8 +57,9 @@ class Control:
     def __init__(self, address: str, *, token: str):
         # As named; the control port's once a call has found it.
         self.address = address
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._channel = _open(address)
+        self._credentials = Credentials.from_environment(token)
+        self._metadata = metadata_of(self._credentials)
+        self._channel = _open(address, self._credentials)
 
     def call(self, method: str, request: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
         """Makes a call of the Inspector service; raises PypsError in the server's own words."""
@@ -83,7 +87,7 @@ class Control:
         """Sends Leave for a worker whose process has ended without sending it."""
         sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation)
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
-        channel = _open(self.data_address())
+        channel = _open(self.data_address(), self._credentials)
         try:
             ParameterServerStub(channel).Leave(request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -99,11 +103,13 @@ class Control:
 
     def _move(self, address: str) -> None:
         self._channel.close()
-        self.address, self._channel = address, _open(address)
+        self.address, self._channel = address, _open(address, self._credentials)
 
     def _readable(self, error: Any) -> PypsError:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNAVAILABLE:
+            if refusal := self._credentials.refusal(self.address, details):
+                return NotAuthenticated(refusal)
             return ServerUnavailable(f"no server answers on {self.address}: check the address and that the server runs")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ProtocolMismatch(f"{self.address} speaks gRPC but is no port of a pyps server: check the address")
@@ -324,19 +330,21 @@ def health(
 
 def ask(address: str, *, timeout_seconds: float) -> str:
     """The server's own word for its state, or why there is none."""
-    with _open(address) as channel:
+    shown = Credentials.from_environment()
+    with _open(address, shown) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]
                 health_pb2.HealthCheckRequest(), timeout=timeout_seconds
             )
         except grpc.RpcError as error:
-            return str(error.code().name)
+            refusal = shown.refusal(address, error.details() or "")
+            return f"{error.code().name}{refusal and f': {refusal}'}"
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
-def _open(address: str) -> grpc.Channel:
+def _open(address: str, shown: Credentials) -> grpc.Channel:
     # A proxy of the machine must not stand between.
-    return grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
+    return open_channel(address, shown, [("grpc.enable_http_proxy", 0)])
 
 
 def _same_host(address: str, bound: str) -> str:

@@ -15,6 +15,7 @@ from pyps.service.calls import Awaited, MessageReader
 from pyps.service.limits import ByteBudget
 from pyps.service.reflection import add_reflection
 from pyps.service.security import Token, TokenInterceptor
+from pyps.service.tls import Tls
 from pyps.service.transport import Host, Service, Transport
 from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
 
@@ -69,11 +70,19 @@ def _make_server(token: Token | None, reader: MessageReader, options: Options) -
     return grpc.aio.server(interceptors=interceptors, options=[*_common_options(), *options])
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, *, field: str) -> str:
-    """Binds a port and returns its address; ConfigError names the port and the setting when it is taken."""
+def bind(server: grpc.aio.Server, host: str, port: int, *, tls: Tls | None, field: str) -> str:
+    """Binds a port, with `tls` for TLS alone, and returns its address.
+
+    ConfigError names the port and the setting when it is taken.
+    """
     try:
         # gRPC would tell of a port that is taken in lines of its own, which say less.
-        bound = server.add_insecure_port(address_of(host, port)) if _can_listen(host, port) else 0
+        if not _can_listen(host, port):
+            bound = 0
+        elif tls is None:
+            bound = server.add_insecure_port(address_of(host, port))
+        else:
+            bound = server.add_secure_port(address_of(host, port), tls.credentials())
     except RuntimeError:
         bound = 0
     if bound == 0:
@@ -158,7 +167,7 @@ class Grpc(Transport):
         open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
         reader = MessageReader(host.awaited, host.budget, open_awaited=open_awaited)
         self._server = _make_server(host.token, reader, options)
-        self._address = bind(self._server, config.host, config.port, field="port")
+        self._address = bind(self._server, config.host, config.port, tls=host.tls, field="port")
         return self._address
 
     async def start(self, services: Sequence[Service], address: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -156,7 +157,7 @@ class MetricsServer:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         self._application = make_wsgi_app(registry)
-        self._token = served.token
+        self._token, self._tls = served.token, served.tls
         host, port = served.config.host, served.config.metrics_port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -203,9 +204,15 @@ class MetricsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
+                if self._tls is not None:
+                    # Here: who is slow at it holds a place like all others.
+                    await writer.start_tls(self._tls.context())
                 writer.write(await self._answer(await _read_request(reader)))
                 writer.close()
                 await writer.wait_closed()
+        except ssl.SSLError as error:
+            peer = writer.get_extra_info("peername")
+            log.warning("a reader of metrics was refused", peer=peer and peer[0], reason=error.reason)
         except (OSError, ValueError):
             # It is slow, has gone, or speaks no HTTP.
             pass

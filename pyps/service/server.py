@@ -42,6 +42,7 @@ from pyps.service.report import Addresses
 from pyps.service.security import Token, load_token
 from pyps.service.serializations import Serializations
 from pyps.service.shm.listener import SharedMemory
+from pyps.service.tls import Tls
 from pyps.service.transport import Host, Service, Transport
 from pyps.service.vector_machine import VectorMachineService
 from pyps.service.work_queue import WorkQueueService
@@ -124,6 +125,7 @@ class Server:
         self._host = Host(
             config=config,
             token=token,
+            tls=Tls.of(config),
             run=self._run,
             work=self._work,
             budget=self._budget,
@@ -173,7 +175,9 @@ class Server:
     def _bind(self, control: grpc.aio.Server, metrics: MetricsServer) -> Addresses:
         return Addresses(
             data="".join([transport.bind() for transport in self._transports]),
-            control=hosting.bind(control, self._config.host, self._config.control_port, field="control_port"),
+            control=hosting.bind(
+                control, self._config.host, self._config.control_port, tls=self._host.tls, field="control_port"
+            ),
             metrics=metrics.address,
         )
 
@@ -236,7 +240,7 @@ class Server:
             "kernels": f"{self._instruction_set}, {self._threads} threads",
             **{name: words for transport in reversed(self._transports) for name, words in transport.facts.items()},
             "control": addresses.control,
-            "metrics": f"http://{addresses.metrics}/metrics",
+            "metrics": f"http{'s' if self._host.tls else ''}://{addresses.metrics}/metrics",
             "access": _access(config),
             "run": run.run_id or "named by the first worker",
             "optimizer": str(run.optimizer) if run.optimizer else "asked for by the first worker",
@@ -398,11 +402,13 @@ class Server:
 
 def _access(config: ServerConfig) -> str:
     """Who may call the server."""
-    if config.token_file is not None:
-        return f"with the token in {config.token_file}"
-    if config.insecure:
-        return "open to everybody who can reach it (--insecure)"
-    return "this machine only"
+    reach = "open to everybody who can reach it (--insecure)" if config.insecure else "this machine only"
+    ways = [f"with the token in {config.token_file}" if config.token_file else reach]
+    if config.tls_cert:
+        ways.append(f"by TLS as {config.tls_cert}")
+    if config.tls_client_ca:
+        ways.append(f"with a certificate that {config.tls_client_ca} signed")
+    return ", ".join(ways)
 
 
 def _staleness_in_words(config: ServerConfig, run: Run) -> str:

@@ -18,6 +18,7 @@ from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
 from pyps.service.security import Token
 from pyps.service.serializations import Serializations
+from pyps.service.tls import Tls
 from pyps.storage.folder import CheckpointFolder
 from pyps_wire import parameter_server_pb2 as wire
 
@@ -28,6 +29,7 @@ class Host:
 
     config: ServerConfig
     token: Token | None
+    tls: Tls | None
     run: Run
     work: KernelExecutor
     budget: ByteBudget

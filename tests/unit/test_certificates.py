@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
-from support import shell
+import pytest
+
+from support import ROOT, shell
 
 
 def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: Path) -> None:
@@ -23,3 +27,15 @@ def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: 
     assert "ann.crt: worker, ann, until" in ann and "(364 days left)" in ann and "ca.crt: CA, pyps CA" in ca
     assert "server.crt: server, first-host, 10.0.0.7, localhost, 127.0.0.1, ::1, until" in server
     assert "expected letters" in shell("certs", "worker", "../ann", *into, status=2)
+
+
+def test_the_commands_of_the_page_on_security_work_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("pyps certs ")]
+    assert len(commands) == 3
+    for command in commands:
+        shell(*shlex.split(command)[1:])
+    assert all((tmp_path / name).exists() for name in set(re.findall(r"certs/[\w-]+\.(?:crt|key)", page)))

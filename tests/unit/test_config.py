@@ -44,6 +44,9 @@ def test_flag_wins_over_environment_over_toml_over_default(toml):
 def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
     texts = {
         "token_file": "/token",
+        "tls_cert": "/cert",
+        "tls_key": "/key",
+        "tls_client_ca": "/ca",
         "checkpoint_dir": "/checkpoints",
         "update_log": "/log",
         "protocol": "softsync:n=2",
@@ -70,7 +73,10 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
             text = texts[field.name]
         needs = {"resume": "checkpoint_dir", "log_gradients": "update_log", "start_together": "expected_workers"}
         needed = needs.get(field.name)
-        others = {needed: texts[needed]} if needed else {}
+        if field.name.startswith("tls_"):
+            others = {name: texts[name] for name in ("tls_cert", "tls_key") if name != field.name}
+        else:
+            others = {needed: texts[needed]} if needed else {}
         by_flag = made({field.name: text, **others})
         by_environment = made(others, {f"PYPS_{field.name.upper()}": text})
         bare = isinstance(field.default, int | float)
@@ -197,7 +203,8 @@ def test_other_variables_of_pyps_are_left_alone():
 
 
 def test_every_variable_of_a_worker_is_known():
-    assert {f"PYPS_{name.upper()}" for name in launch._READERS} - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)
+    of_both = {"PYPS_RUN_ID", "PYPS_TLS_CERT", "PYPS_TLS_KEY"}
+    assert {f"PYPS_{name.upper()}" for name in launch._READERS} - of_both < set(OTHER_VARIABLES)
     told = worker_environment({}, index=0, count=1, data_addresses=["a:1"], control_addresses=["a:2"], run_id="r")
     of_pyps = {name for name in told if name.startswith("PYPS_")}
     assert of_pyps - {"PYPS_RUN_ID"} < set(OTHER_VARIABLES)

@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -72,9 +73,8 @@ class GrpcChannel(Channel):
     def __init__(self, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
         self.address = address
         self._credentials = credentials.newest()
-        token = self._credentials.token
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._grpc = grpc.insecure_channel(address, options=_options(use_proxy))
+        self._metadata = metadata_of(self._credentials)
+        self._grpc = open_channel(address, self._credentials, _options(use_proxy))
         fork.kept_alive.add(self._grpc)
         self._lock = threading.Lock()
         # By method; changed under _lock, and read without.
@@ -170,7 +170,25 @@ class GrpcChannel(Channel):
         verdict = _translate(error, self.address)
         if isinstance(verdict, NotAuthenticated) and self._credentials.newest() != self._credentials:
             return LinkLost("the token has changed")
-        return verdict
+        told = error.details() or ""
+        refusal = self._credentials.refusal(self.address, told) if isinstance(verdict, LinkLost) else ""
+        return NotAuthenticated(refusal) if refusal else verdict
+
+
+def open_channel(address: str, credentials: Credentials, options: list[tuple[str, int]]) -> grpc.Channel:
+    """A channel of gRPC's: by TLS where there is a CA to know the server by. BadRequest for files of no use."""
+    if not credentials.tls_ca:
+        return grpc.insecure_channel(address, options=options)
+    # Of a file that is none gRPC would tell later, and in other words.
+    credentials.context()
+    paths = credentials.tls_ca, credentials.tls_key, credentials.tls_cert
+    files = [Path(path).read_bytes() if path else None for path in paths]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*files), options=options)
+
+
+def metadata_of(credentials: Credentials) -> Metadata:
+    """What each call carries."""
+    return (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
 
 
 class StreamEnded(grpc.RpcError):

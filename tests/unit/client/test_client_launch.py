@@ -60,6 +60,9 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "gradient_codec": ("float16", "float8"),
     "parameter_codec": ("float16", "float8"),
     "transport": ("grpc", "carrier pigeon"),
+    "tls_ca": ("mine", "theirs"),
+    "tls_cert": ("mine", "theirs"),
+    "tls_key": ("mine", "theirs"),
     "token": ("mine", "gehe\u00efm"),
 }
 

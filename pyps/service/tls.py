@@ -1,0 +1,91 @@
+"""TLS as all ports of a server speak it."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+
+from pyps import logs
+from pyps.config import ConfigError, ServerConfig, flag_name
+from pyps.service.security import stamp_of
+
+# In quotes: only the type stubs know of it.
+Configuration: TypeAlias = "grpc.ServerCertificateConfiguration"
+
+log = logs.get("pyps.security")
+
+
+class Tls:
+    """A server's certificates, read again when their files change; on any thread."""
+
+    def __init__(self, *, cert: Path, key: Path, client_ca: Path | None):
+        """With a `client_ca` each caller must show a certificate that it signed. ConfigError for files of no use."""
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._lock = threading.Lock()
+        # Guarded by _lock.
+        self._stamp = self._stamped()
+        self._context, self._configuration = self._load()
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Tls | None:
+        """By a server's settings, None where they name no certificate."""
+        if config.tls_cert is None or config.tls_key is None:
+            return None
+        return cls(cert=config.tls_cert, key=config.tls_key, client_ca=config.tls_client_ca)
+
+    def context(self) -> ssl.SSLContext:
+        """For a connection at a port that is none of gRPC's."""
+        return self._newest()[0]
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For a port of gRPC's, and all of its connections."""
+        _, given = self._newest()
+
+        def newer() -> Configuration | None:
+            nonlocal given
+            former, (_, given) = given, self._newest()
+            return None if given is former else given
+
+        # The stubs do not know that None is "as before".
+        return grpc.dynamic_ssl_server_credentials(given, newer, self._client_ca is not None)  # type: ignore[arg-type]
+
+    def _newest(self) -> tuple[ssl.SSLContext, Configuration]:
+        with self._lock:
+            stamp = self._stamped()
+            if stamp != self._stamp:
+                self._stamp = stamp
+                try:
+                    self._context, self._configuration = self._load()
+                    log.info("the certificates have changed and are in force", file=self._cert)
+                except ConfigError as error:
+                    log.warning("the certificates stay as they were", reason=error)
+            return self._context, self._configuration
+
+    def _stamped(self) -> object:
+        return stamp_of(self._cert, self._key, *([self._client_ca] if self._client_ca else []))
+
+    def _load(self) -> tuple[ssl.SSLContext, Configuration]:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        field, path = "tls_cert", self._cert
+        client_ca = None
+        try:
+            # Looks whether the key is the certificate's, as gRPC does not.
+            context.load_cert_chain(self._cert, self._key, password="")
+            pair = self._key.read_bytes(), self._cert.read_bytes()
+            if self._client_ca is not None:
+                field, path = "tls_client_ca", self._client_ca
+                context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+                client_ca = self._client_ca.read_bytes()
+        except OSError as error:
+            reason = getattr(error, "reason", None) or error.strerror
+            beside = f" with --tls-key {self._key}" if field == "tls_cert" else ""
+            raise ConfigError(
+                f"{flag_name(field)} {path}{beside} cannot be used ({reason}): expected PEM files, as "
+                "`pyps certs` makes them"
+            ) from None
+        return context, grpc.ssl_server_certificate_configuration([pair], client_ca)

@@ -1,0 +1,179 @@
+"""TLS on every port of a server, with certificates of both ends, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
+from pyps.certificates import Authority
+from pyps.config import ConfigError
+from pyps_client.credentials import Credentials
+from pyps_wire.errors import BadRequest, NotAuthenticated
+from support import ServerThread, replace_file, shell
+
+Start = Callable[..., ServerThread]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates by what is wrong with them, in a folder each, of which "sound" and "expired" have one CA."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name, days in (("sound", 1), ("expired", -1), ("strange", 1)):
+        if name == "expired":
+            shutil.copytree(folder / "sound", folder / name, ignore=shutil.ignore_patterns("server.*", "worker.*"))
+        authority = Authority(folder / name, create=True)
+        authority.make_server(["127.0.0.1"], days=days)
+        authority.make_worker("worker", days=days)
+    return folder
+
+
+def served(folder: Path, *, mutual: bool = False) -> list[str]:
+    """The flags of a server."""
+    flags = ["--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key")]
+    return flags + (["--tls-client-ca", str(folder.parent / "sound" / "ca.crt")] if mutual else [])
+
+
+def shown(folder: Path, *, mutual: bool = False) -> dict[str, str]:
+    """The settings of a worker."""
+    own = {"tls_cert": str(folder / "worker.crt"), "tls_key": str(folder / "worker.key")} if mutual else {}
+    return {"tls_ca": str(folder.parent / "sound" / "ca.crt"), **own}
+
+
+def variables(settings: dict[str, str]) -> dict[str, str]:
+    return {f"PYPS_{name.upper()}": path for name, path in settings.items()}
+
+
+def test_a_worker_trains_over_mutual_tls_to_the_same_bits_and_all_ports_speak_it(
+    start_server: Start, made: Path
+) -> None:
+    own = shown(made / "sound", mutual=True)
+    server = start_server(*served(made / "sound", mutual=True))
+    model = small_model()
+    reference = Reference(model)
+    with make_client(server.data, transport="grpc", **own) as client:
+        for step in range(3):
+            client.push(gradients_like(model, step))
+            reference.step(gradients_like(model, step))
+            reference.check(client.pull())
+        assert "worker joined" in shell("status", "--servers", server.control, **variables(own))
+    assert "SERVING" in shell("health", "--servers", server.data, **variables(own))
+    url = f"https://{server.metrics}/metrics"
+    with urllib.request.urlopen(url, timeout=20, context=Credentials(**own).context()) as page:
+        assert b"pyps_updates_total" in page.read()
+    for refused in (f"http://{server.metrics}/metrics", url):
+        with pytest.raises(OSError):
+            context = Credentials(tls_ca=own["tls_ca"]).context() if refused == url else None
+            urllib.request.urlopen(refused, timeout=20, context=context).read()
+    server.wait_for_output("PEER_DID_NOT_RETURN_A_CERTIFICATE")
+
+
+# What the server has, what the caller has, and what the caller is told.
+REFUSALS: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str, str]], str]] = {
+    "an expired server": (
+        lambda made: served(made / "expired"),
+        lambda made: shown(made / "sound"),
+        r"certificate of {} has expired: make another",
+    ),
+    "a server of another name": (
+        lambda made: [*served(made / "sound"), "--host", "127.0.0.2"],
+        lambda made: shown(made / "sound"),
+        r"certificate of {} is not for 127.0.0.2: .*--host 127.0.0.2",
+    ),
+    "a server of another CA": (
+        lambda made: served(made / "strange"),
+        lambda made: shown(made / "sound"),
+        r"certificate of {} is not signed by .*sound/ca.crt: set tls_ca",
+    ),
+    "a plain server": (lambda made: [], lambda made: shown(made / "sound"), r"{} does not answer by TLS .*leave out"),
+    "a caller without a certificate": (
+        lambda made: served(made / "sound", mutual=True),
+        lambda made: shown(made / "sound"),
+        r"{} asks for a certificate: set tls_cert and tls_key",
+    ),
+    "an expired caller": (
+        lambda made: served(made / "sound", mutual=True),
+        lambda made: shown(made / "expired", mutual=True),
+        r"{} refuses the certificate .*worker.crt, which has expired",
+    ),
+    "a caller of another CA": (
+        lambda made: served(made / "sound", mutual=True),
+        lambda made: shown(made / "strange", mutual=True),
+        r"{} refuses the certificate .*: the server's --tls-client-ca has not",
+    ),
+    "a plain caller": (lambda made: served(made / "sound"), lambda made: {}, r"{} takes TLS only: set tls_ca"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_wrong_with_certificates_is_said_at_once_to_workers_and_commands(
+    start_server: Start, made: Path, case: str
+) -> None:
+    has, shows, words = REFUSALS[case]
+    server = start_server(*has(made))
+    told = words.format(re.escape(server.data))
+    began = time.monotonic()
+
+    with pytest.raises(NotAuthenticated, match=told):
+        make_client(server.data, start_wait_seconds=300.0, **shows(made))
+    asked = shell("status", "--servers", server.data, status=1, **variables(shows(made)))
+    assert re.search(told, asked) and asked.count("\n") == 1
+    assert re.search(told, shell("health", "--servers", server.data, status=1, **variables(shows(made))))
+    assert time.monotonic() - began < 20
+
+
+def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, made: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(made / "sound", tmp_path / "sound")
+    server = start_server(*served(folder, mutual=True))
+    own, former = shown(folder, mutual=True), shown(made / "sound", mutual=True)
+    ask = ("status", "--servers", server.control)
+    model = small_model()
+    reference = Reference(model)
+    with closing(CuttingProxy(server.data)) as proxy, make_client(proxy.address, transport="grpc", **own) as client:
+
+        def train() -> None:
+            client.push(gradients_like(model, 0))
+            reference.step(gradients_like(model, 0))
+            reference.check(client.pull())
+
+        train()
+        # What is of no use changes nothing.
+        replace_file(folder / "server.key", (made / "strange" / "server.key").read_text(encoding="utf-8"))
+        assert "worker joined" in shell(*ask, **variables(own))
+        server.wait_for_output("the certificates stay as they were")
+
+        # Another CA altogether: who trusts the former one, or shows what it signed, no longer gets in.
+        for path in (made / "strange").iterdir():
+            replace_file(folder / path.name, path.read_text(encoding="utf-8"))
+        train()
+        assert "is not signed by" in shell(*ask, status=1, **variables(former))
+        assert "worker joined" in shell(*ask, **variables(own))
+        # On a new connection too.
+        proxy.cut()
+        train()
+
+
+def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, made: Path, tmp_path: Path) -> None:
+    sound, strange, no_file = made / "sound", made / "strange", tmp_path / "none"
+    for flags, words in (
+        (["--tls-cert", str(sound / "server.crt"), "--tls-key", str(strange / "server.key")], "KEY_VALUES_MISMATCH"),
+        (["--tls-cert", str(no_file), "--tls-key", str(no_file)], f"--tls-cert {no_file} .*No such file"),
+        ([*served(sound), "--tls-client-ca", str(sound / "ca.key")], "--tls-client-ca .*ca.key cannot be used"),
+        (["--tls-cert", str(sound / "server.crt")], "needs the certificate's key: give --tls-key too"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            start_server(*flags)
+    for settings, words in (
+        ({"tls_ca": str(no_file)}, "tls_ca .*none, which cannot be used .*No such file"),
+        ({"tls_ca": str(sound / "ca.crt"), "tls_cert": str(sound / "worker.crt")}, "tls_key is not given"),
+        ({"tls_cert": "a", "tls_key": "b"}, "tls_ca is not given"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            make_client("127.0.0.1:1", **settings)
