@@ -33,11 +33,16 @@ def load_token(config: ServerConfig) -> Token | None:
 
     Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in words.
     """
-    if config.token_file is None and not is_loopback_host(config.host) and not config.insecure:
-        raise ConfigError(
-            f"host is {config.host}, which other machines can reach: give --token-file, "
-            "or say --insecure to let everybody in"
-        )
+    if not is_loopback_host(config.host) and not config.insecure:
+        for field, without in (
+            ("token_file", "everybody would get in without a token"),
+            ("tls_cert", "the token and all numbers would cross the network in the clear without TLS"),
+        ):
+            if getattr(config, field) is None:
+                raise ConfigError(
+                    f"host is {config.host}, which other machines can reach, and {without}: give --token-file, and "
+                    "--tls-cert and --tls-key (`pyps certs init` makes them), or say --insecure"
+                )
     return None if config.token_file is None else Token(config.token_file)
 
 

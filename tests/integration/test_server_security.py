@@ -150,9 +150,12 @@ def test_health_needs_no_token(guarded):
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_beyond_loopback_a_server_wants_a_token_or_to_be_told_in_plain_words(start_server, capsys):
-    with pytest.raises(ConfigError, match=r"--token-file.*--insecure"):
-        start_server("--host", "0.0.0.0")
+def test_beyond_loopback_a_server_wants_tls_and_a_token_or_to_be_told_in_plain_words(start_server, tmp_path, capsys):
+    (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
+    token = ("--token-file", str(tmp_path / "token"))
+    for flags, missing in (((), "without a token"), (token, "in the clear without TLS")):
+        with pytest.raises(ConfigError, match=rf"{missing}: give --token-file.*--tls-cert.*--insecure"):
+            start_server("--host", "0.0.0.0", *flags)
     server = start_server("--host", "0.0.0.0", "--insecure")
     assert "open to everybody" in capsys.readouterr().out
     with WireWorker(server.data.replace("0.0.0.0", "127.0.0.1")) as worker:
