@@ -33,8 +33,8 @@ class ByteBudget:
         """What one call is to hold, for the worker of that name; all observers are one caller, without a name."""
         return Account(self, caller)
 
-    def take(self, num_bytes: int, *, caller: str, own: int) -> None:
-        """Counts bytes of a call that has `own` bytes already; for accounts, and raises as `Account.hold`."""
+    def take(self, num_bytes: int, account: Account) -> None:
+        """Counts bytes of a call; for accounts, and raises as `Account.hold`."""
         if num_bytes > self.bytes_max:
             raise BadRequest(
                 f"{num_bytes} bytes have to be held at once for this, and this server holds {self.bytes_max} at "
@@ -47,24 +47,28 @@ class ByteBudget:
                     f"held at once, this server holds {self.bytes_max} at the most: try again later, or "
                     "raise --max-in-flight-bytes"
                 )
+            caller = account.caller
             held, free = self._bytes_by_caller[caller], self.bytes_max - self._bytes
-            if num_bytes and held > own and held + num_bytes > free:
+            if num_bytes and held > account.num_bytes and held + num_bytes > free:
                 who = f"worker {caller!r}" if caller else "observers"
                 raise LimitExceeded(
                     f"{num_bytes} bytes more would make {held + num_bytes} bytes held by several calls of {who}, and"
                     f" {free} of {self.bytes_max} are free, of which the others get their share: read what earlier"
                     " calls bring, then try again, or raise --max-in-flight-bytes"
                 )
-            self._bytes += num_bytes
-            self._bytes_by_caller[caller] += num_bytes
+            self._count(num_bytes, account)
 
-    def give_back(self, num_bytes: int, *, caller: str) -> None:
+    def give_back(self, num_bytes: int, account: Account) -> None:
         """Counts them no more."""
         with self._lock:
-            self._bytes -= num_bytes
-            self._bytes_by_caller[caller] -= num_bytes
-            if not self._bytes_by_caller[caller]:
-                del self._bytes_by_caller[caller]
+            self._count(-num_bytes, account)
+
+    def _count(self, num_bytes: int, account: Account) -> None:
+        self._bytes += num_bytes
+        account.num_bytes += num_bytes
+        self._bytes_by_caller[account.caller] += num_bytes
+        if not self._bytes_by_caller[account.caller]:
+            del self._bytes_by_caller[account.caller]
 
 
 class Account:
@@ -74,7 +78,8 @@ class Account:
         self.budget = budget
         # The worker that it counts for; not to be changed while it holds anything.
         self.caller = caller
-        self._bytes = 0
+        # Guarded by the budget's lock.
+        self.num_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
         """Counts `num_bytes` until they are released.
@@ -82,13 +87,15 @@ class Account:
         Raises LimitExceeded where the budget or the caller's share has no room for them now, BadRequest where the
         budget never has.
         """
-        self.budget.take(num_bytes, caller=self.caller, own=self._bytes)
-        self._bytes += num_bytes
+        self.budget.take(num_bytes, self)
 
     def release(self, num_bytes: int) -> None:
         """Counts them no more."""
-        self._bytes -= num_bytes
-        self.budget.give_back(num_bytes, caller=self.caller)
+        self.budget.give_back(num_bytes, self)
+
+    def close(self) -> None:
+        """Counts nothing of it any more."""
+        self.release(self.num_bytes)
 
     @contextmanager
     def holding(self, num_bytes: int) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import grpc.aio
@@ -13,7 +13,7 @@ from pyps.run.run import Run
 from pyps.service import convert
 from pyps.service.calls import SHORT_BYTES, Call
 from pyps.service.executor import EXTENT_BYTES, KernelExecutor
-from pyps.service.limits import ByteBudget, check_message_bytes
+from pyps.service.limits import Account, ByteBudget, check_message_bytes
 from pyps.service.responses import ALL_SHARDS, OrderedResponses
 from pyps.service.serializations import ReplyFrame
 from pyps_wire import parameter_server_pb2 as wire
@@ -25,24 +25,31 @@ from pyps_wire.errors import BadRequest
 READ_AHEAD_MAX = 3
 # What the receipt of a push that was taken and its parameters' version need in front of them.
 HEADER_ROOM = 192
-_PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
+PUSH_HEADER_MAX = convert.SMALL_BYTES_MAX + convert.ENTRY_BYTES_MAX * EXTENTS_MAX
 
 
 class Message:
-    """One message of a push, from its bytes to those that answer it."""
+    """One message of a push, from what came to what answers it."""
 
     __slots__ = ("frame", "held_bytes", "num_bytes", "num_shards", "plan", "run_id", "shard")
 
-    def __init__(self, message: bytes, shards: Mapping[int, Shard], *, exchanges: bool):
+    def __init__(
+        self,
+        request: wire.PushRequest,
+        payload: memoryview,
+        shards: Mapping[int, Shard],
+        *,
+        exchanges: bool,
+        received_bytes: int,
+    ):
         """`exchanges` says that the shard's parameters go back with the receipt, where they are newer."""
-        request, payload = convert.parse_frame(wire.PushRequest, message, bytes_max=_PUSH_HEADER_MAX)
         self.run_id = request.sender.run_id
         # How many messages the push has; 0 where the sender does not say.
         self.num_shards = request.num_shards
         # Where its parameters go, in an exchange.
         self.frame: ReplyFrame | None = None
         # The message and the parameters that answer it.
-        self.held_bytes = len(message)
+        self.held_bytes = received_bytes
         # What its update is about: who makes it may have to make one of all the gradients that wait there.
         self.num_bytes = len(payload) + EXTENT_BYTES * len(request.extents)
         reply, epoch = None, 0
@@ -74,6 +81,66 @@ class Message:
         header = convert.answer_of(pushed, run, epoch=shard.epoch, codec=frame.codec, answer=wire.ExchangeReply())
         return header.SerializeToString() if pushed.version is None else frame.complete(header)
 
+    def answer_in_parts(self, pushed: Pushed, run: Run) -> tuple[bytes, memoryview | bytes]:
+        """The same as a header, and the parameters where they lie."""
+        frame, shard = self.frame, self.shard
+        if frame is None or shard is None or pushed.version is None:
+            return self.answer(pushed, run), b""
+        answer = wire.ExchangeReply()
+        return frame.parts(convert.answer_of(pushed, run, epoch=shard.epoch, codec=frame.codec, answer=answer))
+
+
+class Staging:
+    """The parts so far of a push that is to be applied as a whole, under one mutex for the model. For one stream."""
+
+    def __init__(self, run: Run, account: Account):
+        """The account holds the parts."""
+        self._run = run
+        self._account = account
+        self.parts: list[Message] = []
+        # The push whose parts are applied one by one. It goes on so when one mutex comes into force meanwhile: it could
+        # not become whole any more.
+        self.singly: tuple[str, int] | None = None
+
+    def takes(self, message: Message) -> bool:
+        """Whether a message is to wait for the others of its push."""
+        return bool(self.parts) or (
+            self._run.rounds.behaviour.aggregation.whole_model and message.push_id != self.singly
+        )
+
+    def add(self, message: Message) -> Iterator[None]:
+        """Yields whenever what there is, which `drop` returns, is to be pushed now as a whole."""
+        # Before anything of it is held: names that nobody has joined by could be any number.
+        gradient = message.plan.gradient
+        self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation)
+        if self.parts and self.parts[0].push_id != message.push_id:
+            self.require_all()
+            yield
+        _require_possible([*self.parts, message], num_shards=len(self._run.shards))
+        self._account.hold(message.held_bytes)
+        self.parts.append(message)
+        if self._run.whole is None:
+            # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
+            self.singly = message.push_id
+        if self._run.whole is None or len(self.parts) == message.num_shards:
+            yield
+
+    def require_all(self) -> None:
+        """Refuses a push of which messages are missing: under one mutex it is applied whole or not at all."""
+        first = self.parts[0]
+        if len(self.parts) < first.num_shards:
+            gradient = first.plan.gradient
+            raise BadRequest(
+                f"push {gradient.sequence} of worker {gradient.worker_id!r} ended after {len(self.parts)} of its"
+                f" {first.num_shards} messages, and nothing of it was applied: send them all in one stream"
+            )
+
+    def drop(self) -> list[Message]:
+        """Holds the parts no longer, and returns them."""
+        self._account.release(sum(part.held_bytes for part in self.parts))
+        parts, self.parts = self.parts, []
+        return parts
+
 
 class PushStream:
     """One stream of pushes, any number of them one after the other.
@@ -88,33 +155,33 @@ class PushStream:
         self._call = call
         self._exchanges = exchanges
         self._responses = OrderedResponses(call, executor, self._account, ahead_max=READ_AHEAD_MAX)
-        # The parts so far of a push that is to be applied as a whole.
-        self._staged: list[Message] = []
-        # The push whose parts are applied one by one. It goes on so when one mutex comes into force meanwhile: it could
-        # not become whole any more.
-        self._singly: tuple[str, int] | None = None
+        self._staging = Staging(run, self._account)
 
     async def serve(self) -> None:
         """Answers messages until the sender has no more."""
-        run, call, responses = self._run, self._call, self._responses
+        run, call, responses, staging = self._run, self._call, self._responses, self._staging
         bytes_max, first = run.config.max_message_bytes, True
         inline_bytes_max = self._executor.inline_bytes_max
         try:
             async with responses:
                 while True:
-                    received = await (call.receive(under_way=True) if self._staged else call.read())
+                    received = await (call.receive(under_way=True) if staging.parts else call.read())
                     if received is None or received is grpc.aio.EOF:
                         break
                     if len(received) > bytes_max:
                         check_message_bytes(len(received), bytes_max=bytes_max)
-                    message = Message(received, run.shards, exchanges=self._exchanges)
+                    request, payload = convert.parse_frame(wire.PushRequest, received, bytes_max=PUSH_HEADER_MAX)
+                    message = Message(
+                        request, payload, run.shards, exchanges=self._exchanges, received_bytes=len(received)
+                    )
                     gradient = message.plan.gradient
                     if first:
                         # The whole stream counts for it, whoever else may send in it.
                         self._account.caller, first = gradient.worker_id, False
                     whole = run.rounds.behaviour.aggregation.whole_model
-                    if self._staged or (whole and message.push_id != self._singly):
-                        await self._stage(message)
+                    if (whole or staging.parts) and staging.takes(message):
+                        for _ in staging.add(message):
+                            await self._push_whole()
                     elif (
                         responses.under_way
                         or message.num_bytes >= inline_bytes_max
@@ -122,7 +189,7 @@ class PushStream:
                         or len(received) > SHORT_BYTES
                         or message.held_bytes > 2 * SHORT_BYTES
                     ):
-                        self._singly = message.push_id
+                        staging.singly = message.push_id
                         await responses.add(
                             message.plan.shard_id,
                             partial(message.push, run),
@@ -131,41 +198,22 @@ class PushStream:
                         )
                     else:
                         # A small model's round: neither task nor thread nor account.
-                        self._singly = gradient.worker_id, gradient.sequence
+                        staging.singly = gradient.worker_id, gradient.sequence
                         await call.write(message.answer(run.push(message.plan, run_id=message.run_id), run))
                     # Nothing here holds its memory while the next is waited for.
-                    del received, message, gradient
+                    del received, request, payload, message, gradient
                     if responses.under_way:
                         await responses.room()
-                if self._staged:
-                    _require_all(self._staged)
-                    await self._push_staged()
+                if staging.parts:
+                    staging.require_all()
+                    await self._push_whole()
         finally:
-            self._release_staged()
+            staging.drop()
 
-    # Under one mutex for the model.
-
-    async def _stage(self, message: Message) -> None:
-        # Before anything of it is held: names that nobody has joined by could be any number.
-        gradient = message.plan.gradient
-        self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation)
-        if self._staged and self._staged[0].push_id != message.push_id:
-            _require_all(self._staged)
-            await self._push_staged()
-        _require_possible([*self._staged, message], num_shards=len(self._run.shards))
-        self._account.hold(message.held_bytes)
-        self._staged.append(message)
-        if self._run.whole is None:
-            # The mutex has gone: the rest of the push goes on one by one, also where the mutex comes back.
-            self._singly = message.push_id
-        if self._run.whole is None or len(self._staged) == message.num_shards:
-            await self._push_staged()
-
-    async def _push_staged(self) -> None:
-        parts = self._staged
+    async def _push_whole(self) -> None:
         # No job of this stream may come between the parts, nor any of them between its shards' pushes.
         await self._responses.none_under_way()
-        self._release_staged()
+        parts = self._staging.drop()
         await self._responses.add(
             ALL_SHARDS,
             partial(_push_whole, self._run, parts),
@@ -173,25 +221,14 @@ class PushStream:
             held_bytes=sum(part.held_bytes for part in parts),
         )
 
-    def _release_staged(self) -> None:
-        self._account.release(sum(part.held_bytes for part in self._staged))
-        self._staged = []
-
 
 def _push_whole(run: Run, parts: Sequence[Message]) -> list[bytes]:
-    pushed = run.push_whole([part.plan for part in parts], run_id=parts[0].run_id)
-    return [part.answer(each, run) for part, each in zip(parts, pushed, strict=True)]
+    return [part.answer(pushed, run) for part, pushed in zip(parts, push_whole(run, parts), strict=True)]
 
 
-def _require_all(parts: Sequence[Message]) -> None:
-    """Refuses a push of which messages are missing: under one mutex for the model it is applied whole or not at all."""
-    first = parts[0]
-    if len(parts) < first.num_shards:
-        gradient = first.plan.gradient
-        raise BadRequest(
-            f"push {gradient.sequence} of worker {gradient.worker_id!r} ended after {len(parts)} of its"
-            f" {first.num_shards} messages, and nothing of it was applied: send them all in one stream"
-        )
+def push_whole(run: Run, parts: Sequence[Message]) -> list[Pushed]:
+    """Pushes all parts of a push as one."""
+    return run.push_whole([part.plan for part in parts], run_id=parts[0].run_id)
 
 
 def _require_possible(parts: Sequence[Message], *, num_shards: int) -> None:

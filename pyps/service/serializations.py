@@ -45,6 +45,15 @@ class ReplyFrame:
         else:
             self.reply = Reply(bytearray(FLOAT32.bytes_of(length)), 0, FLOAT32)
 
+    def parts(self, header: wire.Parameters | wire.ExchangeReply) -> tuple[bytes, memoryview]:
+        """The same message as its header and its parameters, where these lie."""
+        reply = self.reply
+        if reply.codec is not self.codec:
+            payload = memoryview(self.codec.encode(np.frombuffer(reply.buffer, np.float32)))
+        else:
+            payload = memoryview(reply.buffer)[reply.offset :]
+        return header.SerializeToString(), payload
+
     def complete(self, header: wire.Parameters | wire.ExchangeReply) -> bytes:
         """The message, once the parameters are written and its other fields known."""
         if self.reply.codec is not self.codec:
