@@ -21,7 +21,8 @@ from pyps.core.behaviour import Behaviour
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
-from pyps_wire.errors import PypsError
+from pyps_wire.contract import LANE_PORT
+from pyps_wire.errors import BadRequest, PypsError
 
 ENVIRONMENT_PREFIX = "PYPS_"
 # What workers, commands and kernels read; a server finds them too where one shell starts everything.
@@ -79,6 +80,11 @@ class ServerConfig:
     port: int = setting(7610, "Port of the data plane; 0 takes a free one.", minimum=0, maximum=65535)
     control_port: int = setting(7611, "Port of the control plane; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = setting(7612, "Port of /metrics; 0 takes a free one.", minimum=0, maximum=65535)
+    lane_port: str = setting(
+        "auto",
+        f"Port of the lane, for large messages beside gRPC: a number (0 takes a free one), off, or auto: {LANE_PORT}, "
+        "a free one where that is taken or --port is 0.",
+    )
     run_id: str = setting("", "The run to hold; empty lets the first worker name it.")
     protocol: str = setting(
         "async", f"How pushes become updates, as {', '.join(map(spec.example, aggregation.PROTOCOLS.values()))}."
@@ -366,6 +372,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
 }
 # Texts with a grammar of their own: what reads each, and complains of it by BadRequest or ValueError.
 _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
+    "lane_port": lambda config: _check_lane_port(config.lane_port),
     "stop_after": lambda config: config.stop_condition,
     "optimizer": lambda config: config.optimizer and RuleSettings.parse(config.optimizer),
     "protocol": lambda config: _check_protocol(aggregation.parse(config.protocol), config),
@@ -376,6 +383,11 @@ _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
         config.batch_growth and BatchGrowth.parse(config.batch_growth, epoch_examples=config.epoch_examples)
     ),
 }
+
+
+def _check_lane_port(port: str) -> None:
+    if port not in ("auto", "off") and not (port.isdecimal() and int(port) <= 65535):
+        raise BadRequest(f"it is {port!r}; expected auto, off, or a port from 0 to 65535")
 
 
 def _check_protocol(protocol: Aggregation, config: ServerConfig) -> None:

@@ -149,6 +149,7 @@ class CuttingProxy:
         self._replies_pass = threading.Event()
         self._replies_pass.set()
         self._cut_after: int | None = None
+        self._counts_replies = False
         self.num_cuts = 0
         # What each connection carries to the server; None for all it can.
         self.bytes_per_second: float | None = None
@@ -158,9 +159,9 @@ class CuttingProxy:
         """Lets nothing through to clients until the next cut."""
         self._replies_pass.clear()
 
-    def cut_after(self, num_bytes: int) -> None:
-        """Cuts everything, once, when so many more bytes have gone to the server."""
-        self._cut_after = num_bytes
+    def cut_after(self, num_bytes: int, *, of_replies: bool = False) -> None:
+        """Cuts everything, once, when so many more bytes have gone to the server, or come from it."""
+        self._cut_after, self._counts_replies = num_bytes, of_replies
 
     def cut(self) -> None:
         """Cuts all connections; new ones pass."""
@@ -202,7 +203,7 @@ class CuttingProxy:
                     # A slow link: the bytes take their time.
                     time.sleep(len(data) / self.bytes_per_second)
                 sink.sendall(data)
-                if to_server and self._cut_after is not None:
+                if to_server != self._counts_replies and self._cut_after is not None:
                     self._cut_after -= len(data)
                     if self._cut_after <= 0:
                         self.cut()

@@ -301,7 +301,7 @@ class ServerProcess(PythonProcess):
     ):
         self._ready_folder = tempfile.TemporaryDirectory(prefix="pyps-ready-")
         self._ready_path = Path(self._ready_folder.name) / "ready.json"
-        ports = ("--port", str(server_port()), "--control-port", "0", "--metrics-port", "0")
+        ports = ("--port", str(server_port()), "--control-port", "0", "--metrics-port", "0", "--lane-port", "0")
         ready = ("--ready-file", str(self._ready_path))
         super().__init__("-m", "pyps", "serve", *ports, *ready, *flags, env=env, cwd=cwd, fresh=fresh)
         self.ready: dict[str, Any] = {}
@@ -357,7 +357,7 @@ class ServerThread:
         self._log = io.StringIO()
         self._handler = logging.StreamHandler(self._log)
         self._handler.setFormatter(logs.TextFormatter())
-        ports = {"port": str(server_port()), "control_port": "0", "metrics_port": "0"}
+        ports = {"port": str(server_port()), "control_port": "0", "metrics_port": "0", "lane_port": "0"}
         told = ports | parse_flags(flags)
         toml = told.pop("config", None)
         self._config = resolve(told, environment, Path(toml) if toml else None, warn=logs.get("pyps.config").warning)

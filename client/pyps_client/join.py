@@ -16,7 +16,7 @@ from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.replica.group import ALONE, Group, agreed, led
 from pyps_client.retry import SIGNAL_SECONDS, LinkLost, RetryPolicy
-from pyps_client.transport import Channel, cannot_share
+from pyps_client.transport import Channel
 from pyps_client.transport.connection import ADVICE, CALL_SECONDS, Connection, call_seconds
 from pyps_client.vectors import Vector, check_vectors, part_of
 from pyps_client.version import SOFTWARE
@@ -194,7 +194,7 @@ class Handshake:
             if plan.of_server(connection.index):
                 reply = self._asked(connection, ServerUnavailable, RunFinished)
                 if reply is not None and (reason := self.launch.way.hindrance(reply)):
-                    raise cannot_share(connection.name, reason)
+                    raise self.launch.way.refusal(connection.name, reason)
 
     def _await_parameters(
         self, connections: Sequence[Connection], initial: Callable[[], Values] | None

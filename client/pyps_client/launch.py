@@ -62,9 +62,10 @@ class Launch:
     `use_proxy`: True lets http_proxy and its kin apply to the connection.
     `gradient_codec`, `parameter_codec`: how pushed gradients and pulled parameters are written, "float32", "float16" or
     "bfloat16".
-    `transport`: the way of both. "auto" is memory that worker and server share, where they run on one machine, and gRPC
-    elsewhere; "shm" ends the worker rather than use gRPC; "grpc" is gRPC everywhere; "in_process" calls servers that
-    run in the worker's own process, as in tests, without a socket.
+    `transport`: the way of both. "auto" is memory that worker and server share, where they run on one machine;
+    elsewhere a lane (a TCP connection for large messages) where one can be had, and gRPC. "shm" and "tcp" (the lane)
+    end the worker rather than use another; "grpc" is gRPC everywhere; "in_process" calls servers that run in the
+    worker's own process, as in tests, without a socket.
 
     Raises BadRequest for a value that cannot be.
     """

@@ -176,15 +176,7 @@ class Intake:
 
     def write(self, shard_id: int, codec_number: int, payload: memoryview) -> None:
         """Copies or converts a shard's parameters, in one pass, from where the transport left them into their place."""
-        codec = self.codec if codec_number == self.codec else codec_numbered(codec_number)
-        place = self._places.get(shard_id)
-        if place is None:
-            raise self._unknown(shard_id)
-        if payload.nbytes != codec.bytes_of(place.size):
-            raise WrongSize(
-                f"{self._name} sent {payload.nbytes} bytes of parameters of shard {shard_id}; expected "
-                f"{codec.bytes_of(place.size)}."
-            )
+        codec, place = self._place_of(shard_id, codec_number, payload.nbytes)
         if place.dtype == codec.dtype:
             np.copyto(place, np.frombuffer(payload, codec.dtype))
         elif place.dtype == np.float32:
@@ -194,11 +186,38 @@ class Intake:
                 f"{self._name} sent parameters as {codec.name}, which were not asked for: vectors are {place.dtype}."
             )
 
+    def receive(self, shard_id: int, codec_number: int, num_bytes: int, receive: Callable[[memoryview], None]) -> None:
+        """Has a shard's parameters received into their place, or by way of another where they are to be converted."""
+        codec, place = self._place_of(shard_id, codec_number, num_bytes)
+        if place.dtype != codec.dtype:
+            buffer = np.empty(num_bytes, np.uint8).data
+            receive(buffer)
+            self.write(shard_id, codec_number, buffer)
+            return
+        try:
+            receive(place.view(np.uint8).data)
+        except BaseException:
+            # Of no version, until it comes again.
+            self.held.versions[shard_id] = -1
+            raise
+
     def accept(self, shard_id: int, version: int) -> None:
         """Notes the version of a shard that was written."""
         if shard_id not in self._places:
             raise self._unknown(shard_id)
         self.held.versions[shard_id] = version
+
+    def _place_of(self, shard_id: int, codec_number: int, num_bytes: int) -> tuple[Codec, npt.NDArray[Any]]:
+        codec = self.codec if codec_number == self.codec else codec_numbered(codec_number)
+        place = self._places.get(shard_id)
+        if place is None:
+            raise self._unknown(shard_id)
+        if num_bytes != codec.bytes_of(place.size):
+            raise WrongSize(
+                f"{self._name} sent {num_bytes} bytes of parameters of shard {shard_id}; expected "
+                f"{codec.bytes_of(place.size)}."
+            )
+        return codec, place
 
     def _unknown(self, shard_id: int) -> PypsError:
         return PypsError(f"{self._name} sent shard {shard_id}, which it does not hold.")
@@ -317,6 +336,14 @@ class IncomingPull:
             return
         if num_bytes > LARGE_BYTES:
             keep_large_blocks()
+        lane = channel.lane
+        if lane is not None and lane.begin():
+            try:
+                asked = [(request.SerializeToString(), b"")]
+                lane.round("Pull", asked, self._take_parts, is_small=True, timeout_seconds=timeout_seconds)
+            finally:
+                lane.end()
+            return
         for message in channel.read("Pull", request, timeout_seconds=timeout_seconds):
             header, payload = split(message)
             reply = Parameters.FromString(header)
@@ -326,6 +353,15 @@ class IncomingPull:
                 continue
             self.intake.write(reply.shard_id, reply.codec, payload)
             self._accept(reply)
+
+    def _take_parts(self, header: bytes, num_bytes: int, receive: Callable[[memoryview], None]) -> bool:
+        reply = Parameters.FromString(header)
+        if reply.HasField("lease"):
+            self.lease, self.portion = reply.lease, None
+        if reply.codec != CODEC_UNSPECIFIED:
+            self.intake.receive(reply.shard_id, reply.codec, num_bytes, receive)
+            self._accept(reply)
+        return False
 
     def _ask_locally(self, link: Link, request: PullRequest, timeout_seconds: float) -> None:
         reply = link.request(LocalRequest(pull=LocalPull(request=request)), timeout_seconds=timeout_seconds)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, count
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
 from pyps_client.replica.group import ALONE, Group
 from pyps_client.retry import LinkLost
-from pyps_client.transport import Channel, Link
+from pyps_client.transport import Channel, Lane, Link, Parts
 from pyps_client.transport.connection import Connection, call_seconds
 from pyps_client.vectors import NUMPY, Converter, Vectors, check_vectors, dtype_of, first_non_finite, part_of
 from pyps_wire.codecs import Codec
@@ -28,12 +28,19 @@ from pyps_wire.local_pb2 import LocalRequest
 from pyps_wire.parameter_server_pb2 import ExchangeReply
 from pyps_wire.partition import Partition, ShardRange
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from typing_extensions import Buffer
+
+T = TypeVar("T")
 # What of a shard is pushed: an empty tuple for all of it, None for nothing.
 Extents = tuple[tuple[int, int], ...] | None
 Part = tuple[ShardRange, Extents]
 
 # Up to this size two copies cost less than to look for the payload in Python.
 COPIED_BYTES_MAX = 1 << 16
+# Messages and answers that need no further thread: a connection holds so much in each direction.
+SMALL_BYTES = 1 << 17
 
 
 class GroupRate(NamedTuple):
@@ -337,7 +344,14 @@ class Outgoing:
             else:
                 if connection is not None and connection.left_to_look:
                     cut = self._looked_through(cut)
-                self._by_calls(channel, cut)
+                lane = channel.lane
+                if lane is not None and lane.begin():
+                    try:
+                        self._by_lane(lane, cut)
+                    finally:
+                        lane.end()
+                else:
+                    self._by_calls(channel, cut)
         except LinkLost as lost:
             lost.answered = len(self.receipts) - answered
             raise
@@ -365,9 +379,19 @@ class Outgoing:
             keep_large_blocks()
         self._fill(cut)
         if self.intake is not None:
-            channel.exchange(self._frames(cut), self._take_reply, timeout_seconds=cut.timeout_seconds)
+            channel.exchange(self._frames(cut, join), self._take_reply, timeout_seconds=cut.timeout_seconds)
         else:
-            channel.push(self._frames(cut), self._take_receipt, timeout_seconds=cut.timeout_seconds)
+            channel.push(self._frames(cut, join), self._take_receipt, timeout_seconds=cut.timeout_seconds)
+
+    def _by_lane(self, lane: Lane, cut: Cut) -> None:
+        self._fill(cut)
+        lane.round(
+            "Push" if self.intake is None else "Exchange",
+            self._frames(cut, _apart),
+            self._take_parts,
+            is_small=cut.num_bytes <= SMALL_BYTES,
+            timeout_seconds=cut.timeout_seconds,
+        )
 
     def _looked_through(self, cut: Cut) -> Cut:
         """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.
@@ -408,21 +432,21 @@ class Outgoing:
                 if momentum is not None:
                     message.momentum = momentum
 
-    def _frames(self, cut: Cut) -> Iterator[bytes]:
-        """The messages, each made of its numbers when gRPC is ready to send it: two are in memory at a time."""
+    def _frames(self, cut: Cut, make: Callable[[Message, Any], T]) -> Iterator[T]:
+        """The messages, each made of its numbers when the way is ready to send it: two are in memory at a time."""
         payloads = cut.payloads.get(self.lent_index) if self.lent_index is not None else None
         if payloads is None:
             payloads = self._payloads_to_keep(cut)
         for place, message in enumerate(cut.messages):
             if payloads is not None:
-                yield join(message, payloads[place])
+                yield make(message, payloads[place])
                 continue
             shard, extents = cut.parts[place]
             if extents is None:
-                yield message.SerializeToString()
+                yield make(message, b"")
             else:
                 values = _present_values(self._vectors, shard, extents)
-                yield join(message, self.converter.encoded(values, cut.codec))
+                yield make(message, self.converter.encoded(values, cut.codec))
 
     def _payloads_to_keep(self, cut: Cut) -> list[memoryview] | None:
         """The shards' payloads, which a later push of the same lent vectors finds in the same place; None of others."""
@@ -451,6 +475,22 @@ class Outgoing:
         self._take(receipt)
         return not self._waiting
 
+    def _take_parts(self, header: bytes, num_bytes: int, receive: Callable[[memoryview], None]) -> bool:
+        """Takes either where the parameters are still on their way."""
+        intake = self.intake
+        if intake is None:
+            return self._take_receipt(header)
+        reply = ExchangeReply.FromString(header)
+        receipt = reply.receipt
+        if reply.codec and reply.epoch == intake.held.epoch:
+            intake.receive(receipt.shard_id, reply.codec, num_bytes, receive)
+            intake.held.versions[receipt.shard_id] = reply.version
+            self.version = max(self.version, reply.version)
+        elif num_bytes:
+            receive(memoryview(bytearray(num_bytes)))
+        self._take(receipt)
+        return not self._waiting
+
     def _take_receipt(self, message: bytes) -> bool:
         """Takes the answer to a push alone."""
         self._take(Receipt.FromString(message))
@@ -463,6 +503,10 @@ class Outgoing:
         del self._waiting[receipt.shard_id]
         self.receipts.append(receipt)
         return True
+
+
+def _apart(message: Message, payload: Buffer) -> Parts:
+    return message.SerializeToString(), payload
 
 
 def pushed_parts(

@@ -344,7 +344,7 @@ class Worker:
 
     @property
     def transport(self) -> str:
-        """The way of lent vectors: "shm" (memory shared with all servers), "grpc", "in_process" or "mixed"."""
+        """The way of lent vectors: "shm" (shared with all servers), "tcp", "grpc", "in_process" or "mixed"."""
         return self._sharing.transport
 
     @property

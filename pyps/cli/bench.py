@@ -61,7 +61,7 @@ class Way(NamedTuple):
 
 
 WAYS = (Way("auto", "float32"), Way("grpc", "float32"), Way("grpc", "bfloat16"))
-TRANSPORTS = {"shm": "shared memory", "grpc": "gRPC", "mixed": "shared memory and gRPC"}
+TRANSPORTS = {"shm": "shared memory", "tcp": "lane", "grpc": "gRPC", "mixed": "several ways"}
 
 Array = npt.NDArray[Any]
 
@@ -70,7 +70,7 @@ Array = npt.NDArray[Any]
 class Rounds:
     """Timed rounds of one model on one way."""
 
-    # "shm", "grpc", or "mixed" where only some servers share memory with this machine.
+    # "shm", "tcp", "grpc", or "mixed" where only some servers share memory with this machine.
     transport: str
     codec: str
     num_parameters: int

@@ -34,6 +34,7 @@ from pyps.service.health import Health
 from pyps.service.hosting import Grpc
 from pyps.service.in_process import InProcess
 from pyps.service.inspector import Inspector
+from pyps.service.lane.listener import Tcp
 from pyps.service.limits import ByteBudget
 from pyps.service.metrics import MetricsServer, RunCollector
 from pyps.service.parameter_server import ParameterServer
@@ -65,7 +66,7 @@ SIGNALS_APART_SECONDS = 1.0
 _CALLS_SHARE = 0.4
 
 # Nearest first: the last is the way of all that none of the others knows.
-TRANSPORTS: Sequence[type[Transport]] = (InProcess, SharedMemory, Grpc)
+TRANSPORTS: Sequence[type[Transport]] = (InProcess, SharedMemory, Tcp, Grpc)
 
 _Health = health_pb2.HealthCheckResponse
 _CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name

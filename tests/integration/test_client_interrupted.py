@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import operator
 import os
 import signal
@@ -42,7 +43,7 @@ def version_of(server: ServerProcess) -> int:
 
 def test_parameters_stay_as_they_are_once_ctrl_c_has_left_an_exchange(start_server_process: Start) -> None:
     servers = start_servers(start_server_process, 2)
-    for transport, slow in [("shm", 0), ("shm", 1), ("grpc", 0), ("grpc", 1)]:
+    for transport, slow in itertools.product(("shm", "tcp", "grpc"), (0, 1)):
         interrupt_an_exchange(servers, transport, slow)
 
 
@@ -105,7 +106,7 @@ def test_ctrl_c_amid_an_exchange_ends_the_script_as_anywhere_else(
     start_server_process: Start, start_python: Callable[..., PythonProcess], stopped: bool
 ) -> None:
     """Whether it waits for a server that does not answer, or is amid busy rounds."""
-    for way, stream in (("shm", ""), ("grpc", "direct"), ("grpc", "queued")):
+    for way, stream in (("shm", ""), ("tcp", ""), ("grpc", "direct"), ("grpc", "queued")):
         server = start_server_process()
         process = start_python("-c", INTERRUPTED, server.data, way, stream)
         process.wait_for_output("training")

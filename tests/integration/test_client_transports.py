@@ -45,7 +45,7 @@ Start = Callable[..., AnyServer]
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
 
 
-BETWEEN_PROCESSES = ["shm", "grpc", "grpc without the direct stream"]
+BETWEEN_PROCESSES = ["shm", "tcp", "grpc", "grpc without the direct stream"]
 
 
 @pytest.fixture(params=[*BETWEEN_PROCESSES, "in_process"])
@@ -244,14 +244,18 @@ def assert_untouched(servers: list[AnyServer]) -> None:
         assert not inspect(server.control, "ListWorkers").workers
 
 
-def test_without_an_offer_gradients_go_by_grpc_and_one_line_says_so(
-    start_server: Start, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("lane", "way", "words"), [("0", "tcp", "a lane"), ("off", "grpc", "gRPC")])
+def test_without_shared_memory_gradients_go_by_the_next_way_and_one_line_says_so(
+    start_server: Start, caplog: pytest.LogCaptureFixture, lane: str, way: str, words: str
 ) -> None:
-    server = start_server("--local-socket", "off")
+    server = start_server("--local-socket", "off", "--lane-port", lane)
     with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
-        assert client.session.transport == "grpc"
         client.exchange(gradients_like(small_model(), 0))
-        assert caplog.text.count("by gRPC: it offers no shared memory") == 1
+        assert client.session.transport == way
+        [worker] = inspect(server.control, "ListWorkers").workers
+        assert worker.transport == way
+        assert caplog.text.count("gradients and parameters go to and from server 0") == 1
+        assert f"by {words}: it offers no shared memory" in caplog.text
         # Who insists leaves no trace in the run.
         with pytest.raises(ServerUnavailable, match="it offers no shared memory"):
             make_client(server.data, run_id="mine", worker_id="insisting", transport="shm")
@@ -271,7 +275,7 @@ def test_a_worker_is_refused_before_any_server_hears_of_it(start_server: Start, 
         assert client.exchange(gradients_like(small_model(), 0))
 
 
-def test_a_socket_that_cannot_be_reached_refuses_those_that_insist_and_means_grpc_to_others(
+def test_a_socket_that_cannot_be_reached_refuses_those_that_insist_and_means_a_lane_to_others(
     start_server: Start, tmp_path: Path
 ) -> None:
     """As in a container that has the server's port, but not its folder."""
@@ -281,7 +285,7 @@ def test_a_socket_that_cannot_be_reached_refuses_those_that_insist_and_means_grp
         make_client(server.data, transport="shm")
     assert_untouched([server])
     with make_client(server.data) as client:
-        assert client.session.transport == "grpc"
+        assert client.session.transport == "tcp"
         assert client.exchange(gradients_like(small_model(), 0))
 
 
@@ -298,7 +302,7 @@ def test_one_server_here_and_one_elsewhere_are_served_each_its_way(start_server:
             reference.check(client.exchange(gradients))
 
 
-def test_a_server_that_stops_sharing_is_served_by_grpc_from_then_on(
+def test_a_server_that_stops_sharing_is_served_by_a_lane_from_then_on(
     start_server: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
@@ -310,7 +314,7 @@ def test_a_server_that_stops_sharing_is_served_by_grpc_from_then_on(
         port = server.data.rsplit(":", 1)[1]
         start_server(*checkpoints, "--resume", "--port", port, "--local-socket", "off")
         client.pull()
-        assert client.session.transport == "grpc"
+        assert client.session.transport == "tcp"
         client.exchange(gradients_like(small_model(), 1))
         assert client.session.held_versions.epochs == (1,)
         assert client.refused == {}
@@ -379,7 +383,7 @@ def test_a_link_that_is_lost_between_rounds_is_opened_again(start_server: Start,
 def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_where_the_link_is_lost(
     start_server: Start, tmp_path: Path
 ) -> None:
-    """By gRPC the server would refuse the shard with NaN and apply the others."""
+    """By a lane the server would refuse the shard with NaN and apply the others."""
     server, path = start_with_socket(start_server, tmp_path / "sockets")
     with lending(server.data) as (session, gradient, parameters):
         before = parameters.copy()
@@ -391,7 +395,7 @@ def test_what_was_left_to_the_server_to_look_through_is_looked_through_here_wher
         receipts = session.exchange(Plan([gradient], [parameters]))
 
         assert [receipt.reason for receipt in receipts] == [REASON_NOT_FINITE] * session.partition.num_shards
-        assert (session.transport, session.checks_first) == ("grpc", False)
+        assert (session.transport, session.checks_first) == ("tcp", False)
         np.testing.assert_array_equal(parameters, before)
         served = np.empty_like(parameters)
         session.snapshot([served])

@@ -14,7 +14,7 @@ from pyps_wire.errors import NotFinite
 from support import inspect, status_of
 from training import backward, batches, gradients_of, mlp, parameters_of
 
-TRANSPORTS = ["grpc", "shm"]
+TRANSPORTS = ["grpc", "tcp", "shm"]
 
 
 def remote(model: torch.nn.Module, servers: str, *, lr: float = 0.1, **options) -> RemoteOptimizer:

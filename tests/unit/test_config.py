@@ -62,6 +62,7 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         "host": "localhost",
         "run_id": "r",
         "local_socket": "/sockets",
+        "lane_port": "7777",
         "expected_workers": "2",
     }
     for field in dataclasses.fields(ServerConfig):

@@ -231,7 +231,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
 
     @property
     def transport(self) -> str:
-        """The way of gradients and parameters: "shm" (memory shared with servers), "grpc", "in_process" or "mixed"."""
+        """The way of gradients and parameters: "shm" (shared memory), "tcp", "grpc", "in_process" or "mixed"."""
         return self._session.transport
 
     @property

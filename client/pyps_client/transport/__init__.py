@@ -21,11 +21,18 @@ from pyps_wire.local_pb2 import LocalReply, LocalRequest
 from pyps_wire.parameter_server_pb2 import HelloReply, LocalTransport
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from pyps_client.transport.lent import Lending, Memory
 
 Reply = TypeVar("Reply", bound=Message)
 # Takes a reply; True once it was the round's last.
 Take = Callable[[bytes], bool]
+# A message's header, and its payload where it lies.
+Parts = tuple[bytes, "Buffer"]
+# Takes a reply's header, and its payload of so many bytes by handing a place for it to what receives it; True once it
+# was the round's last.
+TakeParts = Callable[[bytes, int, Callable[[memoryview], None]], bool]
 
 # How often a thread that waits for its turn looks whether that may take long.
 LOOK_SECONDS = 0.005
@@ -39,6 +46,8 @@ class Channel(ABC):
     # The transport, by its name.
     transport: ClassVar[str]
     address: str
+    # A nearer way for large messages, where there is one.
+    lane: Lane | None = None
 
     @abstractmethod
     def call(self, method: str, request: Message, reply: type[Reply], *, timeout_seconds: float) -> Reply:
@@ -74,6 +83,31 @@ class Channel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all calls and the connection."""
+
+
+class Lane(ABC):
+    """A way of messages whose payloads are sent from where they lie, and received where they are used."""
+
+    @abstractmethod
+    def begin(self) -> bool:
+        """Takes it for one round; False where it is in use, or cannot be had: calls are to serve. Raises LinkLost."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Leaves it to others."""
+
+    @abstractmethod
+    def round(
+        self, method: str, messages: Iterable[Parts], take: TakeParts, *, is_small: bool, timeout_seconds: float
+    ) -> None:
+        """Does as `Channel.exchange`, `push` or `read`, by the method's name; `is_small`: all messages and answers are.
+
+        Raises LinkLost, Busy or the server's own error.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends it, also amid a round, on any thread."""
 
 
 class Link(ABC):
@@ -148,11 +182,20 @@ class Transport(ABC):
         """Why no memory can be shared with the server that gave this reply; empty where nothing speaks against it."""
         return NO_OFFER
 
+    def refusal(self, server: str, reason: str) -> ServerUnavailable:
+        """The error for a worker that insists on this transport, which cannot be had."""
+        return ServerUnavailable(
+            f"transport is 'shm', but no memory can be shared with {server}: {reason}. Run worker and server on one "
+            "machine, as one user, with the server's --local-socket where both see it; or set transport "
+            "(PYPS_TRANSPORT) to 'auto'."
+        )
+
 
 # Loaded when they are used: one of them needs what only Linux has, another may have no server to call.
 _CLASSES = {
     "auto": "pyps_client.transport.shared_memory:SharedMemory",
     "shm": "pyps_client.transport.shared_memory:OnlySharedMemory",
+    "tcp": "pyps_client.transport.tcp:OnlyTcp",
     "grpc": "pyps_client.transport.grpc:Grpc",
     "in_process": "pyps_client.transport.in_process:InProcess",
 }
@@ -163,6 +206,11 @@ def check_transport(name: str) -> None:
     """Refuses a name that is none, or of what this system has not got."""
     if name not in TRANSPORTS:
         raise BadRequest(f"transport is {name!r}; expected one of {', '.join(TRANSPORTS)}.")
+    if name == "tcp" and not _has_lanes():
+        raise BadRequest(
+            "transport is 'tcp', but this system's sockets cannot send from two places at once, as lanes do; set "
+            "transport (PYPS_TRANSPORT) to 'auto' or 'grpc'."
+        )
     if name == "shm" and not _has_shared_memory():
         raise BadRequest(
             "transport is 'shm', but workers share memory with servers on Linux only; set transport (PYPS_TRANSPORT) "
@@ -173,19 +221,14 @@ def check_transport(name: str) -> None:
 @functools.cache
 def named(name: str) -> Transport:
     """The transport of that name."""
-    if name == "auto" and not _has_shared_memory():
-        name = "grpc"
     module, _, of_module = _CLASSES[name].partition(":")
+    if name == "auto" and not _has_shared_memory():
+        module, of_module = ("pyps_client.transport.tcp", "Tcp") if _has_lanes() else _CLASSES["grpc"].split(":")
     return getattr(importlib.import_module(module), of_module)()  # type: ignore[no-any-return]
 
 
-def cannot_share(server: str, reason: str) -> ServerUnavailable:
-    """The error for a worker that insists on shared memory which a server does not share."""
-    return ServerUnavailable(
-        f"transport is 'shm', but no memory can be shared with {server}: {reason}. Run worker and server on one "
-        "machine, as one user, with the server's --local-socket where both see it; or set transport (PYPS_TRANSPORT) "
-        "to 'auto'."
-    )
+def _has_lanes() -> bool:
+    return hasattr(socket.socket, "sendmsg")
 
 
 def _has_shared_memory() -> bool:

@@ -12,7 +12,7 @@ from pyps_client import fork
 from pyps_client.fork import ForkGuard
 from pyps_client.launch import Launch
 from pyps_client.retry import Busy, LinkLost, LocalLost, Outage, RetryPolicy, Wait
-from pyps_client.transport import Channel, Link
+from pyps_client.transport import Channel, Lane, Link
 from pyps_client.transport.threads import Threads
 from pyps_wire.errors import NotInitialized, PypsError, RunFinished, UnknownWorker
 from pyps_wire.partition import Partition
@@ -53,11 +53,13 @@ class Connection:
         self._launch = launch
         self._guard = ForkGuard()
         self._cut_because = ""
-        # The way of calls, by its transport's name; of a connection that is closed, what `transport` was.
+        # What `transport` was when a channel was last closed.
         self._transport = ""
         self._lock = threading.Lock()
         # Guarded by _lock.
         self._channel: Channel | None = None
+        # The last channel's: whoever is to go by it next says Hello first.
+        self._lost_lane: Lane | None = None
         self._link: Link | None = None
         self._closed = False
         # Whether a local link was lost so often that it is not tried again.
@@ -73,7 +75,7 @@ class Connection:
             if self._channel is None:
                 launch = self._launch
                 self._channel = launch.way.channel(self.address, launch.credentials, use_proxy=launch.use_proxy)
-                self._transport = self._channel.transport
+                self._channel.lane = self._lost_lane
             return self._channel
 
     def renew(self, failed: Channel) -> bool:
@@ -81,7 +83,7 @@ class Connection:
         with self._lock:
             if self._channel is not failed:
                 return False
-            self._channel = None
+            self._transport, self._lost_lane, self._channel = failed.transport, failed.lane, None
         failed.close()
         return True
 
@@ -90,6 +92,8 @@ class Connection:
         self._cut_because = problem
         with self._lock:
             channel, self._channel = self._channel, None
+            if channel is not None:
+                self._transport, self._lost_lane = channel.transport, channel.lane
         _close(self._link, channel)
 
     @property
@@ -101,8 +105,8 @@ class Connection:
     @property
     def transport(self) -> str:
         """The way of lent vectors, by its transport's name, known once it was used."""
-        link = self.link
-        return self._transport if link is None else link.transport
+        way = self.link or self._channel
+        return self._transport if way is None else way.transport
 
     @property
     def is_local(self) -> bool:
@@ -122,6 +126,13 @@ class Connection:
         with self._lock:
             link, self._link = self._link, None
         _close(link)
+
+    def drop_lane(self) -> None:
+        """Lets gRPC do what goes by calls: beside a link that is little."""
+        channel = self.channel
+        lane, channel.lane = channel.lane, None
+        if lane is not None:
+            lane.close()
 
     def attach(self, attached: Callable[[], Link]) -> None:
         """Opens the local link anew. Raises LinkLost or a PypsError that says why it cannot be."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost, LocalLost
-from pyps_client.transport import NO_OFFER, cannot_share
+from pyps_client.transport import NO_OFFER
 from pyps_client.transport.connection import Connection
 from pyps_client.vectors import Vectors, dtype_of
 from pyps_wire.codecs import Codec
@@ -199,6 +199,7 @@ class Sharing:
     def _attach(self, connection: Connection, lending: Lending) -> bool:
         """Hands the memory to a server; False where its gradients and parameters go by gRPC instead."""
         if connection.link is not None:
+            connection.drop_lane()
             return True
         try:
             offer = self._offers.get(connection.index)
@@ -208,6 +209,7 @@ class Sharing:
         except (LinkLost, PypsError) as problem:
             self._refuse(connection, str(problem))
             return False
+        connection.drop_lane()
         connection.left_to_look = len(self._connections) == 1
         logger.info("sharing memory with %s", connection.name)
         return True
@@ -215,9 +217,10 @@ class Sharing:
     def _refuse(self, connection: Connection, reason: str) -> None:
         """Says why a server's vectors go by gRPC from now on; raises where the launch forbids it."""
         if self._launch.way.insists:
-            raise cannot_share(connection.name, reason)
+            raise self._launch.way.refusal(connection.name, reason)
         connection.detach()
-        logger.info("gradients and parameters go to and from %s by gRPC: %s", connection.name, reason)
+        way = "a lane" if connection.channel.lane is not None else "gRPC"
+        logger.info("gradients and parameters go to and from %s by %s: %s", connection.name, way, reason)
 
 
 def _same(vectors: Vectors, lent: Vectors) -> bool:

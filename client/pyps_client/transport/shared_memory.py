@@ -16,9 +16,10 @@ from google.protobuf.message import DecodeError
 
 from pyps_client.fork import at_fork
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
-from pyps_client.transport import NO_OFFER, Link
-from pyps_client.transport.grpc import Grpc
+from pyps_client.transport import NO_OFFER, Channel, Link
+from pyps_client.transport.grpc import GrpcChannel
 from pyps_client.transport.lent import HEAD_BYTES, Lending, Memory
+from pyps_client.transport.tcp import Tcp
 from pyps_wire.common_pb2 import Sender
 from pyps_wire.errors import LimitExceeded, PypsError, ServerUnavailable, from_status
 from pyps_wire.local_pb2 import LocalReply, LocalRequest
@@ -36,8 +37,8 @@ _READ_BYTES = 1 << 16
 _MAP_FIXED = 0x10
 
 
-class SharedMemory(Grpc):
-    """Memory that worker and server share, where they run on one machine; gRPC for all else."""
+class SharedMemory(Tcp):
+    """Memory that worker and server share, where they run on one machine; elsewhere a lane, and gRPC for all else."""
 
     shares = True
 
@@ -93,9 +94,12 @@ class SharedMemory(Grpc):
 
 
 class OnlySharedMemory(SharedMemory):
-    """The same, for a worker that ends rather than go without."""
+    """The same, for a worker that ends rather than go without; gRPC for all else."""
 
     insists = True
+
+    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
+        return GrpcChannel(address, token=token, use_proxy=use_proxy)
 
 
 class SharedMemoryLink(Link):

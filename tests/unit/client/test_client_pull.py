@@ -167,7 +167,7 @@ def test_a_pulls_late_answer_does_not_undo_a_restore_that_a_heartbeat_told_of() 
             header = Parameters(shard_id=shard.shard_id, epoch=1, version=3, codec=FLOAT32)
             yield join(header, values[: shard.length].view(np.uint8).data)
 
-    assert pull(cast(Channel, SimpleNamespace(read=read)), threading.Event()) == set(ON_FIRST)
+    assert pull(cast(Channel, SimpleNamespace(read=read, lane=None)), threading.Event()) == set(ON_FIRST)
     assert (intake.held.epoch, connection.epoch) == (1, 2)
 
 

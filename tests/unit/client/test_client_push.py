@@ -25,7 +25,7 @@ from pyps_wire.common_pb2 import (
     Sender,
 )
 from pyps_wire.errors import WrongSize
-from pyps_wire.framing import split
+from pyps_wire.framing import join, split
 from pyps_wire.parameter_server_pb2 import PushRequest
 from pyps_wire.partition import Model, Tensor, partition
 
@@ -48,7 +48,7 @@ def push_of(parts: Any, vectors: list[np.ndarray], **described: Any) -> Outgoing
 def frames_of(push: Outgoing) -> list[tuple[PushRequest, memoryview]]:
     """The messages of a push: headers and payloads."""
     push._fill(push.cut)
-    split_frames = [split(frame) for frame in push._frames(push.cut)]
+    split_frames = [split(frame) for frame in push._frames(push.cut, join)]
     return [(PushRequest.FromString(header), payload) for header, payload in split_frames]
 
 
@@ -151,6 +151,8 @@ def test_vectors_are_never_converted_silently() -> None:
 
 class LosingChannel:
     """A channel that loses each call after one receipt."""
+
+    lane = None
 
     def __init__(self) -> None:
         self.sent: list[list[PushRequest]] = []

@@ -60,10 +60,10 @@ except PypsError as refused:
 """
 
 
-def test_it_trains_by_grpc_where_memory_cannot_be_shared(
+def test_it_trains_by_a_lane_where_memory_cannot_be_shared(
     start_server: Callable[..., ServerThread], start_python: Callable[..., PythonProcess]
 ) -> None:
     process = start_python("-c", WITHOUT, start_server().data, fresh=True)
     assert process.wait() == 0, process.output()
-    assert "grpc 3\n" in process.output()
+    assert "tcp 3\n" in process.output()
     assert "transport is 'shm', but workers share memory with servers on Linux only" in process.output()

@@ -1,0 +1,137 @@
+"""Messages of a lane (lane.proto), sent from where their numbers lie and received where these are used."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pyps_wire.errors import LimitExceeded
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# A message's kind, the length of its header, and of its payload.
+PREFIX = struct.Struct("<III")
+OPEN, PUSH, EXCHANGE, PULL, END, FAILURE = range(1, 7)
+
+KEEPALIVE_SECONDS = 60
+
+# One receive brings so much: all of a small message. What it brings of a large payload is copied once more.
+_AHEAD_BYTES = 2**16
+
+
+class LaneClosed(Exception):
+    """The other end has closed the lane."""
+
+
+class Lane:
+    """One end of a lane, whose socket blocks. One thread may send while another receives.
+
+    All that touches the socket is here: a TLS socket would take its place, which knows neither `sendmsg` nor flags.
+    """
+
+    def __init__(self, end: socket.socket, *, waited: Callable[[], None] = lambda: None):
+        """`waited` is called when the socket's own time limit, where it has one, has passed; it may raise."""
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # What stands between forgets connections on which nothing comes for long.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        self._socket = end
+        self._waited = waited
+        # What has come and is not taken yet lies between these.
+        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._start = self._stop = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come that is not taken."""
+        return self._start == self._stop
+
+    def send(self, kind: int, header: bytes, payload: Buffer = b"") -> None:
+        """Sends a message, whose payload must not change meanwhile."""
+        view = memoryview(payload).cast("B")
+        first = PREFIX.pack(kind, len(header), view.nbytes) + header
+        sent = 0
+        while sent < len(first):
+            sent += self._sent([memoryview(first)[sent:], view])
+        sent -= len(first)
+        while sent < view.nbytes:
+            sent += self._sent([view[sent:]])
+
+    def wait(self) -> None:
+        """Returns once something has come."""
+        while self.is_empty:
+            self._start = 0
+            self._stop = self._received(self._ahead)
+
+    def receive(self, *, header_bytes_max: int) -> tuple[int, bytes, int]:
+        """The next message but for its payload, which is to be taken next: kind, header, and the payload's length.
+
+        LimitExceeded where the header is longer than it may be.
+        """
+        kind, header_bytes, payload_bytes = PREFIX.unpack(self._take(PREFIX.size))
+        if header_bytes > header_bytes_max:
+            raise LimitExceeded(f"a lane's message has a header of {header_bytes} bytes; expected {header_bytes_max}")
+        return kind, self._take(header_bytes), payload_bytes
+
+    def receive_into(self, place: memoryview) -> None:
+        """Takes as many bytes as there is place, a payload or a part of it."""
+        at = min(self._stop - self._start, place.nbytes)
+        place[:at] = self._ahead[self._start : self._start + at]
+        self._start += at
+        while at < place.nbytes:
+            at += self._received(place[at:], socket.MSG_WAITALL)
+
+    def shut(self) -> None:
+        """Makes fail whatever is done with the lane, on any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def shut_reading(self) -> None:
+        """Makes the other end's messages end; what is to be sent still goes."""
+        self._socket.shutdown(socket.SHUT_RD)
+
+    def end(self) -> None:
+        """Sends no more, and throws away what still comes until the other end closes.
+
+        A lane closed with bytes unread is reset, and the last message would be lost with it.
+        """
+        self._socket.shutdown(socket.SHUT_WR)
+        while self._socket.recv_into(self._ahead):
+            continue
+
+    def close(self) -> None:
+        """Lets go of the socket, which no thread may use any more."""
+        self._socket.close()
+
+    def _take(self, count: int) -> bytes:
+        taken = bytes(self._ahead[self._start : min(self._start + count, self._stop)])
+        self._start += len(taken)
+        while len(taken) < count:
+            self.wait()
+            more = bytes(self._ahead[: min(count - len(taken), self._stop)])
+            self._start, taken = len(more), taken + more
+        return taken
+
+    def _sent(self, views: list[memoryview]) -> int:
+        while True:
+            try:
+                return self._socket.sendmsg(views)
+            except BlockingIOError:
+                self._waited()
+
+    def _received(self, place: memoryview, flags: int = 0) -> int:
+        while True:
+            try:
+                count = self._socket.recv_into(place, 0, flags)
+            except BlockingIOError:
+                self._waited()
+                continue
+            if count == 0:
+                raise LaneClosed
+            return count

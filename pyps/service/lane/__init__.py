@@ -1,0 +1,1 @@
+"""The lane: one TCP connection a worker, for large messages beside gRPC."""

@@ -1,0 +1,257 @@
+"""The lane's listening socket: who may open one, how many there are, and when one is cut."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import grpc
+
+from pyps import logs
+from pyps.config import ConfigError
+from pyps.run.handshake import Greeting
+from pyps.service.calls import Call
+from pyps.service.hosting import address_of, busy_port
+from pyps.service.lane.connection import Connection
+from pyps.service.transport import Host, Service, Transport
+from pyps_wire import lane_pb2
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.contract import LANE_PORT, METHODS
+from pyps_wire.errors import NotAllowed, ServerUnavailable
+
+AUTO, OFF = "auto", "off"
+BACKLOG = 128
+# Each has two threads; further workers go by gRPC. Callers that have not shown a ticket come beside them.
+LANES_MAX = 64
+STRANGERS_MAX = 16
+TICKET_BYTES = 16
+TICKET_SECONDS = 30.0
+# How often the lanes are looked at.
+LOOK_SECONDS = 1.0
+# Workers whose last way this was are compared with those that the run still lists, where they are more.
+USED_KEPT = 256
+
+log = logs.get("pyps.service")
+
+
+class Tickets:
+    """Tickets of one use, for a short time: one a worker, that of its last Hello. May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # Guarded by _lock. By worker: which life of it, the ticket, and until when it holds.
+        self._issued: dict[str, tuple[int, bytes, float]] = {}
+
+    def issue(self, worker_id: str, incarnation: int) -> bytes:
+        """A new ticket, in place of the worker's former one."""
+        now, ticket = time.monotonic(), secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            self._issued = {name: each for name, each in self._issued.items() if each[2] > now}
+            self._issued[worker_id] = incarnation, ticket, now + TICKET_SECONDS
+        return ticket
+
+    def redeem(self, ticket: bytes, worker_id: str, incarnation: int) -> None:
+        """Uses a ticket up; NotAllowed for any other than that of this life of the worker's last Hello."""
+        with self._lock:
+            issued_to, issued, until = self._issued.get(worker_id, (0, b"", 0.0))
+            if issued_to == incarnation and time.monotonic() < until and hmac.compare_digest(ticket, issued):
+                del self._issued[worker_id]
+                return
+        raise NotAllowed(
+            f"the ticket is not worker {worker_id!r}'s, was used, or is older than {TICKET_SECONDS:g} s: open the lane "
+            "with the one that its last Hello brought"
+        )
+
+
+class Tcp(Transport):
+    """Serves workers over lanes, as many as there are threads for."""
+
+    name = "tcp"
+
+    def __init__(self, host: Host):
+        super().__init__(host)
+        self._tickets = Tickets()
+        self._socket: socket.socket | None = None
+        self._connections: set[Connection] = set()
+        # Workers whose last way here was a lane, with the incarnation that used it.
+        self._used: dict[str, int] = {}
+        # Whether it takes no callers for the moment.
+        self._paused = False
+        self._looking: asyncio.Task[None] | None = None
+        self._pull: Any = None
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        if self._socket is None:
+            return {"lane": "not offered"}
+        return {"lane": address_of(self._host.config.host, self._socket.getsockname()[1])}
+
+    def bind(self) -> str:
+        config = self._host.config
+        if config.lane_port == AUTO:
+            ports = [LANE_PORT, 0] if config.port else [0]
+        elif config.lane_port == OFF:
+            return ""
+        else:
+            ports = [int(config.lane_port)]
+        for port in ports:
+            self._socket = self._socket or _listening(config.host, port)
+        if self._socket is None:
+            raise ConfigError(busy_port(config.host, ports[-1], field="lane_port"))
+        return ""
+
+    async def start(self, services: Sequence[Service], address: str) -> None:
+        if self._socket is None:
+            return
+        details = _Details()
+        handlers = [service.handlers().service(details) for service in services]
+        self._pull = next(handler for handler in handlers if handler is not None).unary_stream
+        self._listen()
+        self._looking = asyncio.create_task(self._look_after())
+
+    async def stop(self, seconds: float) -> None:
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        if self._looking is not None:
+            self._looking.cancel()
+        deadline = time.monotonic() + seconds
+        connections = list(self._connections)
+        for connection in connections:
+            connection.finish()
+        for connection in connections:
+            await asyncio.to_thread(connection.join, deadline - time.monotonic())
+            connection.shut()
+
+    async def offer(self, greeting: Greeting) -> wire.HelloReply:
+        worker_id, lanes = greeting.worker_id, self._lanes()
+        if not greeting.observer and (worker_id, greeting.incarnation) not in lanes:
+            # Whoever lost its lane goes on by another way, unless it opens one again.
+            self._used.pop(worker_id, None)
+        if len(self._used) > USED_KEPT:
+            listed = {member.worker_id for member in self._host.run.membership.all()}
+            self._used = {name: incarnation for name, incarnation in self._used.items() if name in listed}
+        if self._socket is None or self._is_full(worker_id):
+            return wire.HelloReply()
+        ticket = b"" if greeting.observer else self._tickets.issue(worker_id, greeting.incarnation)
+        return wire.HelloReply(lane=wire.LaneOffer(port=self._socket.getsockname()[1], ticket=ticket))
+
+    def used_by(self, worker_id: str, incarnation: int) -> bool:
+        return self._used.get(worker_id) == incarnation
+
+    def _lanes(self) -> list[tuple[str, int]]:
+        """Whose lanes are open: worker and incarnation. On any thread."""
+        senders = [connection.sender for connection in list(self._connections)]
+        return [(sender.worker_id, sender.incarnation) for sender in senders if sender is not None]
+
+    def _is_full(self, worker_id: str) -> bool:
+        """Whether others have all the lanes that there may be."""
+        return sum(name != worker_id for name, _ in self._lanes()) >= LANES_MAX
+
+    def _admit(self, request: lane_pb2.LaneOpen) -> None:
+        """Takes a worker in, on its lane's thread."""
+        sender = request.sender
+        self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
+        for other in list(self._connections):
+            # A worker has one; its earlier one is lost, though the system has not said so yet.
+            if other.sender is not None and other.sender.worker_id == sender.worker_id:
+                other.shut()
+        if self._is_full(sender.worker_id):
+            raise ServerUnavailable(f"this server has {LANES_MAX} lanes already, its most: go by gRPC")
+        self._used[sender.worker_id] = sender.incarnation
+
+    async def _answer_pull(self, request: bytes, connection: Connection) -> None:
+        call = Call(connection, self._host.awaited)  # type: ignore[arg-type]
+        try:
+            await self._pull(request, call)
+        finally:
+            call.close()
+
+    def _on_caller(self) -> None:
+        assert self._socket is not None
+        try:
+            end, _ = self._socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No descriptors are left, most likely: the next look tries again.
+            log.warning("a caller at the lane could not be taken in", reason=error.strerror)
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._paused = True
+            return
+        strangers = sum(connection.sender is None for connection in self._connections)
+        if strangers >= STRANGERS_MAX:
+            log.warning("a caller at the lane was turned away", strangers=strangers)
+            end.close()
+            return
+        end.setblocking(True)
+        try:
+            connection = Connection(
+                end,
+                run=self._host.run,
+                budget=self._host.budget,
+                admit=self._admit,
+                pull=self._answer_pull,
+                on_closed=self._connections.discard,
+            )
+        except RuntimeError as error:
+            # No thread is left.
+            log.warning("a caller at the lane could not be taken in", reason=str(error))
+            end.close()
+            return
+        self._connections.add(connection)
+
+    async def _look_after(self) -> None:
+        """Cuts the lanes of callers that are silent for too long, or gone."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            for connection in list(self._connections):
+                if connection.is_overdue(now) or (connection.idle and self._is_forgotten(connection)):
+                    connection.shut()
+            if self._paused:
+                self._paused = False
+                self._listen()
+
+    def _is_forgotten(self, connection: Connection) -> bool:
+        sender = connection.sender
+        assert sender is not None
+        member = self._host.run.membership.get(sender.worker_id)
+        return member is None or not member.alive or member.incarnation != sender.incarnation
+
+    def _listen(self) -> None:
+        assert self._socket is not None
+        asyncio.get_running_loop().add_reader(self._socket, self._on_caller)
+
+
+class _Details(grpc.HandlerCallDetails):
+    """What a service is asked for."""
+
+    method = METHODS["Pull"]
+    invocation_metadata = ()
+
+
+def _listening(host: str, port: int) -> socket.socket | None:
+    """A socket bound there; None where it cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        end = socket.socket(family, kind, protocol)
+    except OSError:
+        return None
+    try:
+        # Connections that ended a moment ago hold no port.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        end.setblocking(False)
+        end.bind(address)
+        end.listen(BACKLOG)
+    except OSError:
+        end.close()
+        return None
+    return end

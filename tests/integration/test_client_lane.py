@@ -1,0 +1,146 @@
+"""Workers over lanes: each push counts once whatever is cut, and gRPC serves where there is no lane."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
+from pyps_client import ServerUnavailable
+from pyps_client.transport.tcp import TcpLane
+from pyps_wire.common_pb2 import OUTCOME_APPLIED
+from pyps_wire.errors import WrongSize
+from pyps_wire.parameter_server_pb2 import LaneOffer
+from support import AnyServer, inspect
+
+Start = Callable[..., AnyServer]
+
+# Several shards, larger than what one receive brings.
+LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
+
+
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CuttingProxy]]:
+    """What stands before each server's lane, by its port; gRPC goes straight."""
+    made: dict[int, CuttingProxy] = {}
+    offered = TcpLane.offered
+
+    def through(lane: TcpLane, offer: LaneOffer) -> None:
+        proxy = made.setdefault(offer.port, CuttingProxy(f"127.0.0.1:{offer.port}"))
+        offered(lane, LaneOffer(port=int(proxy.address.rpartition(":")[2]), ticket=offer.ticket))
+
+    monkeypatch.setattr(TcpLane, "offered", through)
+    yield made
+    for proxy in made.values():
+        proxy.close()
+
+
+@pytest.mark.parametrize("protocol", ["async", "asgd:mutex=whole"])
+def test_what_is_cut_at_any_byte_is_applied_exactly_once(
+    start_server: Start, proxies: dict[int, CuttingProxy], protocol: str
+) -> None:
+    reference, generator = Reference(LARGE), random.Random(protocol)
+    server = start_server("--protocol", protocol)
+    with make_client(server.data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
+        [proxy] = proxies.values()
+        for step in range(10):
+            gradients = gradients_like(LARGE, step)
+            reference.step(gradients)
+            # Headers and receipts are as likely to be cut as numbers.
+            position = generator.randrange(1, 1_600_000) if step % 3 else generator.randrange(1, 100)
+            of_replies = step % 2 == 1
+            proxy.cut_after(position, of_replies=of_replies)
+            if step % 5 == 4:
+                receipts = client.push(gradients)
+                assert {receipt.outcome for receipt in receipts} == {OUTCOME_APPLIED}
+                reference.check(client.pull())
+            else:
+                reference.check(client.exchange(gradients))
+            assert set(client.session.held_versions.values()) == {step + 1}
+        assert client.session.transport == "tcp"
+        assert {shard.version for shard in inspect(server.control, "ListShards").shards} == {10}
+    assert proxy.num_cuts == 10
+
+
+def test_a_pull_cut_midway_asks_again_for_the_rest(start_server: Start, proxies: dict[int, CuttingProxy]) -> None:
+    reference = Reference(LARGE)
+    with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
+        [proxy] = proxies.values()
+        gradients = gradients_like(LARGE, 0)
+        client.push(gradients)
+        reference.step(gradients)
+        proxy.cut_after(700_000, of_replies=True)
+        reference.check(client.pull())
+        assert proxy.num_cuts == 1
+
+
+def test_a_lane_that_cannot_be_opened_means_grpc_and_one_line_says_so(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as refusing:
+        port = refusing.getsockname()[1]
+    offered = TcpLane.offered
+    monkeypatch.setattr(TcpLane, "offered", lambda lane, offer: offered(lane, LaneOffer(port=port, ticket=b"x")))
+    server = start_server("--local-socket", "off")
+    with caplog.at_level("INFO"), make_client(server.data, run_id="mine") as client:
+        reference = Reference(small_model())
+        for step in range(3):
+            gradients = gradients_like(small_model(), step)
+            reference.step(gradients)
+            reference.check(client.exchange(gradients))
+        assert client.session.transport == "grpc"
+    assert caplog.text.count(f"by gRPC: no lane at port {port}: Connection refused") == 1
+    with pytest.raises(ServerUnavailable, match=f"no lane at port {port}: Connection refused"):
+        make_client(server.data, run_id="mine", transport="tcp", loss_wait_seconds=0.2)
+
+
+def test_who_insists_on_a_lane_is_refused_before_the_server_hears_of_it(start_server: Start) -> None:
+    server = start_server("--lane-port", "off")
+    with pytest.raises(ServerUnavailable, match=r"transport is 'tcp'.*it offers no lane.*--lane-port.*'auto'"):
+        make_client(server.data, transport="tcp")
+    assert not inspect(server.control, "ListWorkers").workers
+
+
+def test_a_push_that_is_refused_is_told_and_the_next_goes_by_a_lane_again(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = Reference(LARGE)
+    with make_client(start_server().data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
+        gradients = gradients_like(LARGE, 0)
+        payloads = "pyps_client.push.NUMPY.encoded"
+        with monkeypatch.context() as patch:
+            patch.setattr(payloads, lambda values, codec: values[1:].view(np.uint8).data, raising=False)
+            session = client.session
+            with pytest.raises(WrongSize, match="shard 0"):
+                session.push([gradients["w"]])
+        reference.step(gradients)
+        reference.check(client.exchange(gradients))
+        assert client.session.transport == "tcp"
+
+
+def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_path: Path) -> None:
+    checkpoints = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+    server, nothing = start_server(*checkpoints), {"w": np.zeros(400_000, np.float32)}
+    with make_client(server.data, tensors=LARGE, shard_size=50_000, transport="tcp") as client:
+        trained = client.exchange(gradients_like(LARGE, 0))["w"].copy()
+        server.stop()
+        start_server(*checkpoints, "--resume", "--port", server.data.rpartition(":")[2])
+        client.exchange(nothing)
+        np.testing.assert_array_equal(client.pull()["w"], trained)
+        assert client.session.transport == "tcp"
+        assert client.session.held_versions.epochs == (1,)
+
+
+def test_a_worker_that_shares_memory_opens_no_lane(start_server: Start) -> None:
+    server = start_server()
+    with make_client(server.data) as client:
+        client.exchange(gradients_like(small_model(), 0))
+        assert client.session.transport == "shm"
+        [connection] = client.session._servers
+        assert connection.channel.lane is None
+        assert [worker.transport for worker in inspect(server.control, "ListWorkers").workers] == ["shm"]

@@ -1,0 +1,253 @@
+"""The lane as a stranger to pyps_client speaks it: its messages, who may open one, and what becomes of bad bytes."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import numpy as np
+import pytest
+
+from pyps_wire import common_pb2 as common
+from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.lane_pb2 import LaneOpen
+from pyps_wire.local_pb2 import LocalFailure
+from support import DEADLINE_SECONDS, ServerThread, inspect, wait_until
+from wire_worker import WireWorker
+
+OPEN, PUSH, EXCHANGE, PULL, END, FAILURE = range(1, 7)
+PREFIX = struct.Struct("<III")
+
+Start = Callable[..., ServerThread]
+
+
+class RawLane:
+    """A connection to a server's lane."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), DEADLINE_SECONDS)
+
+    def send(self, kind: int, header: bytes, payload: bytes = b"") -> None:
+        self.socket.sendall(PREFIX.pack(kind, len(header), len(payload)) + header + payload)
+
+    def receive(self) -> tuple[int, bytes, bytes]:
+        kind, *lengths = PREFIX.unpack(self._take(PREFIX.size))
+        header, payload = map(self._take, lengths)
+        return kind, header, payload
+
+    def refusal(self) -> str:
+        """The error that the server sends before it closes, its name first; empty where it only closes."""
+        try:
+            kind, header, _ = self.receive()
+        except (EOFError, ConnectionResetError):
+            return ""
+        assert kind == FAILURE
+        failure = LocalFailure.FromString(header)
+        with pytest.raises((EOFError, ConnectionResetError)):
+            self.receive()
+        return f"{failure.name}: {failure.details}"
+
+    def open(self, sender: common.Sender, ticket: bytes) -> RawLane:
+        self.send(OPEN, LaneOpen(sender=sender, ticket=ticket).SerializeToString())
+        return self
+
+    def _take(self, count: int) -> bytes:
+        taken = b""
+        while len(taken) < count:
+            more = self.socket.recv(count - len(taken))
+            if not more:
+                raise EOFError
+            taken += more
+        return taken
+
+    def __enter__(self) -> RawLane:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.socket.close()
+
+
+@pytest.fixture
+def server(start_server: Start) -> ServerThread:
+    return start_server()
+
+
+@pytest.fixture
+def worker(server: ServerThread) -> Iterator[WireWorker]:
+    with WireWorker(server.data) as joined:
+        joined.join(1.0)
+        yield joined
+
+
+def open_lane(worker: WireWorker) -> RawLane:
+    """A lane that the server has taken."""
+    offer = worker.hello().lane
+    lane = RawLane(offer.port).open(worker.sender, offer.ticket)
+    assert lane.receive() == (OPEN, b"", b"")
+    return lane
+
+
+def apart(request: wire.PushRequest) -> tuple[bytes, bytes]:
+    """Its header and its payload."""
+    payload = request.payload
+    request.ClearField("payload")
+    return request.SerializeToString(), payload
+
+
+def versions(server: ServerThread) -> list[int]:
+    return [shard.version for shard in inspect(server.control, "ListShards").shards]
+
+
+def test_pushes_exchanges_and_pulls_are_those_of_the_contract(server: ServerThread, worker: WireWorker) -> None:
+    with open_lane(worker) as lane:
+        lane.send(PUSH, *apart(worker.push_request(0.25)))
+        kind, header, payload = lane.receive()
+        assert (kind, common.Receipt.FromString(header).version_after, payload) == (PUSH, 1, b"")
+        # The second before the first is answered.
+        for base in (1, 2):
+            lane.send(EXCHANGE, *apart(worker.push_request(0.25, base_version=base)))
+        for base in (1, 2):
+            kind, header, payload = lane.receive()
+            reply = wire.ExchangeReply.FromString(header)
+            assert (kind, reply.version, reply.receipt.version_after) == (EXCHANGE, base + 1, base + 1)
+            np.testing.assert_array_equal(np.frombuffer(payload, np.float32), np.float32(0.75 - 0.25 * base))
+        pull = wire.PullRequest(sender=worker.sender, role=common.ROLE_WORKER)
+        lane.send(PULL, pull.SerializeToString())
+        kind, header, payload = lane.receive()
+        assert (kind, wire.Parameters.FromString(header).version) == (PULL, 3)
+        np.testing.assert_array_equal(np.frombuffer(payload, np.float32), np.float32(0.25))
+        assert lane.receive() == (END, b"", b"")
+        [listed] = inspect(server.control, "ListWorkers").workers
+        assert listed.transport == "tcp"
+
+
+def test_a_pull_that_is_refused_leaves_the_lane_and_a_push_ends_it(server: ServerThread, worker: WireWorker) -> None:
+    with open_lane(worker) as lane:
+        wants = [wire.PullRequest.Want(shard_id=0, held_version=0, min_version=9)]
+        pull = wire.PullRequest(sender=worker.sender, epoch=worker.epoch, wants=wants, wait_milliseconds=1)
+        lane.send(PULL, pull.SerializeToString())
+        kind, header, _ = lane.receive()
+        assert (kind, LocalFailure.FromString(header).name) == (FAILURE, "WaitTimedOut")
+        header, payload = apart(worker.push_request(1.0))
+        lane.send(PUSH, header, payload[4:])
+        # What comes behind it is not applied.
+        lane.send(PUSH, *apart(worker.push_request(1.0)))
+        assert lane.refusal().startswith("WrongSize")
+    assert versions(server) == [0]
+
+
+def test_a_lane_takes_the_messages_of_its_own_worker_alone(server: ServerThread, worker: WireWorker) -> None:
+    with WireWorker(server.data, "b") as other, open_lane(other) as lane:
+        lane.send(PUSH, *apart(worker.push_request(1.0)))
+        assert lane.refusal().startswith("NotAllowed: the message is of worker 'a'")
+    assert versions(server) == [0]
+
+
+def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
+    worker: WireWorker, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    offer = worker.hello().lane
+    stranger = common.Sender(run_id="run-1", worker_id="b", incarnation=worker.sender.incarnation)
+    earlier = common.Sender(run_id="run-1", worker_id="a", incarnation=worker.sender.incarnation - 1)
+
+    def refused(sender: common.Sender, ticket: bytes) -> bool:
+        with RawLane(offer.port).open(sender, ticket) as lane:
+            return lane.refusal().startswith("NotAllowed: the ticket is not worker")
+
+    assert refused(worker.sender, b"") and refused(worker.sender, b"x" * 16)
+    assert refused(stranger, offer.ticket) and refused(earlier, offer.ticket)
+    with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
+        assert lane.receive() == (OPEN, b"", b"")
+    assert refused(worker.sender, offer.ticket)
+    monkeypatch.setattr("pyps.service.lane.listener.TICKET_SECONDS", 0.0)
+    assert refused(worker.sender, worker.hello().lane.ticket)
+    # One who only asks gets none.
+    assert worker.hello(role=common.ROLE_OBSERVER).lane.ticket == b""
+
+
+def test_bytes_that_are_no_first_message_end_a_connection_and_nothing_else(
+    server: ServerThread, worker: WireWorker
+) -> None:
+    offer = worker.hello().lane
+    shown = LaneOpen(sender=worker.sender, ticket=offer.ticket).SerializeToString()
+    generator = random.Random(0)
+    firsts = [
+        b"GET / HTTP/1.1\r\nHost: pyps\r\n\r\n",
+        PREFIX.pack(OPEN, 2**32 - 1, 2**32 - 1),
+        PREFIX.pack(OPEN, len(shown), 4) + shown,
+        PREFIX.pack(PUSH, len(shown), 0) + shown,
+        PREFIX.pack(OPEN, 3, 0) + b"\xff\xff\xff",
+        *(generator.randbytes(generator.randrange(12, 300)) for _ in range(50)),
+    ]
+    for first in firsts:
+        with RawLane(offer.port) as lane:
+            lane.socket.sendall(first)
+            lane.socket.shutdown(socket.SHUT_WR)
+            lane.refusal()
+    # The ticket is as good as before.
+    with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
+        assert lane.receive() == (OPEN, b"", b"")
+    assert versions(server) == [0]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "error"),
+    [
+        (PREFIX.pack(PUSH, 10, 2**32 - 1), "LimitExceeded: the message is 4294967305 bytes"),
+        (PREFIX.pack(PUSH, 2**31, 10), "LimitExceeded: a lane's message has a header of"),
+        (PREFIX.pack(OPEN, 10, 0), "BadRequest: a lane's message has kind 1"),
+        (PREFIX.pack(77, 10, 10), "BadRequest: a lane's message has kind 77"),
+        (PREFIX.pack(PUSH, 10, 10), "MalformedFrame"),
+    ],
+)
+def test_a_message_that_cannot_be_is_refused_before_memory_is_taken_for_it(
+    worker: WireWorker, prefix: bytes, error: str
+) -> None:
+    with open_lane(worker) as lane:
+        lane.socket.sendall(prefix + b"\xff" * 10)
+        assert lane.refusal().startswith(error)
+
+
+def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.2)
+    monkeypatch.setattr("pyps.service.lane.connection.MESSAGE_SECONDS", 0.2)
+    offer = worker.hello().lane
+    with RawLane(offer.port) as silent, open_lane(worker) as slow:
+        header, payload = apart(worker.push_request(1.0))
+        slow.socket.sendall(PREFIX.pack(PUSH, len(header), len(payload)) + header + payload[:-1])
+        wait_until(lambda: inspect(server.control, "GetMemory").in_flight_bytes, what="the message to be held")
+        assert silent.refusal() == slow.refusal() == ""
+    wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="its memory to be free")
+    assert versions(server) == [0]
+
+
+def test_a_worker_that_comes_beyond_the_bound_is_offered_no_lane(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
+    with open_lane(worker), WireWorker(server.data, "b") as other:
+        assert not other.hello().HasField("lane")
+        # It may come again itself: one that is open is its own, and ends.
+        with open_lane(worker) as again:
+            again.send(PUSH, *apart(worker.push_request(1.0)))
+            assert again.receive()[0] == PUSH
+
+
+def test_a_worker_that_is_forgotten_loses_its_lane(server: ServerThread, worker: WireWorker) -> None:
+    with open_lane(worker) as lane:
+        worker.leave()
+        assert lane.refusal() == ""
+
+
+def test_a_server_without_a_lane_offers_none_and_a_port_that_is_taken_is_named(start_server: Start) -> None:
+    with WireWorker(start_server("--lane-port", "off").data) as worker:
+        assert not worker.hello().HasField("lane")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Exception, match=rf"port {port} is taken .*--lane-port"):
+            start_server("--lane-port", str(port))
