@@ -11,6 +11,8 @@ Results = dict[str, dict[str, Any]]
 
 SHARED_MEMORY = "pyps shared memory"
 SHARED_MEMORY_FRESH = "pyps shared memory, fresh gradients"
+LANE = "pyps lane float32"
+LANE_BFLOAT16 = "pyps lane bfloat16"
 GRPC = "pyps gRPC float32"
 GRPC_BFLOAT16 = "pyps gRPC bfloat16"
 TORCH_RPC = "torch RPC"

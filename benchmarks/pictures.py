@@ -17,6 +17,8 @@ from matplotlib.ticker import FuncFormatter
 STYLES: dict[str, dict[str, Any]] = {
     figures.SHARED_MEMORY: {"color": "#0b4f9e", "marker": "o"},
     figures.SHARED_MEMORY_FRESH: {"color": "#5b9bd5", "marker": "o", "linestyle": ":"},
+    figures.LANE: {"color": "#2e7d32", "marker": "P"},
+    figures.LANE_BFLOAT16: {"color": "#81b784", "marker": "P", "linestyle": ":"},
     figures.GRPC: {"color": "#00786c", "marker": "s"},
     figures.GRPC_BFLOAT16: {"color": "#43b5a5", "marker": "s", "linestyle": ":"},
     "torch RPC auto": {"color": "#c1440e", "marker": "^"},

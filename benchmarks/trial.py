@@ -45,9 +45,11 @@ class Variant:
 
 SHARED_MEMORY = Variant("pyps shared memory", transport="shm")
 SHARED_MEMORY_FRESH = Variant("pyps shared memory, fresh gradients", transport="shm", fresh=True)
+LANE = Variant("pyps lane float32", transport="tcp")
+LANE_BFLOAT16 = Variant("pyps lane bfloat16", transport="tcp", codec="bfloat16")
 GRPC = Variant("pyps gRPC float32")
 GRPC_BFLOAT16 = Variant("pyps gRPC bfloat16", codec="bfloat16")
-VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_FRESH, GRPC, GRPC_BFLOAT16)
+VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_FRESH, LANE, LANE_BFLOAT16, GRPC, GRPC_BFLOAT16)
 
 
 class Server:
