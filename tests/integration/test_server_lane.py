@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
@@ -209,6 +210,40 @@ def test_a_message_that_cannot_be_is_refused_before_memory_is_taken_for_it(
     with open_lane(worker) as lane:
         lane.socket.sendall(prefix + b"\xff" * 10)
         assert lane.refusal().startswith(error)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.extended)])
+def test_mangled_messages_are_answered_or_refused_and_what_is_not_acknowledged_was_not_applied(
+    server: ServerThread, worker: WireWorker, count: int
+) -> None:
+    generator, num_applied = random.Random(count), 0
+    for _ in range(count):
+        header, payload = apart(worker.push_request(1.0))
+        message = bytearray(PREFIX.pack(generator.choice((PUSH, EXCHANGE)), len(header), len(payload)))
+        message += header + payload
+        for _ in range(generator.randrange(1, 4)):
+            # Lengths and headers more often than numbers.
+            message[generator.randrange(generator.choice((12, 12 + len(header), len(message))))] = generator.randrange(
+                256
+            )
+        del message[generator.choice((len(message), generator.randrange(len(message)))) :]
+        with open_lane(worker) as lane:
+            lane.socket.sendall(message)
+            lane.socket.shutdown(socket.SHUT_WR)
+            try:
+                kind, header, _ = lane.receive()
+            except (EOFError, ConnectionResetError):
+                continue
+            assert kind in (PUSH, EXCHANGE, FAILURE), kind
+            if kind != FAILURE:
+                reply = common.Receipt() if kind == PUSH else wire.ExchangeReply()
+                reply.ParseFromString(header)
+                receipt = reply if isinstance(reply, common.Receipt) else reply.receipt
+                num_applied += receipt.outcome == common.OUTCOME_APPLIED and not receipt.duplicate
+    assert versions(server) == [num_applied]
+    assert 0 < num_applied < count
+    wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="all memory to be free")
+    wait_until(lambda: not any(each.name == "lane" for each in threading.enumerate()), what="the lanes' threads to end")
 
 
 def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
