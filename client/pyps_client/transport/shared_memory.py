@@ -14,6 +14,7 @@ import weakref
 
 from google.protobuf.message import DecodeError
 
+from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LocalLost
 from pyps_client.transport import NO_OFFER, Channel, Link
@@ -98,8 +99,8 @@ class OnlySharedMemory(SharedMemory):
 
     insists = True
 
-    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
-        return GrpcChannel(address, token=token, use_proxy=use_proxy)
+    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
+        return GrpcChannel(address, credentials, use_proxy=use_proxy)
 
 
 class SharedMemoryLink(Link):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError, Message
 
+from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
@@ -42,8 +43,8 @@ class Tcp(Grpc):
         # By server, why it has no lane, as it was told.
         self.told: dict[str, str] = {}
 
-    def channel(self, address: str, *, token: str, use_proxy: bool) -> Channel:
-        return LaneChannel(self, address, token=token, use_proxy=use_proxy)
+    def channel(self, address: str, credentials: Credentials, *, use_proxy: bool) -> Channel:
+        return LaneChannel(self, address, credentials, use_proxy=use_proxy)
 
 
 class OnlyTcp(Tcp):
@@ -64,8 +65,8 @@ class OnlyTcp(Tcp):
 class LaneChannel(GrpcChannel):
     """A channel of gRPC's, with a lane as the server's answer to Hello says."""
 
-    def __init__(self, way: Tcp, address: str, *, token: str, use_proxy: bool) -> None:
-        super().__init__(address, token=token, use_proxy=use_proxy)
+    def __init__(self, way: Tcp, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
+        super().__init__(address, credentials, use_proxy=use_proxy)
         self._way = way
 
     @property

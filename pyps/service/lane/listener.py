@@ -94,10 +94,11 @@ class Tcp(Transport):
 
     def bind(self) -> str:
         config = self._host.config
+        if config.lane_port == OFF or self._host.tls is not None:
+            # In the clear a lane would tell all that TLS is to hide.
+            return ""
         if config.lane_port == AUTO:
             ports = [LANE_PORT, 0] if config.port else [0]
-        elif config.lane_port == OFF:
-            return ""
         else:
             ports = [int(config.lane_port)]
         for port in ports:
