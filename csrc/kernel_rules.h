@@ -83,11 +83,15 @@ struct Rmsprop {
   }
 };
 
+// What is read again is a local: of a moment in memory compilers do not know that no other array
+// overlaps it, and load what they have just stored.
 template <class R>
 inline void adam_step(const R& r, float g, float& p, float& m, float& v) {
-  m = r.beta1 * m + r.gradient_share1 * g;
-  v = r.beta2 * v + r.gradient_share2 * (g * g);
-  p = p - divided(r.rate * m, __builtin_sqrtf(v) * r.root_scale + r.eps);
+  const float first = r.beta1 * m + r.gradient_share1 * g;
+  const float second = r.beta2 * v + r.gradient_share2 * (g * g);
+  m = first;
+  v = second;
+  p = p - divided(r.rate * first, __builtin_sqrtf(second) * r.root_scale + r.eps);
 }
 
 // The rate is divided by 1 - beta1^t, and root_scale is 1 / sqrt(1 - beta2^t), where t counts the
