@@ -15,6 +15,10 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
 
 # Both ends are named alike, so that a peer's script needs one name only. Loopback inside each namespace is up too.
 INTERFACE = "pyps0"
@@ -27,7 +31,12 @@ def unavailable() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"{' and '.join(missing)} of iproute2 are not on the PATH" if missing else ""
+    if missing:
+        return f"{' and '.join(missing)} of iproute2 are not on the PATH"
+    namespace = f"pyps-bench-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+    return f"`ip netns add` fails: {made.stderr.strip()}" if made.returncode else ""
 
 
 class Link:
@@ -43,20 +52,9 @@ class Link:
         self.on_server = ("ip", "netns", "exec", self.server_namespace)
         self.on_worker = ("ip", "netns", "exec", self.worker_namespace)
 
-    def __enter__(self) -> Link:
-        ends = (self.server_namespace, self.server_address), (self.worker_namespace, self.worker_address)
+    def __enter__(self) -> Self:
         try:
-            for namespace, _ in ends:
-                _run("ip", "netns", "add", namespace)
-            pair = ("type", "veth", "peer", "name", INTERFACE, "netns", self.worker_namespace)
-            _run("ip", "link", "add", INTERFACE, "netns", self.server_namespace, *pair)
-            for namespace, address in ends:
-                _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
-                _run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
-                _run("ip", "-n", namespace, "link", "set", "lo", "up")
-                # A burst of 256 KiB is 2 ms of a gigabit; the queue behind it holds 20 ms more.
-                bucket = ("tbf", "rate", self.rate, "burst", "256kb", "latency", "20ms")
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", INTERFACE, "root", *bucket)
+            self._set_up()
         except BaseException:
             self._take_down()
             raise
@@ -67,8 +65,19 @@ class Link:
     ) -> None:
         self._take_down()
 
+    @property
+    def _namespaces(self) -> tuple[str, ...]:
+        return self.server_namespace, self.worker_namespace
+
+    def _set_up(self) -> None:
+        for namespace in self._namespaces:
+            _run("ip", "netns", "add", namespace)
+        _join((self.server_namespace, INTERFACE), (self.worker_namespace, INTERFACE), rate=self.rate)
+        _give_address(self.server_namespace, self.server_address)
+        _give_address(self.worker_namespace, self.worker_address)
+
     def _take_down(self) -> None:
-        for namespace in (self.server_namespace, self.worker_namespace):
+        for namespace in self._namespaces:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
     def tcp_gbit(self, seconds: float = 2.0) -> dict[str, float]:
@@ -100,12 +109,52 @@ class Link:
         return rates
 
 
+class Switch(Link):
+    """A namespace for the server and one for each worker, each with a link of `rate` each way to what joins them."""
+
+    def __init__(self, rate: str, num_workers: int):
+        super().__init__(rate)
+        self._switch = f"pyps-bench-{os.getpid()}-switch"
+        self._workers = (self.worker_namespace, *(f"{self.worker_namespace}-{n}" for n in range(1, num_workers)))
+        self.on_workers = [("ip", "netns", "exec", namespace) for namespace in self._workers]
+
+    @property
+    def _namespaces(self) -> tuple[str, ...]:
+        return self.server_namespace, *self._workers, self._switch
+
+    def _set_up(self) -> None:
+        for namespace in self._namespaces:
+            _run("ip", "netns", "add", namespace)
+        _run("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+        for number, namespace in enumerate((self.server_namespace, *self._workers), start=1):
+            _join((namespace, INTERFACE), (self._switch, f"port{number}"), rate=self.rate)
+            _run("ip", "-n", self._switch, "link", "set", f"port{number}", "master", "bridge")
+            _give_address(namespace, f"10.99.0.{number}")
+
+
 def enter(namespace: str) -> None:
     """Moves the calling thread, and the threads that it will start, into a named namespace."""
     with Path(f"/run/netns/{namespace}").open("rb") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+def _join(*ends: tuple[str, str], rate: str) -> None:
+    """A link between two interfaces, each told by its namespace and its name."""
+    (namespace, interface), (other, peer) = ends
+    pair = ("type", "veth", "peer", "name", peer, "netns", other)
+    _run("ip", "link", "add", interface, "netns", namespace, *pair)
+    for namespace, interface in ends:
+        _run("ip", "-n", namespace, "link", "set", interface, "up")
+        # A burst of 256 KiB is 2 ms of a gigabit; the queue behind it holds 20 ms more.
+        bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "20ms")
+        _run("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *bucket)
+
+
+def _give_address(namespace: str, address: str) -> None:
+    _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+    _run("ip", "-n", namespace, "link", "set", "lo", "up")
 
 
 def _run(*command: str) -> None:
