@@ -26,6 +26,7 @@ BENCHMARKS = {
     "kernel": (False, True),
     "rounds": (True, True),
     "link": (True, True),
+    "training": (False, True),
     "sweep": (False, True),
     "load": (False, True),
     "memory": (False, True),

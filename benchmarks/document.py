@@ -26,7 +26,7 @@ from measure import spread
 
 TEMPLATE = Path(__file__).with_name("performance_template.md")
 # What a complete document has the results of.
-BENCHMARKS = ("kernel", "rounds", "link", "sweep", "load", "memory", "gpu", "huge")
+BENCHMARKS = ("kernel", "rounds", "link", "training", "sweep", "load", "memory", "gpu", "huge")
 SWEEP_PICTURE = Path(__file__).with_name("sweep.png")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -80,9 +80,9 @@ def machine(results: Results) -> str:
 def _runs(results: Results) -> str:
     """How many runs a cell is the median of, by benchmark."""
     counts = {}
-    for name in ("rounds", "link", "sweep", "memory"):
+    for name in ("rounds", "link", "training", "sweep", "memory"):
         cells = Counter(
-            (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "kind", "message_bytes")))
+            (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "slowed", "kind", "message_bytes")))
             for row in figures.rows(results, name)
         )
         if cells:
@@ -163,6 +163,21 @@ def link_table(results: Results) -> str:
         parts.append(f"**{rate.removesuffix('gbit')} Gbit/s each way** (plain TCP, Gbit/s: {told})")
         headings = ("", "rounds/s", "x fastest peer", "p50, ms", "of the link, each way, while it ran")
         parts.append(_table(headings, rows))
+    return "\n\n".join(parts)
+
+
+def training_tables(results: Results) -> str:
+    found = figures.rows(results, "training")
+    if not found:
+        return _missing(results, "training")
+    told = results["training"]
+    model = f"{told['params']:,} parameters; the loss to reach is {told['loss']:g}"
+    parts = [f"{model}; pyps by `transport={told['transport']}`."]
+    for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
+        slow = "" if slowed == 1 else f", the second worker {slowed:g} times as slow"
+        link = "loopback" if rate == "loopback" else f"{rate.removesuffix('gbit')} Gbit/s each way"
+        cells = figures.training_cells(figures.rows(results, "training", rate=rate, slowed=slowed), told["seconds"])
+        parts += [f"**{link}{slow}**", _table(figures.TRAINING_HEADINGS, cells)]
     return "\n\n".join(parts)
 
 
@@ -317,6 +332,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "goal_table": goal_table,
     "rounds_tables": rounds_tables,
     "link_table": link_table,
+    "training_tables": training_tables,
     "load_table": load_table,
     "sweep_tables": sweep_tables,
     "memory_table": memory_table,

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from measure import spread
+
 Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
 
@@ -77,3 +79,26 @@ def ps_lite(found: list[Row], size: str, workers: int) -> float | None:
         return None
     lite, torch_rpc = PS_LITE[size, workers]
     return lite / torch_rpc * reference[1]
+
+
+TRAINING_HEADINGS = ("", "x alone", "samples/s", "s to the loss", "batches to it", "batches", "loss at the end")
+
+
+def training_cells(found: list[Row], seconds: float) -> list[tuple[str, ...]]:
+    """A line a subject of one case of training.py, whose runs took no longer than that, under TRAINING_HEADINGS."""
+    alone = median(found, "one process alone", "samples_per_s")
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(row["subject"] for row in found):
+        speed, times = median(found, name, "samples_per_s"), values(found, name, "seconds_to_loss")
+        lines.append(
+            (
+                name,
+                f"{speed / alone:.2f}" if speed and alone else "–",
+                spread(values(found, name, "samples_per_s")),
+                spread(times) if times or not speed else f"not in {seconds:g}",
+                spread(values(found, name, "batches_to_loss"), 0),
+                spread(values(found, name, "batches"), 0),
+                spread(values(found, name, "loss"), 2),
+            )
+        )
+    return lines

@@ -1,0 +1,234 @@
+"""Training, end to end: samples a second and seconds to a stated loss, of 2 workers on links of 1 and 10 Gbit/s.
+
+    python benchmarks/training.py [--cases 1gbit,10gbit,10gbit:3] [--transport grpc] [--repeats 1] [--quick]   (as root)
+
+A transformer of 25 million parameters learns a text that a random chain writes; the same batches, the same start, Adam
+at the same rate for every subject. `10gbit:3` is a case in which the second worker's computing takes three times as
+long. Server and workers have a network namespace each, and a link each to a switch (`network.py`); where this machine
+cannot make them, all meet on loopback. A run lasts until the mean loss of the last batches is the stated one and some
+more batches are done, or 25 seconds: a full run takes less than a quarter of an hour.
+
+What it shows is what is left of the speed of one process, and of its progress a batch, when two train together. What
+it does not: how fast this model trains. Two workers, a server and the switch share this machine's cores, a batch is
+small, and 25 seconds are the beginning of a training only: it says nothing of where one ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rounds
+from figures import TRAINING_HEADINGS, training_cells
+from measure import exit_on_sigterm, machine, write_results
+from network import INTERFACE, Switch, unavailable
+from rich.console import Console
+from rich.table import Table
+from rounds import Row
+from training_worker import ALONE, SUBJECTS, TASKS, Subject, Task
+from trial import START_SECONDS, Failed, Server, Variant
+from work import Size
+
+SCRIPT = Path(__file__).with_name("training_worker.py")
+WORKERS = 2
+LOOPBACK = "loopback"
+CASES = "1gbit,10gbit,10gbit:3"
+QUICK_CASES = "10gbit:3"
+# A batch's loss says little by itself: so many of the last are what is looked at.
+RECENT = 8
+# When a worker was done with a batch, and its loss.
+Step = tuple[float, float]
+
+
+def main() -> int:
+    options = arguments()
+    console = Console(width=150)
+    exit_on_sigterm()
+    print(machine(), flush=True)
+    cases = options.cases or (QUICK_CASES if options.quick else CASES)
+    if reason := unavailable():
+        console.print(f"training: on loopback instead of links, since {reason}", highlight=False)
+        cases = ",".join(dict.fromkeys(LOOPBACK + case[len(case.partition(":")[0]) :] for case in cases.split(",")))
+    task = TASKS["170 thousand" if options.quick else "25 million"]
+    wanted = tuple(options.only.split(","))
+    rows: list[Row] = []
+    links: dict[str, dict[str, float]] = {}
+    for case in cases.split(","):
+        rate, _, factor = case.partition(":")
+        slowed = float(factor or 1)
+        with contextlib.nullcontext() if rate == LOOPBACK else Switch(rate, WORKERS) as link:
+            if link is not None and rate not in links:
+                links[rate] = link.tcp_gbit(0.3 if options.quick else 2.0)
+            measure = partial(measured, link=link, slowed=slowed, transport=options.transport)
+            subjects = {name: subject for name, subject in SUBJECTS.items() if name.startswith(wanted)}
+            chosen: dict[str, rounds.Subject] = {name: partial(measure, subject) for name, subject in subjects.items()}
+            found = rounds.interleaved(chosen, task, WORKERS, 1 if options.quick else options.repeats)
+        rows += [{"rate": rate, "slowed": slowed} | row for row in found]
+        console.print(table(task, rate, slowed, found))
+        # After each case, so that an end midway loses one case only.
+        facts: dict[str, Any] = {"quick": options.quick, "transport": options.transport, "plain_tcp_gbit": links}
+        facts |= {"params": task.params, "loss": task.loss, "seconds": task.seconds}
+        write_results(options.json, rows, **facts)
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", help=f"links, and how much the second worker is slowed (default {CASES})")
+    parser.add_argument("--transport", default="grpc", help="pyps' way to its server, as PYPS_TRANSPORT takes it")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", default="", help="the subjects to measure, by the beginnings of their names")
+    parser.add_argument("--quick", action="store_true", help=f"a small model, a few batches: {QUICK_CASES}")
+    parser.add_argument("--json", type=Path, help="also write every measurement here")
+    return parser.parse_args()
+
+
+def measured(
+    subject: Subject, size: Size, num_workers: int, *, link: Switch | None, slowed: float, transport: str
+) -> Row:
+    """One training of a subject. Raises Failed."""
+    task, count = TASKS[size.name], 1 if subject is ALONE else num_workers
+    environment = os.environ | dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE if link else "lo")
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, str(SCRIPT), "--task", task.name, "--subject", subject.name, "--count", str(count)]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pyps-bench-")))
+        if subject.way == "pyps":
+            flags = ("--protocol", subject.protocol, "--expected-workers", str(count))
+            server = stack.enter_context(Server(flags, link))
+            environment |= Variant(subject.name, transport, subject.codec).environment
+            environment |= {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "bench", "PYPS_WORKER_COUNT": str(count)}
+        else:
+            # Where all find each other is at the first of them, which with torch RPC is the server.
+            first = (link.server_address if subject.way == "rpc" else link.worker_address) if link else "127.0.0.1"
+            command += ["--address", f"{first}:{free_port()}"]
+        commands = [[*command, "--index", str(index)] for index in range(count)]
+        if count > 1:
+            commands[-1] += ["--slowed", str(slowed)]
+        if link is not None:
+            commands = [[*link.on_workers[index], *words] for index, words in enumerate(commands)]
+        if subject.way == "rpc":
+            commands.append([*(link.on_server if link else ()), *command, "--serve"])
+        began, steps = trained(commands, task, environment, folder / "workers.log", num_workers=count)
+    return {"workers": count, **summary(task, began, steps)}
+
+
+def trained(
+    commands: Sequence[Sequence[str]], task: Task, environment: dict[str, str], log: Path, *, num_workers: int
+) -> tuple[float, list[Step]]:
+    """Starts the processes and lets the workers train; when they began, and the steps of all. Raises Failed."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, encoding="utf-8") as lines, log.open("w", encoding="utf-8") as errors:
+        processes = [
+            subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=writing,
+                stderr=errors,
+                env=environment | {"PYPS_WORKER_INDEX": str(index)},
+            )
+            for index, words in enumerate(commands)
+        ]
+        os.close(writing)
+        # So that lines end, even where no worker writes one any more.
+        late = threading.Event()
+
+        def end_late() -> None:
+            late.set()
+            end(processes)
+
+        limit = threading.Timer(START_SECONDS + task.seconds, end_late)
+        limit.start()
+        try:
+            # Gloo has lines of its own among them.
+            ready = sum(1 for _ in itertools.islice((line for line in lines if line == "ready\n"), num_workers))
+            began = time.perf_counter()
+            for process in processes if ready == num_workers else ():
+                assert process.stdin is not None
+                process.stdin.write(b"go\n")
+                process.stdin.flush()
+            steps = list(until_done(task, began, map(step_of, lines)))
+        finally:
+            limit.cancel()
+            end(processes)
+    died = [process.returncode for process in processes if process.returncode != -signal.SIGKILL]
+    if died or late.is_set():
+        why = f"of its processes some ended, with {died}" if died else "it stood still"
+        raise Failed(f"{why}: {log.read_text(encoding='utf-8')[-1000:]}")
+    return began, steps
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def step_of(line: str) -> Step:
+    when, loss = line.split()
+    return float(when), float(loss)
+
+
+def until_done(task: Task, began: float, steps: Iterator[Step]) -> Iterator[Step]:
+    """The steps up to the one that ends a run."""
+    losses: list[float] = []
+    reached = False
+    for when, loss in steps:
+        yield when, loss
+        losses.append(loss)
+        reached = reached or is_reached(task, losses)
+        if when - began > task.seconds or (reached and len(losses) >= task.rounds):
+            return
+
+
+def is_reached(task: Task, losses: Sequence[float]) -> bool:
+    return len(losses) >= RECENT and statistics.fmean(losses[-RECENT:]) <= task.loss
+
+
+def summary(task: Task, began: float, steps: Sequence[Step]) -> Row:
+    """The figures of one training; without those of the stated loss where it was not reached."""
+    losses = [loss for _, loss in steps]
+    needed = next((count for count in range(RECENT, len(losses) + 1) if is_reached(task, losses[:count])), None)
+    return {
+        "samples_per_s": len(steps) * task.sequences / (steps[-1][0] - began),
+        "seconds_to_loss": steps[needed - 1][0] - began if needed else None,
+        "batches_to_loss": needed,
+        "batches": len(steps),
+        "loss": statistics.fmean(losses[-RECENT:]),
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def table(task: Task, rate: str, slowed: float, rows: list[Row]) -> Table:
+    """One row a subject, beside one process alone."""
+    slow = f", the second {slowed:g} times as slow" if slowed != 1 else ""
+    title = f"{rate}: {task.params:,} parameters, {WORKERS} workers{slow}; to a loss of {task.loss:g}"
+    drawn = Table(title=title, title_justify="left")
+    for heading in TRAINING_HEADINGS:
+        drawn.add_column(heading, justify="right" if heading else "left")
+    for cells in training_cells(rows, task.seconds):
+        drawn.add_row(*cells)
+    return drawn
+
+
+if __name__ == "__main__":
+    sys.exit(main())
