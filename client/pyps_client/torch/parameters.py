@@ -31,6 +31,8 @@ from pyps_wire.partition import ShardRange, Tensor
 # How often torch has seen a tensor written.
 _version = attrgetter("_version")
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 class Parameters:
     """The parameters as last pulled, one vector a group on the host, and the way into the model.
@@ -210,6 +212,51 @@ class Aliases:
         self.tensors = self._lying()
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self.written = list(map(_version, self.tensors))
+
+
+class LocalSteps:
+    """Moves the model by gradients.
+
+    Half-precision parameters are moved in float32 copies, as on the servers: in their own type a small step
+    would vanish. The copies exist from the first local step on.
+    """
+
+    def __init__(self, layout: Layout, parameters: Parameters) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        # Tensor index -> its float32 values, local steps included. Empty until the first.
+        self.masters: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Begins again from the parameters that were just written into the model."""
+        for index, master in self.masters.items():
+            master.copy_(self._parameters.value_of(index))
+
+    @torch.no_grad()
+    def step(self, gradients: Sequence[torch.Tensor | None], rates: Sequence[float]) -> None:
+        """Takes a step of these rates, at least one a group: parameters -= rate * gradient."""
+        for block in self._layout.blocks:
+            rate = rates[block.group]
+            if rate == 0.0:
+                continue
+            if min(block.offsets) < self._layout.first_buffer:
+                # What was pulled must stay as it is: a shard without a newer version does not come again.
+                self._parameters.separate()
+            for batch in block.batches:
+                given = {index: gradient for index in batch if (gradient := gradients[index]) is not None}
+                if given:
+                    torch._foreach_add_([self._target(index) for index in given], list(given.values()), alpha=-rate)
+                for index in given.keys() & self.masters.keys():
+                    self._layout.parameters[index].copy_(self.masters[index])
+
+    def _target(self, index: int) -> torch.Tensor:
+        parameter = self._layout.parameters[index]
+        if parameter.dtype not in _HALF:
+            return parameter
+        if index not in self.masters:
+            self.masters[index] = parameter.detach().float()
+        return self.masters[index]
 
 
 class Written:

@@ -33,7 +33,7 @@ from pyps_client.torch.gradients import Finite, Gradients
 from pyps_client.torch.layout import Layout
 from pyps_client.torch.memory import PinnedPages, TorchConverter
 from pyps_client.torch.overlap import Overlap
-from pyps_client.torch.parameters import Parameters, Written
+from pyps_client.torch.parameters import LocalSteps, Parameters, Written
 from pyps_client.torch.rates import RateChanges
 from pyps_client.torch.schedule import Due, Pace, Schedule
 from pyps_client.transport.threads import Future
@@ -46,8 +46,6 @@ from pyps_wire.work_pb2 import LeaseReply
 # worker waits for the one under way. A worker that ran on without bound would at last push a sum that no rate
 # was meant for.
 BEHIND_MAX = 8
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Steps:
@@ -509,48 +507,3 @@ class Steps:
         self._wait_for(self._overlap.pushing)
         self._wait_for(self._overlap.pulling)
         self._take_pulled()
-
-
-class LocalSteps:
-    """Moves the model by gradients.
-
-    Half-precision parameters are moved in float32 copies, as on the servers: in their own type a small step
-    would vanish. The copies exist from the first local step on.
-    """
-
-    def __init__(self, layout: Layout, parameters: Parameters) -> None:
-        self._layout = layout
-        self._parameters = parameters
-        # Tensor index -> its float32 values, local steps included. Empty until the first.
-        self.masters: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Begins again from the parameters that were just written into the model."""
-        for index, master in self.masters.items():
-            master.copy_(self._parameters.value_of(index))
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[torch.Tensor | None], rates: Sequence[float]) -> None:
-        """Takes a step of these rates, at least one a group: parameters -= rate * gradient."""
-        for block in self._layout.blocks:
-            rate = rates[block.group]
-            if rate == 0.0:
-                continue
-            if min(block.offsets) < self._layout.first_buffer:
-                # What was pulled must stay as it is: a shard without a newer version does not come again.
-                self._parameters.separate()
-            for batch in block.batches:
-                given = {index: gradient for index in batch if (gradient := gradients[index]) is not None}
-                if given:
-                    torch._foreach_add_([self._target(index) for index in given], list(given.values()), alpha=-rate)
-                for index in given.keys() & self.masters.keys():
-                    self._layout.parameters[index].copy_(self.masters[index])
-
-    def _target(self, index: int) -> torch.Tensor:
-        parameter = self._layout.parameters[index]
-        if parameter.dtype not in _HALF:
-            return parameter
-        if index not in self.masters:
-            self.masters[index] = parameter.detach().float()
-        return self.masters[index]
