@@ -201,7 +201,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="stretches of 64 characters in a minibatch")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="Adagrad's")
     parser.add_argument("--push-every", type=int, help="minibatches summed in a push; 1, or what the servers ask for")
-    parser.add_argument("--overlap", choices=["off", "step"], default="off")
+    parser.add_argument("--overlap", choices=["off", "step", "backward"], default="off")
     parser.add_argument("--picture", type=Path, help="where worker 0 draws bits per character over time")
     arguments = parser.parse_args()
     if not LENGTH <= arguments.training_bytes <= TRAINING_BYTES:

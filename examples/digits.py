@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="by default one that suits the optimizer")
     parser.add_argument("--anneal", action="store_true", help="let the learning rate fall towards the end")
     parser.add_argument("--push-every", type=int, help="minibatches summed in a push; 1, or what the servers ask for")
-    parser.add_argument("--overlap", choices=["off", "step"], default="off")
+    parser.add_argument("--overlap", choices=["off", "step", "backward"], default="off")
     return parser.parse_args()
 
 

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pyps_client.departures import Departures
 from pyps_client.leave import keep_large_blocks
 from pyps_client.pull import LARGE_BYTES, Holdings, Intake, Versions
 from pyps_client.replica.group import ALONE, Group
@@ -25,7 +27,7 @@ from pyps_wire.common_pb2 import OUTCOME_REJECTED, PAYLOAD_KIND_GRADIENT, PAYLOA
 from pyps_wire.errors import BadRequest, PypsError, WrongSize
 from pyps_wire.framing import join, split
 from pyps_wire.local_pb2 import LocalRequest
-from pyps_wire.parameter_server_pb2 import ExchangeReply
+from pyps_wire.parameter_server_pb2 import ExchangeReply, PushRequest
 from pyps_wire.partition import Partition, ShardRange
 
 if TYPE_CHECKING:
@@ -83,6 +85,9 @@ class Plan:
     clock: int | None = None
     # Which of the lent gradients these are, where that is known, and the parameters are the lent ones too.
     lent_index: int | None = None
+    # Where gradients are still computed, which of them may leave; by calls, whatever way there is. Servers must not
+    # clip then: nobody knows the norm.
+    departures: Departures | None = None
 
 
 class LearningRates:
@@ -220,6 +225,9 @@ class Pushes:
         """Notes what the servers have answered to all of a push."""
         if self._rates.rates:
             for connection, push in zip(self._connections, pushes, strict=True):
+                if push._waiting:
+                    # It was given up amid its departures.
+                    continue
                 self._rates.answered(connection.index, epoch=push.epoch, receipts=push.receipts)
 
     def norm(self, plan: Plan, *, converter: Converter) -> float:
@@ -237,7 +245,9 @@ class Pushes:
         return math.sqrt(self._peers.all_reduce([own * own])[0])
 
     def _cut(self, place: int, plan: Plan, kinds: Sequence[int], intakes: Sequence[Intake] | None) -> Cut:
-        index, present = self._connections[place].index, plan.present
+        index = self._connections[place].index
+        # What is present of a shard that is still computed is found as it leaves.
+        present = None if plan.departures is not None else plan.present
         settled = self._holdings.settled(index) if self._holdings.late else ()
         flags = None if present is None or all(present) else tuple(present)
         reply_codec = None if intakes is None else intakes[place].codec
@@ -333,9 +343,13 @@ class Outgoing:
             return self.receipts
         answered = len(self.receipts)
         cut = self.cut if answered == 0 else self.cut.of(list(self._waiting.values()))
-        connection = self.connection if self.lent_index is not None else None
+        departures = self.plan.departures
+        connection = self.connection if self.lent_index is not None and departures is None else None
         link = connection.link_to_use() if connection is not None else None
         try:
+            if departures is not None:
+                self._as_they_come(channel, departures)
+                return self.receipts
             if link is not None and link.begin():
                 try:
                     self._by_link(link, cut)
@@ -392,6 +406,55 @@ class Outgoing:
             is_small=cut.num_bytes <= SMALL_BYTES,
             timeout_seconds=cut.timeout_seconds,
         )
+
+    def _as_they_come(self, channel: Channel, departures: Departures) -> None:
+        """Sends what may leave, in rounds until all that has left is answered: no deadline runs in between."""
+        cut = self.cut
+        if cut.num_bytes > LARGE_BYTES:
+            keep_large_blocks()
+        self._fill(cut)
+        messages = {shard.shard_id: message for (shard, _), message in zip(cut.parts, cut.messages, strict=True)}
+        while self._waiting:
+            under_way: set[int] = set()
+            following = partial(self._departing, departures, messages, under_way)
+            first = following(begins=True)
+            if first is None:
+                return
+
+            def take(message: bytes, under_way: set[int] = under_way) -> bool:
+                self._take_reply(message)
+                return departures.answered(under_way, self._waiting)
+
+            try:
+                channel.trickle(chain([first], iter(following, None)), take, timeout_seconds=cut.timeout_seconds)
+            finally:
+                departures.answered(under_way)
+
+    def _departing(
+        self,
+        departures: Departures,
+        messages: Mapping[int, PushRequest],
+        under_way: set[int],
+        *,
+        begins: bool = False,
+    ) -> bytes | None:
+        """The next message that may leave, once there is one; None where there is none in this round."""
+        shard_id = departures.next(self._waiting, under_way, begins=begins)
+        if shard_id is None:
+            return None
+        shard, _ = self.cut.waiting[shard_id]
+        extents = _extents(departures.partition, shard, departures.present)
+        numbers = None if extents is None else _present_values(self._vectors, shard, extents)
+        with_numbers = departures.leaves(shard_id, numbers)
+        if with_numbers is None:
+            return None
+        message = PushRequest()
+        message.CopyFrom(messages[shard_id])
+        if numbers is None or not with_numbers:
+            message.kind = PAYLOAD_KIND_NOTHING
+            return message.SerializeToString()
+        message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
+        return join(message, self.converter.encoded(numbers, self.cut.codec))
 
     def _looked_through(self, cut: Cut) -> Cut:
         """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.

@@ -358,6 +358,11 @@ class Worker:
         return self._holder is not None and self._holder.is_local
 
     @property
+    def goes_by_calls(self) -> bool:
+        """Whether lent gradients go to every server in messages, one a shard, and not through shared memory."""
+        return not any(connection.is_local for connection in self._servers)
+
+    @property
     def clips(self) -> bool:
         """Whether servers clip pushes by their norm."""
         return self.view.state.terms.clip_norm > 0

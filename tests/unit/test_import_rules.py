@@ -26,7 +26,7 @@ CLIENT_FLOORS = (
         for floor in (
             "log version fork vectors retry credentials",
             "transport launch",
-            "leave replica.group run_state",
+            "leave replica.group run_state departures",
             "push pull join lease",
             "worker",
             "data arrays",

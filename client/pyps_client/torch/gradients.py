@@ -61,7 +61,7 @@ class Gradients:
         # Blocks that gather in buffers of their own: that buffer, the same as it travels (converted on the device, so
         # that only the wire's type crosses the bus), and pieces of the vectors beside what is copied to each.
         self._apart: list[tuple[Block, torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        on_host = places_in(layout, host)
+        self._on_host = on_host = places_in(layout, host)
         for block in layout.blocks:
             targets = [host[block.group].narrow(0, piece.group_offset, piece.length) for piece in block.ranges]
             if block.device.type == "cpu" and dtype == torch.float32:
@@ -113,6 +113,26 @@ class Gradients:
         self.newest_base_versions = versions
         self.minibatch_count += 1
         self.example_count += example_count
+
+    def lay(self, index: int, gradient: torch.Tensor) -> torch.cuda.Event | None:
+        """Lays one tensor's gradient, all that will be pushed of it, where it is sent from.
+
+        From a device it is there after the event.
+        """
+        if index in self._addresses:
+            self._add_batch((index,), {index: gradient})
+            return None
+        self.present[index] = True
+        with torch.no_grad():
+            self._on_host[index].copy_(gradient, non_blocking=gradient.is_cuda)
+        return recorded_event(gradient.device) if gradient.is_cuda else None
+
+    def fits(self, numbers: npt.NDArray[Any]) -> bool:
+        """Whether numbers of the vectors are finite, and still so in the wire's type."""
+        values = [tensor_over(numbers)]
+        if values[0].dtype == self.wire_dtype:
+            return all_finite(values)
+        return surely_fit(values, self.wire_dtype) or all_fit(values, self.wire_dtype)
 
     def are_finite(self) -> bool:
         """True when what has gathered holds no NaN and no infinity; one pass over memory, where it lies."""
@@ -192,7 +212,9 @@ class Gradients:
         self.minibatch_count = 0
         self.example_count = 0
 
-    def _add_batch(self, batch: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _add_batch(
+        self, batch: Sequence[int], gradients: Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor]
+    ) -> None:
         """Adds the gradients of tensors of one dtype, all of them in as few calls of torch as there can be."""
         first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -295,6 +317,11 @@ class Finite:
             self._left_out_with_others += 1
         else:
             self._skip(gradients)
+
+    def passed(self) -> None:
+        """Notes a minibatch that was finite."""
+        if self._minibatch_guard.skips:
+            self._minibatch_guard.passed()
 
     def seal(self, gathered: Gradients) -> bool:
         """True when what has gathered may go on its way; else it is left out."""

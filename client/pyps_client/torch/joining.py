@@ -102,6 +102,9 @@ class Joining:
             for name, possible in (("buffers", "local"), ("read_my_writes", False)):
                 if (value := getattr(options, name)) != possible:
                     raise BadRequest(f"{name} is {value!r}; in a replica of several processes it must be {possible!r}.")
+        if overlap == "backward" and (replica is not ALONE or options.buffers != "local"):
+            what = "a replica's processes take" if replica is not ALONE else f"buffers={options.buffers!r} takes"
+            raise BadRequest(f"overlap is 'backward', but {what} a push as a whole: use overlap='step' or 'off'.")
         settings = translate(optimizer)
         launch = Launch.from_environment(
             servers,
@@ -162,6 +165,10 @@ class Joining:
 
             common |= {"replica": self.replica, "cut": cut, "takes_local_steps": rates.takes_local_steps}
             steps: Steps = ReplicaSteps(session, joined.layout, **common)
+        elif cut is not None and self.pace.overlap == "backward":
+            raise BadRequest(
+                "overlap is 'backward', but this run's model is cut in parts: use overlap='step' or 'off'."
+            )
         else:
             buffers = shared_buffers(
                 *(self.module, joined.layout),

@@ -19,7 +19,7 @@ class Pace:
     push_every: int | None = None
     pull_every: int | None = None
     # "off": the worker waits for each. "step": both go on beside the computation, on threads, where the protocol in
-    # force lets them.
+    # force lets them. "backward": both begin beside the backward pass, likewise, and are waited for.
     overlap: str = "off"
     # "paper": the appendix's literal timing. None: every push carries push_every minibatches.
     compat: str | None = None
@@ -31,8 +31,14 @@ class Pace:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise BadRequest(f"{name} is {value!r}; expected a whole number of minibatches, 1 or more.")
-        if self.overlap not in ("off", "step"):
-            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off' or 'step'.")
+        if self.overlap not in ("off", "step", "backward"):
+            raise BadRequest(f"overlap is {self.overlap!r}; expected 'off', 'step' or 'backward'.")
+        for name in ("push_every", "pull_every"):
+            if self.overlap == "backward" and getattr(self, name) not in (None, 1):
+                raise BadRequest(
+                    f"overlap is 'backward', by which each backward pass is a push and a pull, but {name} is "
+                    f"{getattr(self, name)}: leave it out, or use overlap='step'."
+                )
         if self.compat not in (None, "paper"):
             raise BadRequest(f"compat is {self.compat!r}; expected None or 'paper'.")
 
@@ -64,8 +70,9 @@ class Schedule:
         self._pulls_since = 0
         # Minibatches that are the last of their portions of data.
         self.portion_ends: set[int] = set()
-        # Whether pushes and pulls go on beside the computation now.
+        # Whether pushes and pulls go on beside the computation now, or begin beside the backward pass.
         self.overlaps = False
+        self.leaves_early = False
         self.follow(0)
 
     def at(self, step: int) -> Due:
@@ -110,6 +117,14 @@ class Schedule:
                 "ahead has none: pushes and pulls are waited for while it is in force",
                 terms.protocol,
             )
+        if self._pace.overlap == "backward":
+            reason = _why_whole(terms)
+            if reason and not self._held_back:
+                logger.info(
+                    "overlap is 'backward', but %s: each push leaves in its step, whole, while that is so", reason
+                )
+            self._held_back, self.leaves_early = bool(reason), not reason
+            return
         self._held_back = present_only
         # Where steps are granted one by one, nothing goes on beside the computation either.
         self.overlaps = self._pace.overlap == "step" and not present_only and not terms.ask_to_proceed
@@ -139,6 +154,18 @@ class Schedule:
                 "Leave push_every and pull_every out to follow the protocol.",
                 *(" and ".join(others), self._view.state.terms.protocol, wanted),
             )
+
+
+def _why_whole(terms: Terms) -> str:
+    """Why a push must not leave before its step, in words; empty where it may."""
+    name = terms.protocol.partition(":")[0]
+    if terms.clip_norm:
+        return "the servers clip each push by its norm, which nobody knows before"
+    if terms.ask_to_proceed:
+        return f"{terms.protocol} grants steps one by one, and others wait for the end of this worker's"
+    if terms.accumulate or name == "asgd":
+        return f"{terms.protocol} takes a push as a whole, of so many minibatches"
+    return ""
 
 
 def _since(since: int, every: int, changed: int, *, border: int) -> int:

@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyps_client.departures import Departures
 from pyps_client.log import logger
 from pyps_client.pull import LeaseCall
 from pyps_client.push import Plan
+from pyps_client.torch.backward import Backward, Exchange
 from pyps_client.torch.buffers import SharedBuffers
 from pyps_client.torch.gradients import Finite, Gradients
 from pyps_client.torch.layout import Layout
@@ -39,7 +41,7 @@ from pyps_client.torch.schedule import Due, Pace, Schedule
 from pyps_client.transport.threads import Future
 from pyps_client.worker import Worker
 from pyps_wire.common_pb2 import Receipt
-from pyps_wire.errors import RunFinished, ServerUnavailable
+from pyps_wire.errors import BadRequest, RunFinished, ServerUnavailable
 from pyps_wire.work_pb2 import LeaseReply
 
 # With overlap, how many pushes' worth of minibatches may gather, and how many pulls may be missed, before the
@@ -91,8 +93,13 @@ class Steps:
         self._lent = [Gradients(layout, vectors, codec=lent.converted_to) for vectors in lent.gradients]
         self._gradients = self._lent[0]
         self._overlap = Overlap(self._lent[1] if overlaps else None)
+        # What begins to leave in the backward pass, if anything may.
+        self._backward: Backward | None = None
+        if pace.overlap == "backward":
+            self._backward = self._leaving_early()
         # What lands beside the computation must not be in the model at once.
-        self._parameters = Parameters(layout, lent.parameters, alias=not overlaps, private=lent.private)
+        alias = not overlaps and self._backward is None
+        self._parameters = Parameters(layout, lent.parameters, alias=alias, private=lent.private)
         # Versions of what a pull has brought, which is not in the model yet; and of the parameters in the model.
         self._pulled: Mapping[int, int] | None = None
         self._versions: Mapping[int, int] = {}
@@ -144,12 +151,16 @@ class Steps:
 
         `example_count`: `examples_in_batch` by default.
         """
-        self._written.check(is_first=self.steps == 0)
+        # A push that has begun was looked at before, and what it brings may be here already.
+        has_begun = self._backward is not None and self._backward.is_under_way
+        self._written.check(is_first=self.steps == 0 and not has_begun)
         try:
             self._step(gradients, (example_count if example_count is not None else self.examples_in_batch) or 0)
         except RunFinished:
             self._finished = True
         finally:
+            if self._backward is not None:
+                self._backward.end()
             self._written.note()
         if not self._settled and (self._finished or self._view.state.finished):
             self._settle()
@@ -246,6 +257,8 @@ class Steps:
 
         Without `separate` the model's parameters stay where they lie.
         """
+        if self._backward is not None:
+            self._backward.close()
         self._overlap.close()
         if separate and not self._private:
             # What other processes see is let go: the model keeps what it has.
@@ -300,6 +313,9 @@ class Steps:
         self._pull()
 
     def _gather(self, gradients: Sequence[torch.Tensor | None], example_count: int, due: Due) -> None:
+        if self._backward is not None and self._backward.is_under_way:
+            self._end_backward(self._backward, gradients, example_count)
+            return
         for gradient in gradients:
             if gradient is not None:
                 self._add(gradients, example_count, due)
@@ -407,7 +423,10 @@ class Steps:
             gradients.ready()
             self._parameters.wait_until_free()
         try:
-            self.receipts = self.session.exchange(self._plan(pulls=pulls))
+            if self._backward is not None and self._backward.is_under_way:
+                self.receipts = self._backward.receipts()
+            else:
+                self.receipts = self.session.exchange(self._plan(pulls=pulls))
         finally:
             # After an error too: the worker has tried for as long as it was told to.
             gradients.clear()
@@ -435,7 +454,71 @@ class Steps:
 
     def _seal(self) -> bool:
         """True when what has gathered may go on its way; else it is left out."""
+        if self._backward is not None and self._backward.is_under_way:
+            return True
         return self._finite.seal(self._gradients)
+
+    def _leaving_early(self) -> Backward | None:
+        """What begins each push in the backward pass; None where nothing could leave by itself."""
+        if self.session.clips:
+            raise BadRequest(
+                "overlap is 'backward', but the servers clip each push by its norm (--clip-norm), which nobody knows "
+                "before all of it is computed: use overlap='step' or 'off'."
+            )
+        if not self.session.goes_by_calls:
+            logger.info(
+                "overlap is 'backward', but a server sees this worker's gradients where they lie and takes a push as "
+                "one: each push leaves in its step, whole, as with 'off'"
+            )
+            return None
+        return Backward(self._layout, self.session.partition, self._gradients, self._begin_backward)
+
+    def _begin_backward(self, departures: Departures) -> Exchange | None:
+        """The exchange of what departs as the backward pass computes it; None where a push waits for its step."""
+        self._schedule.follow(self.steps)
+        if not self._schedule.leaves_early or self.finished or self._gradients.minibatch_count:
+            return None
+        # As a step does before anything leaves.
+        is_first = self.steps == 0
+        if (check := self.model_check()) is not None:
+            check(is_first)
+        self._written.check(is_first=is_first)
+        plan = self._plan(pulls=True)
+        plan.departures, plan.minibatch_count, plan.clock = departures, 1, self.steps + 1
+        plan.example_count = self.examples_in_batch or 0
+        plan.base_versions = plan.newest_base_versions = self._versions
+
+        def exchange() -> Sequence[Receipt]:
+            self._parameters.wait_until_free()
+            return self.session.exchange(plan)
+
+        return exchange
+
+    def _end_backward(self, backward: Backward, gradients: Sequence[torch.Tensor | None], example_count: int) -> None:
+        """Lets the rest of the push leave that the backward pass began, and waits for its end."""
+        if example_count != (self.examples_in_batch or 0):
+            raise BadRequest(
+                f"step(examples={example_count}) comes too late: with overlap='backward' gradients have begun to "
+                f"leave, as those of {self.examples_in_batch or 0} examples. Set optimizer.examples_in_batch before "
+                "backward(), or use pyps_client.data.count_examples."
+            )
+        if self._rate_changes():
+            raise BadRequest(
+                "The learning rate or the momentum was changed between backward() and step(), but with "
+                "overlap='backward' gradients have begun to leave at the old one: change it before backward()."
+            )
+        if backward.seal(gradients):
+            self._finite.passed()
+        else:
+            if backward.num_left:
+                logger.warning(
+                    "%d of %d shards had left before a gradient was found that is not finite, and count; the rest of "
+                    "the push is left out",
+                    *(backward.num_left, self.session.partition.num_shards),
+                )
+            self._finite.leave_out(gradients, for_others=False)
+        # It goes by what servers say, not by what gathered; where they were sent nothing a pull follows.
+        self._gradients.minibatch_count = int(backward.has_left)
 
     def _pull(self) -> None:
         """Pulls into the model, and waits for it."""

@@ -72,6 +72,10 @@ class Channel(ABC):
         """Does the same with `Push`: also while a round of `Exchange` is under way."""
         self.exchange(frames, take, timeout_seconds=timeout_seconds, method="Push")
 
+    def trickle(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        """Does a round of `Exchange` with frames that may have to be waited for: answers are taken meanwhile."""
+        self.exchange(frames, take, timeout_seconds=timeout_seconds)
+
     @abstractmethod
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
         """Sends one request and yields the answers as bytes."""

@@ -105,6 +105,17 @@ class GrpcChannel(Channel):
                 raise self._end_of_stream(error) from None
             raise
 
+    def trickle(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
+        # On a stream where a thread of grpcio's own waits for frames.
+        with self._lock:
+            before = self._streams.get("Exchange")
+            if not isinstance(before, QueuedStream):
+                open_one = partial(QueuedStream, self._grpc, METHODS["Exchange"], self._metadata)
+                self._streams["Exchange"] = self._told(open_one)
+        if isinstance(before, DirectStream):
+            before.close()
+        self.exchange(frames, take, timeout_seconds=timeout_seconds)
+
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:
         start: Any = self._grpc.unary_stream(METHODS[method], request_serializer=type(request).SerializeToString)
         answered = 0

@@ -301,7 +301,7 @@ def test_a_wrong_setting_is_refused_with_its_value() -> None:
         ({"push_every": 0}, "push_every is 0; expected a whole number"),
         ({"pull_every": 1.5}, r"pull_every is 1\.5"),
         ({"compat": "tf"}, "compat is 'tf'; expected None or 'paper'"),
-        ({"overlap": "full"}, "overlap is 'full'; expected 'off' or 'step'"),
+        ({"overlap": "full"}, "overlap is 'full'; expected 'off', 'step' or 'backward'"),
     ):
         with pytest.raises(BadRequest, match=message):
             make_worker(**setting)

@@ -1,0 +1,227 @@
+"""overlap="backward": shards leave while the backward pass computes, and what cannot be so is refused in words."""
+
+import numpy as np
+import pytest
+import torch
+
+from client_support import CuttingProxy, addresses
+from pyps_client import RemoteOptimizer
+from pyps_wire.errors import BadRequest
+from support import status_of, wait_until
+from training import backward, batches, mlp, parameters_of
+
+
+class Unused(torch.nn.Sequential):
+    """`mlp` with a layer that gets no gradient, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+        self.unused, self.frozen = torch.nn.Linear(40, 40), torch.nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in list(self)[:5]:
+            inputs = layer(inputs)
+        return inputs
+
+
+def remote(model: torch.nn.Module, servers: str, **options) -> RemoteOptimizer:
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    how = {"overlap": "backward", "transport": "grpc", "shard_size": 256} | options
+    return RemoteOptimizer(model, adam, servers, **how)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "num_servers", "codec"),
+    [("async", 1, "float32"), ("hardsync", 2, "float32"), ("async", 2, "bfloat16")],
+)
+def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, protocol, num_servers, codec) -> None:
+    trained = []
+    for overlap in ("off", "backward"):
+        torch.manual_seed(0)
+        model = Unused()
+        servers = addresses([start_server("--protocol", protocol) for _ in range(num_servers)])
+        with remote(model, servers, overlap=overlap, gradient_codec=codec) as optimizer:
+            for number, batch in enumerate(batches(8)):
+                optimizer.zero_grad(set_to_none=number % 2 == 0)
+                torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+                optimizer.step()
+        trained.append(parameters_of(model))
+    np.testing.assert_array_equal(trained[1], trained[0])
+
+
+def test_shards_are_applied_amid_the_backward_pass_and_the_model_changes_in_the_step_only(start_server) -> None:
+    server, model = start_server(), mlp()
+    with remote(model, server.data) as optimizer:
+        before = parameters_of(model)
+        seen: list[int] = []
+
+        def look(_: torch.Tensor) -> None:
+            # The last layers' gradients are complete, and the first layer's are not computed yet.
+            wait_until(lambda: status_of(server).version_max == 1, what="the last layers' update")
+            seen.append(status_of(server).tally.bytes_in)
+            np.testing.assert_array_equal(parameters_of(model), before)
+
+        inputs, classes = next(batches(1))
+        hidden = model[1](model[0](inputs))
+        hidden.register_hook(look)
+        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        np.testing.assert_array_equal(parameters_of(model), before)
+        optimizer.step()
+        assert 0 < seen[0] < status_of(server).tally.bytes_in
+        assert (parameters_of(model) != before).all()
+        assert {receipt.version_after for receipt in optimizer.receipts} == {1}
+
+
+def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(start_server) -> None:
+    trained, (inputs, classes) = [], next(batches(1))
+    for cuts in (False, True):
+        server, model = start_server(), mlp()
+        proxy = CuttingProxy(server.data)
+        with remote(model, proxy.address) as optimizer:
+
+            def cut(_: torch.Tensor, server=server, proxy=proxy) -> None:
+                # Applied, and nobody knows.
+                wait_until(lambda: status_of(server).version_max == 1, what="the last layers' update")
+                proxy.cut()
+
+            hidden = model[1](model[0](inputs))
+            if cuts:
+                proxy.hold_replies()
+                hidden.register_hook(cut)
+            torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+            optimizer.step()
+            assert {receipt.version_after for receipt in optimizer.receipts} == {1}
+            assert any(receipt.duplicate for receipt in optimizer.receipts) == cuts
+        proxy.close()
+        trained.append(parameters_of(model))
+    np.testing.assert_array_equal(trained[1], trained[0])
+
+
+def scaled(model: torch.nn.Module, _: RemoteOptimizer) -> None:
+    backward(model, next(batches(1)))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def twice(model: torch.nn.Module, _: RemoteOptimizer) -> None:
+    for inputs, classes in batches(2):
+        torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+
+
+def unscaled(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, classes = next(batches(1))
+    scaler.scale(torch.nn.functional.cross_entropy(model(inputs), classes)).backward()
+    scaler.unscale_(optimizer)
+
+
+def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
+    backward(model, next(batches(1)))
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (scaled, r"Gradients .* changed between backward\(\) and step\(\).*use overlap='step'"),
+        (unscaled, r"Gradients .* changed between backward\(\) and step\(\)"),
+        (twice, r"A second gradient of '.*' was computed before step\(\)"),
+        (at_another_rate, r"learning rate .* changed between backward\(\) and step\(\)"),
+    ],
+)
+def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start_server, compute, words) -> None:
+    model = mlp()
+    with remote(model, start_server().data) as optimizer:
+        for _ in range(2):
+            with pytest.raises(BadRequest, match=words):
+                compute(model, optimizer)
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.01
+            if compute is twice:
+                with pytest.raises(BadRequest, match="changed between"):
+                    optimizer.step()
+            backward(model, next(batches(1)))
+            optimizer.step()
+
+
+def test_examples_are_told_before_the_backward_pass(start_server) -> None:
+    model = mlp()
+    with remote(model, start_server().data) as optimizer:
+        backward(model, next(batches(1)))
+        with pytest.raises(BadRequest, match=r"Set optimizer\.examples_in_batch before"):
+            optimizer.step(examples=16)
+        optimizer.examples_in_batch = 16
+        backward(model, next(batches(1)))
+        optimizer.step(examples=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "words"),
+    [
+        ((), {"push_every": 2}, "push_every is 2"),
+        ((), {"pull_every": 3}, "pull_every is 3"),
+        ((), {"buffers": "average"}, "buffers='average' takes a push as a whole"),
+        (("--clip-norm", "1"), {}, "servers clip each push by its norm"),
+    ],
+)
+def test_what_it_cannot_go_with_is_refused(start_server, flags, options, words) -> None:
+    with pytest.raises(BadRequest, match=words):
+        remote(mlp(), start_server(*flags).data, **options)
+
+
+def test_where_a_push_must_stay_whole_it_leaves_in_its_step_and_a_line_says_why(start_server, caplog) -> None:
+    caplog.set_level("INFO", logger="pyps_client")
+    for flags, transport, words in (
+        (("--protocol", "serial"), "grpc", "serial grants steps one by one"),
+        (("--protocol", "asgd"), "grpc", "asgd takes a push as a whole"),
+        ((), "shm", "takes a push as one"),
+    ):
+        server, model = start_server(*flags), mlp()
+        with remote(model, server.data, transport=transport) as optimizer:
+            backward(model, next(batches(1)))
+            assert status_of(server).version_max == 0
+            optimizer.step()
+            assert status_of(server).version_max == 1
+        assert words in caplog.text
+        caplog.clear()
+
+
+def test_a_nan_lets_nothing_more_leave_and_what_had_left_counts(start_server, caplog) -> None:
+    server, model = start_server(), mlp()
+    with remote(model, server.data) as optimizer:
+        before = parameters_of(model)
+        # From the loss on: nothing leaves.
+        inputs, classes = next(batches(1))
+        (torch.nn.functional.cross_entropy(model(inputs), classes) * float("nan")).backward()
+        optimizer.step()
+        np.testing.assert_array_equal(parameters_of(model), before)
+        assert (optimizer.skipped, status_of(server).version_max) == (1, 0)
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            wait_until(lambda: status_of(server).version_max == 1, what="the last layers' update")
+            return gradient * float("nan")
+
+        optimizer.zero_grad()
+        hidden = model[1](model[0](inputs))
+        hidden.register_hook(spoil)
+        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        optimizer.step()
+        after = parameters_of(model)
+        assert np.isfinite(after).all() and optimizer.skipped == 2
+        first = sum(parameter.numel() for parameter in model[0].parameters())
+        np.testing.assert_array_equal(after[: first // 2], before[: first // 2])
+        assert (after[-10:] != before[-10:]).all()
+        assert "had left before a gradient was found that is not finite, and count" in caplog.text
+        backward(model, next(batches(1)))
+        optimizer.step()
+        assert (parameters_of(model)[:10] != before[:10]).all()
+
+
+def test_a_closed_optimizer_leaves_the_model_alone_even_amid_a_push(start_server) -> None:
+    server, model = start_server(), mlp()
+    optimizer = remote(model, server.data)
+    backward(model, next(batches(1)))
+    optimizer.close()
+    before = status_of(server).tally.bytes_in
+    for _ in range(2):
+        backward(model, next(batches(1)))
+    assert status_of(server).tally.bytes_in == before
