@@ -47,6 +47,7 @@ OTHER_VARIABLES = (
     "PYPS_WORKER_COUNT",
     "PYPS_WORKER_ID",
     "PYPS_WORKER_INDEX",
+    "PYPS_WORKER_KEY",
 )
 # Set by Kubernetes for each service of a namespace whose name begins with "pyps".
 _OF_KUBERNETES = re.compile(r"PYPS_(\w+_)?(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)")

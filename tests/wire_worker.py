@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import mmap
 import os
@@ -48,6 +49,11 @@ CHANNEL_OPTIONS = [
 ]
 
 
+def secret_of(worker_id: str) -> bytes:
+    """The worker's own, with which a later life of it takes its place, or the one that a replica's processes share."""
+    return hashlib.sha256(worker_id.partition("/")[0].encode()).hexdigest()[:32].encode()
+
+
 def sgd(learning_rate: float = 1.0, *, groups: int = 1) -> common.OptimizerSettings:
     """Plain SGD: with learning rate 1 an update is a subtraction."""
     group = common.GroupSettings(hyperparameters={"learning_rate": learning_rate})
@@ -74,7 +80,9 @@ class WireWorker:
         self.model = model
         self.plan: Partition = partition(model, num_servers=num_servers)
         self.optimizer = optimizer if optimizer is not None else sgd(groups=model.num_groups)
-        self.sender = common.Sender(run_id=run_id, worker_id=worker_id, incarnation=next(_INCARNATIONS))
+        self.sender = common.Sender(
+            run_id=run_id, worker_id=worker_id, incarnation=next(_INCARNATIONS), secret=secret_of(worker_id)
+        )
         self.metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
         self.server_index, self.num_servers = server_index, num_servers
         self.epoch = 0

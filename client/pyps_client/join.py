@@ -35,6 +35,7 @@ from pyps_wire.contract import FEATURES, PROTOCOL_VERSION
 from pyps_wire.errors import (
     BadRequest,
     LimitExceeded,
+    NameHeld,
     PypsError,
     RunFinished,
     RunMismatch,
@@ -94,7 +95,12 @@ class Handshake:
         self.launch = launch
         # Who speaks; the run's name is learned at the latest when joined.
         worker_id = f"{peers.name}/{peers.index}" if peers.name else launch.worker_id
-        self.sender = Sender(run_id=launch.run_id, worker_id=worker_id, incarnation=time.time_ns())
+        self.sender = Sender(
+            run_id=launch.run_id,
+            worker_id=worker_id,
+            incarnation=time.time_ns(),
+            secret=launch.worker_key.encode(),
+        )
         self._partition = partition
         self._whole = whole or partition
         self._peers = peers
@@ -117,7 +123,8 @@ class Handshake:
         """
         self._stop = stop
         # All have one life: what one of them loses, all lose.
-        self.sender.incarnation = self._peers.broadcast(self.sender.incarnation)
+        self.sender.incarnation, key = self._peers.broadcast((self.sender.incarnation, self.launch.worker_key))
+        self.sender.secret = key.encode()
         if self.launch.way.insists and self._partition is not None:
             agreed(self._peers, partial(self._check_shareable, connections, self._partition))
         first = self._await_parameters(connections, initial)
@@ -173,6 +180,8 @@ class Handshake:
             except LinkLost as lost:
                 connection.renew(channel)
                 wait.pause(str(lost))
+            except NameHeld as held:
+                wait.pause(str(held), NameHeld)
             else:
                 wait.end()
                 return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import secrets
 import socket
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,7 +14,7 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from pyps_client.credentials import Credentials, read_token
+from pyps_client.credentials import Credentials, check_token, read_token
 from pyps_client.log import logger
 from pyps_client.transport import TRANSPORTS, Transport, check_transport, named
 from pyps_wire.codecs import codec_names, codec_of
@@ -32,6 +33,9 @@ OLD_NAMES = {
 }
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+)(:(?P<port>[0-9]+))?")
 _WAITS = ("start_wait_seconds", "loss_wait_seconds", "wait_seconds")
+# Of a worker's key. Whoever is given none makes one up for the process.
+KEY_LENGTH_MIN, KEY_LENGTH_MAX = 16, 64
+_OWN_KEY = secrets.token_hex(16)
 # What a setting's type takes, numpy's numbers too, and how it is called.
 _TYPES: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -57,6 +61,9 @@ class Launch:
     `token`: the shared secret of servers that ask for one; `token_file`, where it is from, to be read again.
     `tls_ca`, `tls_cert`, `tls_key`: PEM files for connections by TLS: the certificate of the authority that signed the
     servers' own; and the worker's certificate and key, where servers ask for one.
+    `worker_key`: what this worker alone knows, and shows with every call: nobody else can speak in its name. A process
+    that is started anew with the key of one that died takes its place at once, any other when that one's lease is over.
+    By itself each process makes one up.
     `start_wait_seconds`, `loss_wait_seconds`, `wait_seconds`: how long to wait for a server that is not there at the
     start, for one that was lost, and for other workers: for a round's end, for a turn, for the slowest.
     `use_proxy`: True lets http_proxy and its kin apply to the connection.
@@ -81,6 +88,7 @@ class Launch:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    worker_key: str = field(default="", repr=False)
     start_wait_seconds: float = 300.0
     loss_wait_seconds: float = 600.0
     wait_seconds: float = 1800.0
@@ -96,6 +104,14 @@ class Launch:
         object.__setattr__(self, "servers", (LOCAL,) if local else parse_servers(self.servers))
         check_types(self)
         _ = self.credentials
+        if not self.worker_key:
+            object.__setattr__(self, "worker_key", _OWN_KEY)
+        check_token(self.worker_key, "worker_key (PYPS_WORKER_KEY)")
+        if not KEY_LENGTH_MIN <= len(self.worker_key) <= KEY_LENGTH_MAX:
+            raise BadRequest(
+                f"worker_key (PYPS_WORKER_KEY) has {len(self.worker_key)} characters; expected {KEY_LENGTH_MIN} to "
+                f"{KEY_LENGTH_MAX} that nobody can guess, as `openssl rand -hex 16` makes them."
+            )
         if local:
             _check_alone(max(self.parts, self.worker_count or 1))
             if self.transport not in ("auto", "in_process"):
@@ -310,6 +326,7 @@ def _choice(names: Sequence[str]) -> tuple[Callable[[str], Any], str]:
 _READERS: dict[str, tuple[Callable[[str], Any], str]] = {
     **dict.fromkeys(("run_id", "worker_id"), (str, "a name")),
     **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), (str, "a path")),
+    "worker_key": (str, "a line of text"),
     **dict.fromkeys(("worker_index", "worker_count", "parts"), (int, "a whole number")),
     **dict.fromkeys(_WAITS, (float, "a number of seconds")),
     "use_proxy": (_flag, "yes or no"),

@@ -479,7 +479,7 @@ class Worker:
         sender = self.sender
         if self._hello is None:
             # A run that is yet to be initialized goes by no name.
-            sender = Sender(worker_id=sender.worker_id, incarnation=sender.incarnation)
+            sender = Sender(worker_id=sender.worker_id, incarnation=sender.incarnation, secret=sender.secret)
         with self._lock:
             return HeartbeatRequest(sender=sender, clock=self.clock, scalars=self._scalars)
 

@@ -128,14 +128,16 @@ class OptimizerSettings(_message.Message):
     def __init__(self, rule: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupSettings, _Mapping]]] = ...) -> None: ...
 
 class Sender(_message.Message):
-    __slots__ = ("run_id", "worker_id", "incarnation")
+    __slots__ = ("run_id", "worker_id", "incarnation", "secret")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     worker_id: str
     incarnation: int
-    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("offset", "length")

@@ -13,6 +13,7 @@
     │   ├── ProtocolMismatch        FAILED_PRECONDITION  the ends speak different contracts
     │   ├── NotAuthenticated        UNAUTHENTICATED      no token, or certificates, or wrong ones
     │   ├── NotAllowed              PERMISSION_DENIED    a call that this caller may not make
+    │   │   └── NameHeld                                 a worker's name that a live process holds: waiting may help
     │   ├── LimitExceeded           RESOURCE_EXHAUSTED   beyond a bound that the server enforces
     │   │   └── NoRoom                                   for as long as things stand: waiting does not help
     │   ├── SettingsChanged         FAILED_PRECONDITION  optimizer settings changed after the start
@@ -100,6 +101,10 @@ class NotAllowed(ConfigurationError):
     """Raised for a call that this caller may not make. Calls that change a server come from its own host."""
 
     status = "PERMISSION_DENIED"
+
+
+class NameHeld(NotAllowed):
+    """Raised when another process, not known to have ended, holds the worker's name. It is free after its lease."""
 
 
 class LimitExceeded(ConfigurationError):

@@ -45,7 +45,7 @@ class HelloRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., host: _Optional[str] = ..., process_id: _Optional[int] = ..., device: _Optional[str] = ..., parts: _Optional[_Iterable[int]] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane")
+    __slots__ = ("protocol_version", "features", "software", "state", "run_id", "epoch", "initialize", "term", "initialize_lease_seconds", "limits", "heartbeat_seconds", "lease_seconds", "model", "optimizer", "fingerprint", "shards", "protocol", "staleness", "codecs", "server_index", "num_servers", "control_address", "ask_to_proceed", "batch_size", "accumulate", "clip_norm", "current_version_only", "local", "lane", "secret")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class HelloReply(_message.Message):
     CURRENT_VERSION_ONLY_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     features: _containers.RepeatedScalarFieldContainer[str]
     software: str
@@ -104,7 +105,8 @@ class HelloReply(_message.Message):
     current_version_only: bool
     local: LocalTransport
     lane: LaneOffer
-    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., software: _Optional[str] = ..., state: _Optional[_Union[_common_pb2.RunState, str]] = ..., run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., initialize: bool = ..., term: _Optional[int] = ..., initialize_lease_seconds: _Optional[float] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., lease_seconds: _Optional[float] = ..., model: _Optional[_Union[_common_pb2.ModelSpec, _Mapping]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSettings, _Mapping]] = ..., fingerprint: _Optional[str] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardVersion, _Mapping]]] = ..., protocol: _Optional[str] = ..., staleness: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[_common_pb2.Codec, str]]] = ..., server_index: _Optional[int] = ..., num_servers: _Optional[int] = ..., control_address: _Optional[str] = ..., ask_to_proceed: bool = ..., batch_size: _Optional[int] = ..., accumulate: _Optional[int] = ..., clip_norm: _Optional[float] = ..., current_version_only: bool = ..., local: _Optional[_Union[LocalTransport, _Mapping]] = ..., lane: _Optional[_Union[LaneOffer, _Mapping]] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
     __slots__ = ("port", "ticket")

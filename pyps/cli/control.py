@@ -83,9 +83,9 @@ class Control:
             return _same_host(self.address, self.call("GetStatus", pb.GetStatusRequest()).data_address)
         return self.address
 
-    def take_off(self, worker: pb.WorkerInfo, run_id: str, *, timeout_seconds: float) -> None:
-        """Sends Leave for a worker whose process has ended without sending it."""
-        sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation)
+    def take_off(self, worker: pb.WorkerInfo, run_id: str, *, key: str, timeout_seconds: float) -> None:
+        """Sends Leave for a worker with that key whose process has ended without sending it."""
+        sender = Sender(run_id=run_id, worker_id=worker.worker_id, incarnation=worker.incarnation, secret=key.encode())
         request = LeaveRequest(sender=sender, cause=LeaveRequest.CAUSE_FAILED, message="its process has ended")
         channel = _open(self.data_address(), self._credentials)
         try:

@@ -140,7 +140,9 @@ def run(
         job_settings,
         on_line=output.line if verbose else attention_only(output),
         announce=output.announce,
-        without=lambda worker_id: expectations.lower(worker_id, [server.control for server in job.addresses]),
+        without=lambda worker_id: expectations.lower(
+            worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
+        ),
     )
     raise typer.Exit(run_job(job, output, stay=not exit_when_done, kept=kept))
 
@@ -329,18 +331,18 @@ class Expectations:
         # Workers that each server never saw, by its control address.
         self._never_came: Counter[str] = Counter()
 
-    def lower(self, worker_id: str, addresses: Sequence[str]) -> bool:
+    def lower(self, worker_id: str, addresses: Sequence[str], *, key: str) -> bool:
         """Tells the servers that never saw the worker to expect one fewer; True where it never came to any of them.
 
         A server that did see it, and takes it for alive, is told that it is gone: it would wait for its lease. A worker
         under another name than the job gave it looks as if it never came; then a first round may begin without one that
         is slow to come. A replica was seen with any of its processes, and counts as one worker.
         """
-        told = {self._lower(worker_id, address) for address in addresses}
+        told = {self._lower(worker_id, address, key) for address in addresses}
         # One that came to some servers did join; what the others expect is not for people to know.
         return True in told and False not in told
 
-    def _lower(self, worker_id: str, address: str) -> bool | None:
+    def _lower(self, worker_id: str, address: str, key: str) -> bool | None:
         """True where the server expects one fewer now, False where it had seen the worker, None where it is silent."""
         try:
             with Control(address, token=self._token) as control:
@@ -349,7 +351,7 @@ class Expectations:
                     run_id = control.call("GetStatus", pb.GetStatusRequest(), timeout_seconds=_CALL_SECONDS).run_id
                     for worker in own:
                         if worker.state == "alive":
-                            control.take_off(worker, run_id, timeout_seconds=_CALL_SECONDS)
+                            control.take_off(worker, run_id, key=key, timeout_seconds=_CALL_SECONDS)
                     return False
                 self._never_came[address] += 1
                 expected = max(0, self._expected_workers - self._never_came[address])

@@ -129,7 +129,9 @@ def sandblaster(
         settings,
         on_line=output.line if verbose else attention_only(output),
         announce=output.announce,
-        without=lambda worker_id: expectations.lower(worker_id, [server.control for server in job.addresses]),
+        without=lambda worker_id: expectations.lower(
+            worker_id, [server.control for server in job.addresses], key=job.key_of(worker_id)
+        ),
     )
     raise typer.Exit(run_job(job, output, stay=not exit_when_done, kept=kept))
 

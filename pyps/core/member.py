@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hmac import compare_digest
 
-from pyps_wire.errors import BadRequest, ReplicaLost, Superseded
+from pyps_wire.errors import BadRequest, NameHeld, NotAllowed, ReplicaLost, Superseded
 
 
 class WorkerState(StrEnum):
@@ -61,6 +62,8 @@ class Member:
     replica: str = ""
     # The parts of the model that it holds, ascending; () for all of them.
     parts: tuple[int, ...] = ()
+    # What its calls show, and nobody else's.
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def alive(self) -> bool:
@@ -84,6 +87,31 @@ class Member:
         """The same process after another Hello, which keeps its figures."""
         return replace(
             self, state=_ALIVE, info=info, heard_at=now, was_heard=True, message="", replica=replica, parts=parts
+        )
+
+
+def require_own(known: Member, incarnation: int, secret: bytes) -> None:
+    """Refuses whoever speaks for that worker without its secret."""
+    if not compare_digest(known.secret, secret):
+        raise NotAllowed(
+            f"the call is in the name of worker {known.worker_id!r} (incarnation {incarnation}) without its secret:"
+            " send the one that HelloReply brought in the Sender of every call, another Hello too"
+        )
+
+
+def require_name_given(
+    known: Member, worker_id: str, incarnation: int, secret: bytes, *, now: float, lease_seconds: float
+) -> None:
+    """Refuses whoever would take the place of that worker, which lives, in a later life of it without its secret."""
+    if known.incarnation == incarnation:
+        require_own(known, incarnation, secret)
+    elif known.alive and not compare_digest(known.secret, secret):
+        info = known.info
+        raise NameHeld(
+            f"worker {worker_id!r} cannot join yet: {known.worker_id!r} is a live process (pid {info.process_id} on"
+            f" {info.host or 'an unnamed host'}), heard of {now - known.heard_at:.1f} s ago. The name is free once that"
+            f" leaves or is silent for {lease_seconds:g} s, and at once for who shows the same PYPS_WORKER_KEY; else"
+            " give this worker another name"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from hmac import compare_digest
 
 from pyps.core.member import (
     Lives,
@@ -14,6 +15,8 @@ from pyps.core.member import (
     failure_in_words,
     parts_in_words,
     require_name_free,
+    require_name_given,
+    require_own,
     require_parts_free,
     superseded,
 )
@@ -28,8 +31,9 @@ _ALIVE = WorkerState.ALIVE
 class Membership:
     """The workers of a run. Every method may be called from any thread.
 
-    A worker_id belongs to one live process at a time. A later process (a larger incarnation) takes it over;
-    an earlier one gets it back only when the later is gone.
+    A worker_id belongs to one live process at a time, which alone shows its secret. A later process (a larger
+    incarnation) with the same secret takes it over, any other once that is gone; an earlier one gets it back only when
+    the later is gone.
 
     The processes of a replica share one incarnation, the life of the replica, and go together: where one is lost, or
     a later life begins, all that are alive are out at once.
@@ -77,17 +81,22 @@ class Membership:
         info: WorkerInfo | None = None,
         replica: str = "",
         parts: tuple[int, ...] = (),
+        secret: bytes = b"",
     ) -> Member:
         """Makes the worker alive; a process of a later life of its replica ends the earlier one.
 
         Raises Superseded where a later process holds its name or its replica's, ReplicaLost where the life that it
-        belongs to is over, BadRequest where another process has its parts or its name, LimitExceeded at workers_max.
+        belongs to is over, BadRequest where another process has its parts or its name, LimitExceeded at workers_max,
+        NameHeld where a process with another secret lives by its name or in its replica, NotAllowed in that one's life.
         """
         with self._lock:
             known = self._members.get(worker_id)
             if known is not None and known.alive and incarnation < known.incarnation:
                 raise superseded(known, incarnation)
             others = [m for m in self._alive_of(replica) if m.worker_id != worker_id] if replica else []
+            for holder in others if known is None else [known, *others]:
+                terms = {"now": now, "lease_seconds": self.lease_seconds}
+                require_name_given(holder, worker_id, incarnation, secret, **terms)
             if replica or self.parted:
                 require_name_free(worker_id, replica, self._members.values())
             if replica:
@@ -104,7 +113,9 @@ class Membership:
             if known is not None and known.incarnation == incarnation:
                 member = known.greets_again(now=now, info=info, replica=replica, parts=parts)
             else:
-                member = Member(worker_id, incarnation, _ALIVE, info, now, now, replica=replica, parts=parts)
+                member = Member(
+                    *(worker_id, incarnation, _ALIVE, info, now, now), replica=replica, parts=parts, secret=secret
+                )
             if known is not None and known.incarnation != incarnation:
                 del self._members[worker_id]
             self._members[worker_id] = member
@@ -124,21 +135,24 @@ class Membership:
         now: float,
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
+        secret: bytes = b"",
     ) -> bool:
         """Notes a heartbeat; True where the worker's lease had run out, and it is alive again.
 
         Raises UnknownWorker when it has to say Hello (first), Superseded when a later process holds its name,
-        ReplicaLost when another process of its replica is lost.
+        ReplicaLost when another process of its replica is lost, NotAllowed for another secret than the worker's.
         """
         with self._lock:
-            member = self._require(worker_id, incarnation)
+            member = self._require(worker_id, incarnation, secret)
             was_gone = not member.alive
             self._heard(member, now=now, clock=clock, pushed_at=member.pushed_at, counts=member.counts)
             if scalars is not None:
                 member.scalars = dict(scalars)
             return was_gone
 
-    def pushed_again(self, worker_id: str, incarnation: int, *, now: float, clock: int) -> Roster | None:
+    def pushed_again(
+        self, worker_id: str, incarnation: int, *, now: float, clock: int, secret: bytes = b""
+    ) -> Roster | None:
         """Notes a push of a worker that counts already and returns the workers that count; None of any other.
 
         That is nearly every push: nothing changes by it but when the worker was heard of. A clock of 0 says nothing.
@@ -148,15 +162,19 @@ class Membership:
             # Who counts is alive.
             if member is None or not member.counts or member.incarnation != incarnation or member.pushed_at is None:
                 return None
+            if not compare_digest(member.secret, secret):
+                return None
             member.heard_at = member.pushed_at = max(now, member.heard_at)
             if clock:
                 member.clock = clock
             return self._roster
 
-    def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None) -> Roster:
+    def pushed(
+        self, worker_id: str, incarnation: int, *, now: float, clock: int | None = None, secret: bytes = b""
+    ) -> Roster:
         """Notes a push, which makes the worker count, and returns the workers that count now; raises as `renew`."""
         with self._lock:
-            member = self._require(worker_id, incarnation)
+            member = self._require(worker_id, incarnation, secret)
             self._heard(member, now=now, clock=clock, pushed_at=now, counts=member.counts or member.stalls < STALLS_MAX)
             if self._roster is None:
                 self._roster = self._make_roster()
@@ -209,7 +227,14 @@ class Membership:
             self._expectation, self._roster = Expectation(0), None
 
     def leave(
-        self, worker_id: str, incarnation: int, *, now: float, state: WorkerState, message: str = ""
+        self,
+        worker_id: str,
+        incarnation: int,
+        *,
+        now: float,
+        state: WorkerState,
+        message: str = "",
+        secret: bytes = b"",
     ) -> list[Member]:
         """Ends the worker's membership as FINISHED or FAILED; [] where that process is no member.
 
@@ -220,6 +245,7 @@ class Membership:
             member = self._members.get(worker_id)
             if member is None or member.incarnation != incarnation:
                 return []
+            require_own(member, incarnation, secret)
             member.heard_at, member.message = now, message
             self._out(member, state)
             gone = [member]
@@ -299,6 +325,17 @@ class Membership:
         with self._lock:
             return list(dict.fromkeys(entry.name for entry in self._entries() if entry.arrived))
 
+    def require_own(self, worker_id: str, incarnation: int, secret: bytes, *, replica: str = "") -> None:
+        """Refuses (NotAllowed) who names a worker, or the replica of one, that is known here, without its secret.
+
+        Whom the run does not know yet, or not any more, other calls refuse.
+        """
+        with self._lock:
+            known = self._members.get(worker_id)
+            for each in [*([known] if known is not None else []), *(self._alive_of(replica) if replica else [])]:
+                if each.alive or each.incarnation == incarnation:
+                    require_own(each, incarnation, secret)
+
     def require_replica(self, replica: str, incarnation: int) -> None:
         """Raises ReplicaLost where a process of that life of the replica is lost."""
         with self._lock:
@@ -341,10 +378,12 @@ class Membership:
         before, member.state, member.counts = _standing(member), state, False
         self._moved(member, before=before)
 
-    def _require(self, worker_id: str, incarnation: int) -> Member:
+    def _require(self, worker_id: str, incarnation: int, secret: bytes) -> Member:
         known = self._members.get(worker_id)
         if known is not None and incarnation < known.incarnation and known.alive:
             raise superseded(known, incarnation)
+        if known is not None and known.incarnation == incarnation:
+            require_own(known, incarnation, secret)
         if known is None or known.incarnation != incarnation or known.state in _ENDED or _is_out(known):
             if known is not None and known.replica and known.incarnation == incarnation:
                 self._lives.require(known.replica, incarnation)

@@ -48,3 +48,5 @@ class PushPlan(NamedTuple):
     held_version: int = -1
     # The worker's own memory, where gradient or reply lie in such.
     memory: SharedMemory | None = None
+    # What shows that it is the worker's own push.
+    secret: bytes = b""

@@ -28,11 +28,14 @@ class WorkerRegistry:
         info: WorkerInfo,
         replica: str = "",
         parts: tuple[int, ...] = (),
+        secret: bytes = b"",
     ) -> Effects:
         """Makes the worker that greets a live one; an earlier life of its name or replica departs. Raises as `join`."""
         before = self.membership.get(worker_id)
         earlier = self.membership.of_replica(replica) if replica else []
-        member = self.membership.join(worker_id, incarnation, now=now, info=info, replica=replica, parts=parts)
+        member = self.membership.join(
+            worker_id, incarnation, now=now, info=info, replica=replica, parts=parts, secret=secret
+        )
         renewed = before is not None and before.incarnation != member.incarnation
         effects = NONE
         if before is None or renewed or not before.alive:
@@ -60,9 +63,10 @@ class WorkerRegistry:
         now: float,
         clock: int | None = None,
         scalars: Mapping[str, float] | None = None,
+        secret: bytes = b"",
     ) -> Effects:
-        """Notes a heartbeat; UnknownWorker or Superseded where it is none of a member."""
-        back = self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars)
+        """Notes a heartbeat; UnknownWorker, Superseded or NotAllowed where it is none of a member."""
+        back = self.membership.renew(worker_id, incarnation, now=now, clock=clock, scalars=scalars, secret=secret)
         return tell("back", "worker is back", worker=worker_id) if back else NONE
 
     def require_alive(self, worker_id: str, incarnation: int) -> None:
@@ -71,10 +75,12 @@ class WorkerRegistry:
         if member is None or member.incarnation != incarnation or not member.alive:
             raise WaitTimedOut(f"worker {worker_id!r} was silent for longer than its lease while it waited: ask again")
 
-    def pushed(self, worker_id: str, incarnation: int, *, now: float, clock: int | None) -> tuple[Roster, Effects]:
+    def pushed(
+        self, worker_id: str, incarnation: int, *, now: float, clock: int | None, secret: bytes = b""
+    ) -> tuple[Roster, Effects]:
         """Notes a push and returns who counts now; raises as `heard`."""
         before = self.membership.get(worker_id)
-        roster = self.membership.pushed(worker_id, incarnation, now=now, clock=clock)
+        roster = self.membership.pushed(worker_id, incarnation, now=now, clock=clock, secret=secret)
         if before is None or before.counts or not roster.counts(worker_id):
             return roster, NONE
         kind, what = ("counts", "worker counts") if before.alive else ("back", "worker is back")
@@ -84,11 +90,13 @@ class WorkerRegistry:
         """Tells of a worker whose push was taken, and that others had waited too long for."""
         return tell("counts", "worker counts", worker=worker_id, workers=self.membership.roster.num_workers)
 
-    def leave(self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str) -> Effects:
+    def leave(
+        self, worker_id: str, incarnation: int, *, now: float, failed: bool, message: str, secret: bytes = b""
+    ) -> Effects:
         """Ends a membership at the worker's own word, and that of its replica where it failed."""
         state = WorkerState.FAILED if failed else WorkerState.FINISHED
         before = self.membership.get(worker_id)
-        gone = self.membership.leave(worker_id, incarnation, now=now, state=state, message=message)
+        gone = self.membership.leave(worker_id, incarnation, now=now, state=state, message=message, secret=secret)
         effects = NONE
         if gone and (before is None or before.state is not state):
             effects = tell("left", "worker left", worker=worker_id, state=state.value, message=message)

@@ -46,7 +46,7 @@ class WholeModel:
                 self.shards[shard_id].push(
                     gradient, roster=roster, reply=reply, held_version=held_version, finding=finding
                 )
-                for shard_id, gradient, reply, held_version, _ in parts
+                for shard_id, gradient, reply, held_version, *_ in parts
             ]
 
     @contextmanager

@@ -101,10 +101,11 @@ def worker_environment(
     data_addresses: Sequence[str],
     control_addresses: Sequence[str],
     run_id: str,
+    key: str = "",
     gpus: Sequence[str] = (),
     group: Group | None = None,
 ) -> dict[str, str]:
-    """The environment of worker `index` of `count`: the inherited one and where its servers are.
+    """The environment of worker `index` of `count`: the inherited one, where its servers are, and its key.
 
     With a group, that of one of its processes: where the others are too.
     """
@@ -117,6 +118,7 @@ def worker_environment(
         "PYPS_WORKER_INDEX": str(index),
         "PYPS_WORKER_COUNT": str(count),
         "PYPS_WORKER_ID": worker_name(index, num_parts),
+        "PYPS_WORKER_KEY": key,
     }
     if group:
         environment["PYPS_PARTS"] = str(group.size)

@@ -12,12 +12,14 @@ import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from pyps.launcher.environment import Group, JobSettings, visible_gpus, worker_environment
+from pyps.launcher.environment import Group, JobSettings, visible_gpus, worker_environment, worker_name
 from pyps.launcher.ports import free_port
 from pyps.launcher.process import COORDINATOR, SUPERSEDED, ChildProcess, Coordinator
 from pyps.launcher.replica import Replicas
@@ -71,6 +73,8 @@ class Job:
         self._stopping = False
         self._workers_gone_at: float | None = None
         self._gpus: tuple[str, ...] = ()
+        # Of each worker, for all its lives; of the coordinator too.
+        self._keys: defaultdict[str, str] = defaultdict(partial(secrets.token_hex, 16))
         # Those at which processes of replicas meet.
         self._ports: set[int] = set()
         # Ends of children and signals; a SimpleQueue may be fed from a signal handler.
@@ -92,6 +96,10 @@ class Job:
         for _ in range(self.settings.num_workers):
             self._refuse_after_a_signal()
             self._replicas.add()
+
+    def key_of(self, name: str) -> str:
+        """What a worker of that name shows in each of its lives, and nobody else knows."""
+        return self._keys[name]
 
     @property
     def workers(self) -> list[ChildProcess]:
@@ -249,6 +257,7 @@ class Job:
             data_addresses=[server.data for server in self.addresses],
             control_addresses=[server.control for server in self.addresses],
             run_id=self.run_id,
+            key=self.key_of(worker_name(index, self.settings.num_processes)),
             gpus=self._gpus,
             group=group,
         )

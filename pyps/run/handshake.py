@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ class RunState(IntEnum):
 
 
 NAME_LENGTH_MAX = 200
+SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 64
 # Clocks of machines that work together differ by less.
 CLOCKS_APART_NANOSECONDS = 24 * 3600 * 10**9
 
@@ -60,6 +61,8 @@ class Greeting:
     parts: tuple[int, ...] = ()
     # The replica that it is one of several processes of; empty for a worker of one process.
     replica: str = ""
+    # What its calls are to show.
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def name(self) -> str:
@@ -81,6 +84,7 @@ class Opening:
     num_servers: int
     # The replica that the initialiser is one of several processes of; empty for a worker of one process.
     replica: str = ""
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def name(self) -> str:
@@ -146,6 +150,11 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
         raise BadRequest(
             f"the worker calls itself {greeting.worker_id!r}, a process of replica {greeting.replica!r}: the names of "
             f"its processes begin with {greeting.replica + '/'!r}"
+        )
+    if greeting.secret and not SECRET_BYTES_MIN <= len(greeting.secret) <= SECRET_BYTES_MAX:
+        raise BadRequest(
+            f"the worker's secret has {len(greeting.secret)} bytes; expected {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} "
+            "that nobody can guess, or none, for one of the server's"
         )
     if greeting.incarnation == 0:
         raise BadRequest("the worker gives no incarnation: send its start time in nanoseconds")

@@ -133,6 +133,8 @@ class RoundController:
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
         if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
+            # Before it owns the schedule, be it for a moment.
+            self._membership.require_own(gradient.worker_id, gradient.incarnation, plan.secret)
             with self._claiming([gradient]) as receipts:
                 roster, pushed = self._push(content, shard, plan, gradient, finding, began=began)
                 receipts.append(pushed.receipt)
@@ -145,7 +147,7 @@ class RoundController:
     def _push(
         self, content: Content, shard: Shard, plan: PushPlan, gradient: Gradient, finding: Finding, *, began: float
     ) -> tuple[Roster, Pushed]:
-        roster = self._hear(gradient, now=began)
+        roster = self._hear(gradient, plan.secret, now=began)
         pushed = shard.push(
             gradient,
             roster=roster if roster.parted is None else roster.of_part(content.parts[plan.shard_id]),
@@ -170,9 +172,11 @@ class RoundController:
         if self.logged and any(plan.gradient.volatile for plan in native):
             native = [plan._replace(gradient=plan.gradient.private()) for plan in native]
             finding = _against(finding)
+        for plan in plans:
+            self._membership.require_own(plan.gradient.worker_id, plan.gradient.incarnation, plan.secret)
         with self._claiming([plan.gradient for plan in plans]) as receipts:
             for plan in plans:
-                roster = self._hear(plan.gradient, now=began)
+                roster = self._hear(plan.gradient, plan.secret, now=began)
             pushed = content.whole.push(native, roster=roster, finding=finding)
             receipts += [each.receipt for each in pushed]
         for shard, plan, each in zip(shards, plans, pushed, strict=True):
@@ -187,12 +191,12 @@ class RoundController:
         own = "" if schedule == Constant.name else schedule
         return self.owner.claiming(names, schedule=own, events=self._events)
 
-    def _hear(self, gradient: Gradient, *, now: float) -> Roster:
+    def _hear(self, gradient: Gradient, secret: bytes, *, now: float) -> Roster:
         """Takes note of whose push it is; returns the workers that count with it."""
         worker_id, incarnation, clock = gradient.worker_id, gradient.incarnation, gradient.clock
-        roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock)
+        roster = self._membership.pushed_again(worker_id, incarnation, now=now, clock=clock, secret=secret)
         if roster is None:
-            roster, effects = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None)
+            roster, effects = self._registry.pushed(worker_id, incarnation, now=now, clock=clock or None, secret=secret)
             self.carry_out(effects)
         if self.steps.pacer is not None and self.steps.pacer.missing:
             # At work already, with or without asking.

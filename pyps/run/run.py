@@ -143,6 +143,7 @@ class Run:
                 info=info,
                 replica=greeting.replica,
                 parts=greeting.parts,
+                secret=greeting.secret,
             )
             self.rounds.carry_out(joined)
             if self._content is not None or greeting.server_index != 0:
@@ -155,31 +156,42 @@ class Run:
             return Welcome(initialize=True, term=term.number)
 
     def heartbeat(
-        self, run_id: str, worker_id: str, incarnation: int, *, clock: int, scalars: Mapping[str, float]
+        self,
+        run_id: str,
+        worker_id: str,
+        incarnation: int,
+        secret: bytes = b"",
+        *,
+        clock: int,
+        scalars: Mapping[str, float],
     ) -> Pulse:
         """Renews a worker's lease and tells what the server wants of it."""
         known = run_id == self.run_id or not run_id
         try:
             if known:
-                self.rounds.carry_out(
-                    self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock, scalars=scalars)
+                now = self.clock()
+                heard = self._registry.heard(
+                    worker_id, incarnation, now=now, clock=clock, scalars=scalars, secret=secret
                 )
+                self.rounds.carry_out(heard)
         except UnknownWorker:
             known = False
         state = self.state
         return Pulse(known, state == RunState.FINISHED, state, self.epoch, self.version_max)
 
-    def heard(self, run_id: str, worker_id: str, incarnation: int) -> None:
-        """Takes a worker's call for another service as a heartbeat; refuses one of another run, or unknown."""
+    def heard(self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"") -> None:
+        """Takes a worker's call as a heartbeat; refuses one of another run, of an unknown worker or not its own."""
         self._require_run(self._require_content(), run_id)
-        self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock()))
+        self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock(), secret=secret))
 
-    def leave(self, run_id: str, worker_id: str, incarnation: int, *, failed: bool, message: str) -> int:
+    def leave(
+        self, run_id: str, worker_id: str, incarnation: int, secret: bytes = b"", *, failed: bool, message: str
+    ) -> int:
         """Ends a worker's membership; returns how many are left alive. `rounds.complete_rounds` is to follow."""
         # Before there is a run, whoever waits for its parameters, or sends them, is of the run to come.
         if self._content is None or run_id == self.run_id:
             now = self.clock()
-            left = self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message)
+            left = self._registry.leave(worker_id, incarnation, now=now, failed=failed, message=message, secret=secret)
             self.rounds.carry_out(left)
         return self.membership.num_alive
 
@@ -188,6 +200,7 @@ class Run:
     def begin_initialize(self, opening: Opening) -> Initialization | None:
         """Opens an initialisation; None when this very one is done already."""
         handshake.check_opening(opening)
+        self.membership.require_own(opening.worker_id, opening.incarnation, opening.secret, replica=opening.replica)
         with self._lock:
             if self._already_initialized(opening):
                 return None
@@ -211,7 +224,10 @@ class Run:
         self.membership.require_replica(opening.replica, opening.incarnation)
         with suppress(UnknownWorker):
             # It may be at it for longer than its lease.
-            self.rounds.carry_out(self._registry.heard(opening.worker_id, opening.incarnation, now=self.clock()))
+            heard = self._registry.heard(
+                opening.worker_id, opening.incarnation, now=self.clock(), secret=opening.secret
+            )
+            self.rounds.carry_out(heard)
         with self._lock:
             # Another call may have brought the last shards meanwhile.
             if not self.election.is_done(opening.claim):
@@ -295,6 +311,7 @@ class Run:
         run_id: str,
         worker_id: str,
         incarnation: int,
+        secret: bytes = b"",
         *,
         clock: int,
         wake: Callable[[], None],
@@ -309,7 +326,8 @@ class Run:
         if again:
             self._registry.require_alive(worker_id, incarnation)
         else:
-            self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock))
+            heard = self._registry.heard(worker_id, incarnation, now=self.clock(), clock=clock, secret=secret)
+            self.rounds.carry_out(heard)
         if self._ending.over:
             return True
         return self.rounds.may_proceed(worker_id, clock=clock, wake=wake)
@@ -331,15 +349,21 @@ class Run:
         return settled
 
     def shards_to_pull(
-        self, run_id: str, worker_id: str, incarnation: int, *, observer: bool, shard_ids: Iterable[int]
+        self,
+        run_id: str,
+        worker_id: str,
+        incarnation: int,
+        secret: bytes = b"",
+        *,
+        observer: bool,
+        shard_ids: Iterable[int],
     ) -> list[Shard]:
         """The shards that a caller may read, those named or all that it may; a worker's lease is renewed."""
         content = self._require_content()
         if observer:
             handshake.check_run(run_id, self.holding(), observer=True)
             return [content.shard(shard_id) for shard_id in shard_ids] or list(content.shards.values())
-        self._require_run(content, run_id)
-        self.rounds.carry_out(self._registry.heard(worker_id, incarnation, now=self.clock()))
+        self.heard(run_id, worker_id, incarnation, secret)
         shards = [content.shard(shard_id) for shard_id in shard_ids]
         self.require_declared(worker_id, (shard.shard_id for shard in shards))
         return shards or list(self.shards_of(worker_id).values())

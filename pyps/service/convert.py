@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from pyps.core.receipt import Outcome, Receipt
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.shard import Pushed
 from pyps.core.spec import spell_out
-from pyps.run.handshake import Greeting, Opening, Pulse, Welcome
+from pyps.run.handshake import SECRET_BYTES_MIN, Greeting, Opening, Pulse, Welcome
 from pyps.run.run import SOFTWARE, Run
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
@@ -134,6 +135,7 @@ def greeting_from(request: wire.HelloRequest) -> Greeting:
         device=for_people(request.device),
         parts=tuple(request.parts),
         replica=request.replica,
+        secret=b"" if observer else request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN),
     )
 
 
@@ -151,6 +153,7 @@ def opening_from(request: wire.InitializeRequest) -> Opening:
         server_index=request.server_index,
         num_servers=request.num_servers,
         replica=request.replica,
+        secret=request.sender.secret,
     )
 
 
@@ -169,7 +172,7 @@ def plan_from(
     # What holds no number may leave it unsaid.
     codec = FLOAT32 if request.kind == common.PAYLOAD_KIND_NOTHING else CODECS.get(request.codec)
     codec = codec or codec_numbered(request.codec)
-    return plan_of(request, payload, sender.worker_id, sender.incarnation, codec, reply, epoch=epoch)
+    return plan_of(request, payload, sender.worker_id, sender.incarnation, sender.secret, codec, reply, epoch=epoch)
 
 
 def plan_of(
@@ -177,6 +180,7 @@ def plan_of(
     payload: bytes | memoryview,
     worker_id: str,
     incarnation: int,
+    secret: bytes,
     codec: Codec,
     reply: Reply | None,
     *,
@@ -214,7 +218,7 @@ def plan_of(
     )
     # A version of another epoch means nothing here: everything is newer.
     holds = reply is not None and request.HasField("held_version") and request.epoch == epoch
-    return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory)
+    return PushPlan(request.shard_id, gradient, reply, request.held_version if holds else -1, memory, secret)
 
 
 def codec_from(number: int) -> Codec:
@@ -297,7 +301,7 @@ def shard_versions(run: Run) -> list[common.ShardVersion]:
 
 
 def hello_reply(
-    run: Run, welcome: Welcome, *, control_address: str, offers: Iterable[wire.HelloReply]
+    run: Run, welcome: Welcome, *, secret: bytes, control_address: str, offers: Iterable[wire.HelloReply]
 ) -> wire.HelloReply:
     """Everything that a welcome caller needs to know, with what each transport offers it."""
     config = run.config
@@ -331,6 +335,7 @@ def hello_reply(
         server_index=run.server_index,
         num_servers=run.num_servers,
         control_address=control_address,
+        secret=secret,
     )
     for offer in offers:
         reply.MergeFrom(offer)

@@ -96,7 +96,7 @@ class LeaseCall:
 
 def queue_of(run: Run, sender: Sender) -> WorkQueue:
     """The queue, for a worker of the run: its call renews its lease."""
-    run.heard(sender.run_id, sender.worker_id, sender.incarnation)
+    run.heard(sender.run_id, sender.worker_id, sender.incarnation, sender.secret)
     return of_first_server(run)
 
 

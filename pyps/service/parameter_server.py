@@ -67,9 +67,9 @@ class ParameterServer:
         large = len(message) >= MODEL_BYTES_INLINE
         greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message))
         offers = [await transport.offer(greeting) for transport in self._transports]
-        address, model = self._control_address, self._run.model
+        secret, address, model = greeting.secret, self._control_address, self._run.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
-        reply = partial(convert.hello_reply, self._run, welcome, control_address=address, offers=offers)
+        reply = partial(convert.hello_reply, self._run, welcome, secret=secret, control_address=address, offers=offers)
         return (await self._off_loop_where(large, reply)).SerializeToString()
 
     async def initialize(self, _: object, context: Call) -> bytes:
@@ -99,7 +99,10 @@ class ParameterServer:
             large = len(message) >= MODEL_BYTES_INLINE
             read = partial(convert.parse_frame, wire.InitializeRequest, message)
             request, payload = await self._off_loop_where(large, read)
-            with self._budget.account(request.sender.worker_id).holding(len(message)):
+            sender = request.sender
+            # Before it takes room that the worker may hold.
+            self._run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
+            with self._budget.account(sender.worker_id).holding(len(message)):
                 if not begun:
                     begin = partial(self._begin_initialize, request)
                     initialization = await self._off_loop_where(large, begin)
@@ -155,7 +158,7 @@ class ParameterServer:
             describe=lambda: f"{sender.worker_id} waits to begin step {clock + 1}, for {names_in_words(waits_for())}",
             waits_for=waits_for,
         )
-        ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, clock=clock)
+        ask = partial(run.may_proceed, sender.run_id, sender.worker_id, sender.incarnation, sender.secret, clock=clock)
         cancelled = False
         try:
             poll.look()
@@ -184,6 +187,7 @@ class ParameterServer:
             sender.run_id,
             sender.worker_id,
             sender.incarnation,
+            sender.secret,
             clock=request.clock,
             scalars=dict(request.scalars),
         )
@@ -196,6 +200,7 @@ class ParameterServer:
             request.sender.run_id,
             request.sender.worker_id,
             request.sender.incarnation,
+            request.sender.secret,
             failed=request.cause == wire.LeaveRequest.CAUSE_FAILED,
             message=convert.for_people(request.message),
         )

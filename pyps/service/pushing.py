@@ -112,7 +112,7 @@ class Staging:
         """Yields whenever what there is, which `drop` returns, is to be pushed now as a whole."""
         # Before anything of it is held: names that nobody has joined by could be any number.
         gradient = message.plan.gradient
-        self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation)
+        self._run.heard(message.run_id, gradient.worker_id, gradient.incarnation, message.plan.secret)
         if self.parts and self.parts[0].push_id != message.push_id:
             self.require_all()
             yield
@@ -176,6 +176,7 @@ class PushStream:
                     )
                     gradient = message.plan.gradient
                     if first:
+                        run.membership.require_own(gradient.worker_id, gradient.incarnation, message.plan.secret)
                         # The whole stream counts for it, whoever else may send in it.
                         self._account.caller, first = gradient.worker_id, False
                     whole = run.rounds.behaviour.aggregation.whole_model

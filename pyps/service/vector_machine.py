@@ -122,8 +122,8 @@ class VectorMachineService:
             check_message_bytes(len(message), bytes_max=self._run.config.max_message_bytes)
             request, payload = parse_frame(wire.StageRequest, message)
             sender = request.sender
+            self._run.heard(sender.run_id, sender.worker_id, sender.incarnation, sender.secret)
             with self._budget.account(sender.worker_id).holding(len(message)):
-                self._run.heard(sender.run_id, sender.worker_id, sender.incarnation)
                 machine = self._machine()
                 former, part = part, _stage_part(request, payload)
                 if former is not None and (former.pass_, former.stage_id) != (part.pass_, part.stage_id):

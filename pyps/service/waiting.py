@@ -84,6 +84,7 @@ class VersionWait:
             sender.run_id,
             sender.worker_id,
             sender.incarnation,
+            sender.secret,
             observer=observer,
             shard_ids=dict.fromkeys([want.shard_id for want in request.wants]),
         )

@@ -434,3 +434,4 @@ def test_a_worker_that_fails_is_started_again_and_trains_the_same_run(start_pyth
     assert launcher.wait() == 0, launcher.output()
     assert "worker-0 was killed by SIGKILL and is started again (restart 1 of 3)." in announced(launcher)
     assert re.search(r"^worker-0 \| w 0\.0\n(.*\n)+worker-0 \| w -0\.0[45]", launcher.output(), re.M), "its own push"
+    assert "cannot join yet" not in launcher.output(), "it has the key of the one that was killed"

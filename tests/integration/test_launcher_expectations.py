@@ -32,7 +32,8 @@ def test_a_replica_that_one_server_saw_did_join(start_server: Start) -> None:
     with process:
         process.hello(replica="replica-0", parts=[0])
 
-        assert not expectations.lower("replica-0", [server.control for server in servers])
+        key = process.sender.secret.decode()
+        assert not expectations.lower("replica-0", [server.control for server in servers], key=key)
 
     # The one that saw it was told that it is gone, the other one to expect one fewer.
     assert [missing(server) for server in servers] == [1, 1]
@@ -44,7 +45,7 @@ def test_a_replica_that_no_server_saw_never_joined(start_server: Start) -> None:
     expectations = Expectations(2)
     addresses = [server.control for server in servers]
 
-    assert expectations.lower("replica-0", addresses)
+    assert expectations.lower("replica-0", addresses, key="")
 
     assert [missing(server) for server in servers] == [1, 1]
 
@@ -54,7 +55,7 @@ def test_servers_that_are_gone_have_nothing_to_say_of_it(start_server: Start) ->
     addresses = [server.control for server in servers]
     servers[0].stop()
 
-    assert Expectations(2).lower("replica-0", addresses)
+    assert Expectations(2).lower("replica-0", addresses, key="")
 
     servers[1].stop()
-    assert not Expectations(2).lower("replica-0", addresses)
+    assert not Expectations(2).lower("replica-0", addresses, key="")

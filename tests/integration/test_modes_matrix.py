@@ -196,7 +196,7 @@ class Training:
                 server_index=index,
                 num_servers=len(self.servers),
             ) as wire:
-                wire.sender.incarnation = me.incarnation
+                wire.sender.incarnation, wire.sender.secret = me.incarnation, client.session.sender.secret
                 shards = [shard for shard in wire.plan.of_server(index) if shard.shard_id in last.receipts]
                 requests = [
                     wire.push_request(

@@ -159,6 +159,7 @@ class Tcp(Transport):
     def _admit(self, request: lane_pb2.LaneOpen) -> None:
         """Takes a worker in, on its lane's thread."""
         sender = request.sender
+        self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
         self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
         for other in list(self._connections):
             # A worker has one; its earlier one is lost, though the system has not said so yet.

@@ -88,6 +88,7 @@ class Exchange:
             numbers.shards[shard_id],
             attachment.worker_id,
             attachment.incarnation,
+            attachment.secret,
             numbers.codec,
             attachment.replies[shard_id] if pull else None,
             epoch=attachment.content.epoch,
@@ -225,7 +226,9 @@ class Requests:
         # As one state of the run.
         shards, plan, epoch = run.shards, run.partition, run.epoch
         # It renews its lease, and refuses strangers.
-        run.shards_to_pull(sender.run_id, sender.worker_id, sender.incarnation, observer=False, shard_ids=())
+        run.shards_to_pull(
+            sender.run_id, sender.worker_id, sender.incarnation, sender.secret, observer=False, shard_ids=()
+        )
         if plan is None or run.shards is not shards:
             raise NotInitialized("the run was reset while its memory was attached: say Hello, then attach it anew")
         member = run.membership.get(sender.worker_id)

@@ -8,7 +8,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import NamedTuple
 
@@ -204,6 +204,8 @@ class Attachment:
     codec: Codec
     # Where each shard's parameters go.
     replies: Mapping[int, Reply]
+    # The worker's.
+    secret: bytes = field(repr=False)
 
     @classmethod
     def make(cls, request: local.LocalAttach, memory: Memory, content: Content) -> Attachment:
@@ -217,12 +219,18 @@ class Attachment:
             [_vectors(vectors, memory, content) for vectors in request.gradients],
             parameters.codec,
             {shard_id: Reply(view, 0, parameters.codec) for shard_id, view in parameters.shards.items()},
+            request.sender.secret,
         )
 
     @property
     def sender(self) -> common.Sender:
         """The worker that attached it."""
-        return common.Sender(run_id=self.content.run_id, worker_id=self.worker_id, incarnation=self.incarnation)
+        return common.Sender(
+            run_id=self.content.run_id,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            secret=self.secret,
+        )
 
     def require_laid_out(self, shard_id: int, membership: Membership) -> None:
         """Refuses a shard that has no place in the memory: it is not here, or of a part that was not declared."""

@@ -64,6 +64,7 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "tls_cert": ("mine", "theirs"),
     "tls_key": ("mine", "theirs"),
     "token": ("mine", "gehe\u00efm"),
+    "worker_key": ("mine, which is long", "short"),
 }
 
 
@@ -106,8 +107,9 @@ def test_rank_and_world_size_are_a_workers_place_under_torchrun_where_nobody_nam
     assert Launch.from_environment(environment=torchrun).worker_id == Launch(servers=("a:1",)).worker_id
 
 
-def test_the_token_is_not_printed() -> None:
-    assert "secret" not in repr(Launch(servers=("a:1",), token="secret"))
+def test_the_token_is_not_printed_nor_is_the_key() -> None:
+    secrets = {"token": "secret", "worker_key": "secret of a worker"}
+    assert "secret" not in repr(Launch(servers=("a:1",), **secrets))
 
 
 def test_addresses_are_read_or_refused_by_name() -> None:
@@ -158,6 +160,7 @@ def test_what_is_not_of_its_settings_type_is_refused_by_name() -> None:
         ({"use_proxy": "no"}, "use_proxy is 'no'; expected True or False"),
         ({"transport": 5}, "transport is 5; expected a string"),
         # Which is not printed.
+        ({"worker_key": "a" * 15}, r"worker_key \(PYPS_WORKER_KEY\) has 15 characters; expected 16 to 64"),
         ({"token": 7}, "token is of type int; expected a string"),
         ({"token": "first\nsecond"}, "token does not hold one line of printable ASCII"),
         *(({"servers": wrong}, "expected 'host:port,host:port', or a list of") for wrong in (5, [5], None, b"a:1")),
