@@ -35,7 +35,7 @@ from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
 from pyps_wire.work_pb2 import GetWorkRequest
 from shards import make_shard, pull
 from support import DEADLINE_SECONDS, ROOT, AnyServer, PythonProcess, ServerProcess, inspect, wait_until
-from wire_worker import WireWorker
+from wire_worker import WireWorker, secret_of
 
 Doubles = npt.NDArray[np.float64]
 NUM_PORTIONS = 3
@@ -304,7 +304,7 @@ class WireCoordinator:
 
     def __init__(self, worker: WireWorker, *, run_id: str = "run-1") -> None:
         self.stub = VectorMachineStub(worker.channel)
-        self.sender = common.Sender(run_id=run_id)
+        self.sender = common.Sender(run_id=run_id, secret=secret_of("coordinator"))
         self.epoch = 0
         self.op_seq = 0
 

@@ -35,20 +35,22 @@ class AttachRequest(_message.Message):
     def __init__(self, sender: _Optional[_Union[_common_pb2.Sender, _Mapping]] = ..., coordinator_epoch: _Optional[int] = ..., history_pairs: _Optional[int] = ..., vectors_float32: _Optional[int] = ..., vectors_float64: _Optional[int] = ..., stages: _Optional[int] = ..., num_portions: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("coordinator_epoch", "iteration", "state", "vectors", "num_parameters", "planned_bytes")
+    __slots__ = ("coordinator_epoch", "iteration", "state", "vectors", "num_parameters", "planned_bytes", "secret")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ITERATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PLANNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     iteration: int
     state: str
     vectors: _containers.RepeatedScalarFieldContainer[str]
     num_parameters: int
     planned_bytes: int
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., iteration: _Optional[int] = ..., state: _Optional[str] = ..., vectors: _Optional[_Iterable[str]] = ..., num_parameters: _Optional[int] = ..., planned_bytes: _Optional[int] = ...) -> None: ...
+    secret: bytes
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., iteration: _Optional[int] = ..., state: _Optional[str] = ..., vectors: _Optional[_Iterable[str]] = ..., num_parameters: _Optional[int] = ..., planned_bytes: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Instruction(_message.Message):
     __slots__ = ("operation", "target", "left", "right", "scalar", "precision", "names", "others", "scalars", "stage_ids", "count")

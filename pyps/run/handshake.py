@@ -151,11 +151,7 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
             f"the worker calls itself {greeting.worker_id!r}, a process of replica {greeting.replica!r}: the names of "
             f"its processes begin with {greeting.replica + '/'!r}"
         )
-    if greeting.secret and not SECRET_BYTES_MIN <= len(greeting.secret) <= SECRET_BYTES_MAX:
-        raise BadRequest(
-            f"the worker's secret has {len(greeting.secret)} bytes; expected {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} "
-            "that nobody can guess, or none, for one of the server's"
-        )
+    check_secret(greeting.secret)
     if greeting.incarnation == 0:
         raise BadRequest("the worker gives no incarnation: send its start time in nanoseconds")
     # Later lives of its name have larger ones: nobody could take the name over from a life of the future.
@@ -170,6 +166,15 @@ def check_caller(greeting: Greeting, *, software: str, now_nanoseconds: int) -> 
     if not greeting.server_index < greeting.num_servers:
         raise BadRequest(
             f"server_index is {greeting.server_index}, but must be below num_servers, {greeting.num_servers}"
+        )
+
+
+def check_secret(secret: bytes) -> None:
+    """Refuses a worker's or a coordinator's own secret that could be guessed, or is long."""
+    if secret and not SECRET_BYTES_MIN <= len(secret) <= SECRET_BYTES_MAX:
+        raise BadRequest(
+            f"the caller's secret has {len(secret)} bytes; expected {SECRET_BYTES_MIN} to {SECRET_BYTES_MAX} that "
+            "nobody can guess, or none, for one of the server's"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from pyps.core.vectors.machine import Plan, VectorMachine, one_after_the_other
 from pyps.core.vectors.program import INSTRUCTIONS_MAX, LISTED_MAX, Instruction, Operation, Precision, Program
 from pyps.core.vectors.shard_vectors import Answer
 from pyps.core.vectors.stages import StagePart
-from pyps.run.handshake import RunState
+from pyps.run.handshake import SECRET_BYTES_MIN, RunState, check_secret
 from pyps.run.run import Run
 from pyps.service.calls import Call
 from pyps.service.convert import parse, parse_frame
@@ -85,8 +86,10 @@ class VectorMachineService:
             num_workers=run.membership.num_alive,
         )
         at_least = LIVES_PER_EPOCH * run.epoch + 1
-        attach = partial(machine.attach, plan, coordinator_epoch=request.coordinator_epoch, at_least=at_least)
-        attached = await self._off_loop(attach)
+        check_secret(request.sender.secret)
+        secret = request.sender.secret or secrets.token_bytes(SECRET_BYTES_MIN)
+        life = {"coordinator_epoch": request.coordinator_epoch, "at_least": at_least}
+        attached = await self._off_loop(partial(machine.attach, plan, secret=secret, **life))
         if not run.server_index:
             # From here on nobody before it begins a pass.
             run.work.coordinator.attach(attached.coordinator_epoch)
@@ -97,7 +100,7 @@ class VectorMachineService:
             iteration=attached.iteration,
             planned_bytes=attached.planned_bytes,
         )
-        return wire.AttachReply(**asdict(attached)).SerializeToString()
+        return wire.AttachReply(**asdict(attached), secret=secret).SerializeToString()
 
     async def execute(self, message: bytes, context: Call) -> bytes:
         """Executes a program."""
@@ -111,7 +114,8 @@ class VectorMachineService:
             commits_iteration=request.commits_iteration,
             state=request.state,
         )
-        results = await self._off_loop(partial(machine.execute, program, run_all=self._run_all))
+        secret = request.sender.secret
+        results = await self._off_loop(partial(machine.execute, program, run_all=self._run_all, secret=secret))
         return wire.ExecuteReply(scalars=results.scalars, version=results.version).SerializeToString()
 
     async def stage(self, _: object, context: Call) -> bytes:

@@ -116,6 +116,7 @@ class WorkQueueService:
             check_name(name, what="a scalar's name")
         queue = self._coordinated_by(request.sender)
         self._refuse_when_over()
+        self._require_coordinator(request)
         queue.coordinator.begin_pass(
             pass_of(request),
             coordinator_epoch=request.coordinator_epoch,
@@ -138,6 +139,7 @@ class WorkQueueService:
         """Ends the work."""
         request = convert.parse(wire.EndWorkRequest, message)
         queue = self._coordinated_by(request.sender)
+        self._require_coordinator(request)
         queue.coordinator.end(coordinator_epoch=request.coordinator_epoch, message=convert.for_people(request.message))
         return wire.EndWorkReply().SerializeToString()
 
@@ -179,6 +181,11 @@ class WorkQueueService:
             raise NotInitialized("this server holds no run yet: a worker that starts brings it")
         check_run(sender.run_id, self._run.holding(), observer=True)
         return of_first_server(self._run)
+
+    def _require_coordinator(self, request: wire.BeginPassRequest | wire.EndWorkRequest) -> None:
+        machine = self._run.machine
+        assert machine is not None
+        machine.require_coordinator(request.coordinator_epoch, request.sender.secret)
 
     def _refuse_when_over(self) -> None:
         if self._run.state is RunState.FINISHED:

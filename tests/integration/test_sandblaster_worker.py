@@ -32,7 +32,7 @@ from pyps_wire.work_pb2_grpc import WorkQueueStub
 from sandblaster import instruction
 from support import DEADLINE_SECONDS, PythonProcess, ServerThread, compensated_sum, inspect, wait_until
 from training import NUM_EXAMPLES, make_dataset, make_model, mean_loss_and_gradient
-from wire_worker import CHANNEL_OPTIONS
+from wire_worker import CHANNEL_OPTIONS, secret_of
 
 Start = Callable[..., ServerThread]
 StartPython = Callable[..., PythonProcess]
@@ -51,7 +51,8 @@ class Conductor:
 
     def __init__(self, servers: Sequence[ServerThread]) -> None:
         self.servers = addresses(servers)
-        self.sender = Sender(run_id="blast", worker_id="conductor", incarnation=time.time_ns())
+        secret = secret_of("conductor")
+        self.sender = Sender(run_id="blast", worker_id="conductor", incarnation=time.time_ns(), secret=secret)
         self._channels = [grpc.insecure_channel(server.data, options=CHANNEL_OPTIONS) for server in servers]
         self.queue = WorkQueueStub(self._channels[0])
         self._machines = [VectorMachineStub(channel) for channel in self._channels]

@@ -52,7 +52,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "Deliver": {"lease_ids": [1], "example_count": 2},
     "Stage": {"num_shards": 1, "codec": common.CODEC_FLOAT32, "payload": GRADIENT["payload"]},
 }
-# In a coordinator's name, which is no worker's: see test_vector_machine.py.
+# In a coordinator's name, which is no worker's: see test_vector_machine.py. AwaitPass tells what anybody may know.
 COORDINATORS = {"Attach", "Execute", "BeginPass", "AwaitPass", "EndWork"}
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,13 @@ from pyps_client import Client
 from pyps_client.lbfgs.worker import Staging
 from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
+from pyps_wire import work_pb2 as work
 from pyps_wire.contract import METHODS
 from pyps_wire.errors import NoRoom
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
+from pyps_wire.work_pb2_grpc import WorkQueueStub
 from sandblaster import WireCoordinator, instruction
 from support import DEADLINE_SECONDS, ServerThread
 from wire_worker import WireWorker, refusal_of, values_of
@@ -176,6 +179,31 @@ def test_a_life_that_never_was_is_not_taken_up(start_server: Start) -> None:
             assert f"no coordinator's life {never}" in refusal_of(coordinator.attach, coordinator_epoch=never)[2]
         assert coordinator.attach(coordinator_epoch=present).coordinator_epoch == present
         assert coordinator.attach().coordinator_epoch == present + 1
+
+
+def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
+    """Its life's number is no secret; who wants another has to attach, which the one before hears."""
+    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
+        coordinator.attach()
+        impostor = WireCoordinator(worker)
+        impostor.epoch, queue = coordinator.epoch, WorkQueueStub(worker.channel)
+        known = {"coordinator_epoch": coordinator.epoch}
+        program = coordinator.request(instruction("MOVE", left="parameters"))
+        for secret in (b"", b"0" * 16, worker.sender.secret):
+            impostor.sender.secret = program.sender.secret = secret
+            who = {"sender": impostor.sender, **known}
+            for call in (
+                partial(impostor.attach, coordinator.epoch),
+                partial(impostor.stub.Execute, program),
+                partial(queue.BeginPass, work.BeginPassRequest(**who, **{"pass": 1, "num_portions": 1})),
+                partial(queue.EndWork, work.EndWorkRequest(**who)),
+            ):
+                assert refusal_of(call)[1] == "NotAllowed", call
+            # A life of which nobody has heard.
+            who["coordinator_epoch"] = 2**40
+            assert refusal_of(queue.EndWork, work.EndWorkRequest(**who))[1] == "BadRequest"
+        assert not queue.AwaitPass(work.AwaitPassRequest(sender=coordinator.sender, **known)).progress.ended
+        coordinator.execute(instruction("ALLOC", target="g"))
 
 
 # Stages.

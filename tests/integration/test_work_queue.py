@@ -15,7 +15,7 @@ from pyps_wire import work_pb2 as wire
 from pyps_wire.work_pb2_grpc import WorkQueueStub
 from sandblaster import WireCoordinator
 from support import DEADLINE_SECONDS, inspect, shell, status_of, wait_for_event, wait_until
-from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of
+from wire_worker import QUICK_LEASES, WireWorker, beating, crew, refusal_of, secret_of
 
 TRAIN = wire.DataSpec(name="train", num_examples=20, portion_examples=4)
 COORDINATED = wire.DataSpec(name="train", num_examples=20, coordinated=True)
@@ -160,9 +160,9 @@ def test_another_server_than_the_first_says_where_to_ask(start_server):
 
 
 def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
-    server = start_server()
+    server = start_server("--protocol", "sandblaster")
     with opened(server, 2, COORDINATED) as [a, b]:
-        coordinator = Coordinator(a.worker)
+        coordinator = Coordinator.attached(a.worker)
         asked = a.waiting()
         [wait] = wait_for_waits(server, 1)
         assert wait == "w0 waits for a portion, for the coordinator"
@@ -194,9 +194,9 @@ def test_a_coordinator_makes_a_pass_and_hears_what_it_came_to(start_server):
 
 
 def test_a_coordinator_s_wait_ends_with_the_progress(start_server):
-    server = start_server()
+    server = start_server("--protocol", "sandblaster")
     with opened(server, 1, COORDINATED) as [a]:
-        coordinator = Coordinator(a.worker)
+        coordinator = Coordinator.attached(a.worker)
         coordinator.begin(1, num_portions=4)
         a.lease()
         reply = coordinator.wait(1, 0.2)
@@ -216,9 +216,9 @@ def test_a_coordinator_waits_for_workers_that_open_a_data_set(start_server):
 
 
 def test_waits_end_with_the_run_and_with_its_reset(start_server):
-    server = start_server()
+    server = start_server("--protocol", "sandblaster")
     with opened(server, 1, COORDINATED) as [a]:
-        coordinator = Coordinator(a.worker)
+        coordinator = Coordinator.attached(a.worker)
         coordinator.begin(1, copies_max=1)
         calls = [a.waiting(), coordinator.waiting(1)]
         a.held = [calls[0].result(60).portion.lease_id]
@@ -231,7 +231,7 @@ def test_waits_end_with_the_run_and_with_its_reset(start_server):
 def test_a_coordinator_that_waits_hears_that_another_attached(start_server):
     server = start_server("--protocol", "sandblaster")
     with opened(server, 1, COORDINATED) as [a]:
-        former = Coordinator(a.worker, epoch=WireCoordinator(a.worker).attach().coordinator_epoch)
+        former = Coordinator.attached(a.worker)
         former.begin(1)
         call = former.waiting(1)
         wait_for_waits(server, 1)
@@ -328,8 +328,13 @@ class Coordinator:
 
     def __init__(self, worker: WireWorker, *, epoch: int = 1) -> None:
         self.stub = WorkQueueStub(worker.channel)
-        self.sender = common.Sender(run_id=worker.sender.run_id)
+        self.sender = common.Sender(run_id=worker.sender.run_id, secret=secret_of("coordinator"))
         self.epoch = epoch
+
+    @classmethod
+    def attached(cls, worker: WireWorker) -> Coordinator:
+        """One that may begin passes."""
+        return cls(worker, epoch=WireCoordinator(worker).attach().coordinator_epoch)
 
     def begin(self, pass_: int, *, num_portions: int = 2, **fields: object) -> wire.BeginPassReply:
         request = wire.BeginPassRequest(

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from hmac import compare_digest
+from typing import TypeAlias
 
 from pyps.core.arrays import Floats
 from pyps.core.shard import Shard
@@ -26,7 +28,7 @@ from pyps.core.vectors.program import (
 )
 from pyps.core.vectors.shard_vectors import Answer, Script, ShardVectors, Vector, make_vector
 from pyps.core.vectors.stages import StagePart, Stages
-from pyps_wire.errors import BadRequest, LimitExceeded, RunFinished, Superseded
+from pyps_wire.errors import BadRequest, LimitExceeded, NotAllowed, RunFinished, Superseded
 
 _FLOAT32_BYTES, _FLOAT64_BYTES = 4, 8
 # What a plan may name at most: enough for anybody, and no product overflows.
@@ -117,6 +119,9 @@ def _fewer_stages(plan: Plan, stages: int) -> str:
     return f"{' or '.join(ways)} ({stages} staged sums at once)"
 
 
+# In a class of which `bytes` means something else.
+Secret: TypeAlias = bytes
+
 # Runs jobs that touch nothing in common, several at once if it likes; returns what they return, in their order.
 RunAll = Callable[[Sequence[Callable[[], list[Answer]]]], list[list[Answer]]]
 
@@ -183,6 +188,8 @@ class VectorMachine:
         self.coordinator_epoch = 0
         self.iteration = 0
         self.text = ""
+        # The last life that attached since this server's start, and its secret.
+        self._attached = (-1, b"")
         self._op_seq = 0
         self._results = Results()
         self._standing = VectorTable()
@@ -216,12 +223,12 @@ class VectorMachine:
 
     # What a coordinator calls.
 
-    def attach(self, plan: Plan, *, coordinator_epoch: int = 0, at_least: int = 1) -> Attachment:
+    def attach(self, plan: Plan, *, coordinator_epoch: int = 0, at_least: int = 1, secret: Secret = b"") -> Attachment:
         """Makes the caller the coordinator, in place of any before it; epoch 0 counts its lives up.
 
         A life that is counted is `at_least` that: a restored machine does not know of all that were.
         Raises LimitExceeded, naming settings that would fit, where the plan is too large; Superseded for an earlier
-        life than one that was here.
+        life than one that was here, NotAllowed for the present one without its secret.
         """
         if self._logged:
             raise BadRequest(
@@ -234,14 +241,33 @@ class VectorMachine:
                 plan, num_parameters=self._num_parameters, bytes_max=self._bytes_max, pairs_there=pairs_there
             )
             epoch = coordinator_epoch or max(self.coordinator_epoch + 1, at_least)
-            self._require_latest(epoch)
             if epoch > self.coordinator_epoch:
                 self.coordinator_epoch, self._op_seq, self._results = epoch, 0, Results()
+                self._attached = epoch, secret
                 # Nobody folds them any more, and the plan counts on their room.
                 self._stages.begin(self._stages.pass_)
+            self.require_coordinator(epoch, secret)
             return Attachment(epoch, self.iteration, self.text, self.names, self._num_parameters, planned_bytes)
 
-    def execute(self, program: Program, *, run_all: RunAll = one_after_the_other) -> Results:
+    def require_coordinator(self, coordinator_epoch: int, secret: Secret) -> None:
+        """Refuses a life that never attached (BadRequest), an earlier one (Superseded), and who has not its secret."""
+        if coordinator_epoch > self.coordinator_epoch:
+            raise BadRequest(
+                f"the call is of coordinator life {coordinator_epoch}, and the last that attached here was life "
+                f"{self.coordinator_epoch}: attach first"
+            )
+        if coordinator_epoch < self.coordinator_epoch:
+            raise Superseded(
+                f"coordinator life {coordinator_epoch} was replaced by life {self.coordinator_epoch}: end this one"
+            )
+        attached, own = self._attached
+        if attached != coordinator_epoch or not compare_digest(own, secret):
+            raise NotAllowed(
+                f"the call is in the name of the coordinator's life {coordinator_epoch} without its secret: send the "
+                "one that AttachReply brought, or attach, which begins a life of its own"
+            )
+
+    def execute(self, program: Program, *, run_all: RunAll = one_after_the_other, secret: Secret = b"") -> Results:
         """Executes a program on all shards and returns the sums, over the shards in their order, of what they answer.
 
         The last program again gets the last answer; one that commits an iteration that was committed is not executed.
@@ -249,12 +275,7 @@ class VectorMachine:
         LimitExceeded for a program of which nothing can be executed, Superseded for an earlier coordinator's.
         """
         with self._lock:
-            self._require_latest(program.coordinator_epoch)
-            if program.coordinator_epoch > self.coordinator_epoch:
-                raise BadRequest(
-                    f"the program is of coordinator life {program.coordinator_epoch}, and the last that attached here "
-                    f"was life {self.coordinator_epoch}: attach first"
-                )
+            self.require_coordinator(program.coordinator_epoch, secret)
             if program.op_seq == self._op_seq > 0:
                 return self._results
             if program.op_seq != self._op_seq + 1:
@@ -320,12 +341,6 @@ class VectorMachine:
             self.coordinator_epoch, self.iteration, self.text = state.coordinator_epoch, state.iteration, state.text
 
     # What follows is called under _lock.
-
-    def _require_latest(self, coordinator_epoch: int) -> None:
-        if coordinator_epoch < self.coordinator_epoch:
-            raise Superseded(
-                f"coordinator life {coordinator_epoch} was replaced by life {self.coordinator_epoch}: end this one"
-            )
 
     def _execute(self, program: Program, run_all: RunAll) -> tuple[float, ...]:
         folds: list[list[dict[int, Floats]]] = []
