@@ -63,7 +63,7 @@ class Codec(int):
         if self.dtype is None:
             raise BadRequest(
                 f"{self.name} does not write each number by itself, so it can neither be cut nor lie in shared memory: "
-                "send it by gRPC"
+                "send it by gRPC or a lane"
             )
 
     def require_count(self, payload: Buffer, count: int) -> None:

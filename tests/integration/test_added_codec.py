@@ -73,7 +73,7 @@ def test_gradients_and_parameters_travel_in_it_whole_and_in_part(start_server: S
         server = start_server("--protocol", protocol, "--staleness", "none", "--clip-norm", "1000")
         with make_client(server.data, **options()) as client:
             plan = client.session.partition
-            assert client.session.transport == "grpc"
+            assert client.session.transport == "tcp"
             client.push(gradient)
             held -= np.float32(0.5) * travelled(flat(gradient), plan)
             np.testing.assert_array_equal(flat(client.pull()), travelled(held, plan), err_msg=protocol)

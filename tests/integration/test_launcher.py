@@ -329,7 +329,7 @@ def test_what_servers_would_refuse_is_refused_before_any_starts(start_python: St
 
 def test_a_misspelt_variable_is_refused_before_anything_starts() -> None:
     for variable, value, complaint in (
-        ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, grpc"),
+        ("PYPS_TRANSPORT", "shmem", "PYPS_TRANSPORT is 'shmem'; expected one of auto, shm, tcp, grpc"),
         ("PYPS_PARAMETER_CODEC", "bf16", "PYPS_PARAMETER_CODEC is 'bf16'; expected one of float32, float16, bfloat16"),
         ("PYPS_USE_PROXY", "maybe", "PYPS_USE_PROXY is 'maybe'; expected yes or no"),
         ("PYPS_TRANSPROT", "grpc", "PYPS_TRANSPROT in the environment is no setting: did you mean PYPS_TRANSPORT?"),

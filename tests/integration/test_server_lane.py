@@ -156,7 +156,7 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
 
     def refused(sender: common.Sender, ticket: bytes) -> bool:
         with RawLane(offer.port).open(sender, ticket) as lane:
-            return lane.refusal().startswith("NotAllowed: the ticket is not worker")
+            return lane.refusal().startswith("NotAllowed: ")
 
     assert refused(worker.sender, b"") and refused(worker.sender, b"x" * 16)
     assert refused(stranger, offer.ticket) and refused(earlier, offer.ticket)

@@ -65,7 +65,7 @@ def greeting_with(num_tensors: int) -> bytes:
 
 def host_of(run: Run, executor: KernelExecutor) -> Host:
     """What a server around that run has."""
-    return Host(run.config, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None)
+    return Host(run.config, None, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None)
 
 
 def test_a_call_to_a_server_of_the_process_whose_loop_has_ended_finds_it_gone() -> None:
@@ -81,7 +81,9 @@ def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
     for num_tensors, on_the_loop in ((10, True), (2000, False)):
         run, context = Watched(), Any
         executor = KernelExecutor(1)
-        host = Host(*(run.config, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None))
+        host = Host(
+            *(run.config, None, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None)
+        )
         service = ParameterServer(host, control_address="")
         answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
         executor.shutdown()

@@ -79,6 +79,8 @@ class Connection:
         self._room = threading.Semaphore(READ_AHEAD_MAX)
         self._num_begun = self._num_answered = 0
         self._pulling: Future[None] | None = None
+        # Until its end is sent, after which the worker may begin another.
+        self._pulls = False
         self._sending = threading.Lock()
         self._failed = False
         # When the other end is to have done its part: opened, sent a message, taken one. None while it owes nothing.
@@ -99,9 +101,12 @@ class Connection:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way on an open lane."""
-        if self.sender is None or self._receives_until is not None or self._num_begun != self._num_answered:
-            return False
-        return self._pulling is None or self._pulling.done()
+        return not (
+            self.sender is None
+            or self._receives_until is not None
+            or self._num_begun != self._num_answered
+            or self._pulls
+        )
 
     def shut(self) -> None:
         """Cuts the lane, from any thread; its threads end."""
@@ -202,17 +207,25 @@ class Connection:
 
     def _begin_pull(self, header: bytes) -> None:
         self._require_own(convert.parse(wire.PullRequest, header, bytes_max=PUSH_HEADER_MAX).sender)
-        if self._pulling is not None and not self._pulling.done():
+        if self._pulls:
             raise BadRequest("a pull is under way on this lane: read what it brings first")
+        self._pulls = True
         self._pulling = asyncio.run_coroutine_threadsafe(self._serve_pull(header), self._loop)
 
     async def _serve_pull(self, header: bytes) -> None:
         try:
             await self._pull(header, self)
         except Exception as error:
-            self._jobs.put(partial(self._send_failure, error))
+            self._jobs.put(partial(self._end_pull, error))
         else:
-            self._jobs.put(partial(self._send, lane.END, b""))
+            self._jobs.put(self._end_pull)
+
+    def _end_pull(self, error: Exception | None = None) -> None:
+        self._pulls = False
+        if error is None:
+            self._send(lane.END, b"")
+        else:
+            self._send_failure(error)
 
     async def write(self, message: bytes) -> None:
         """Sends a pull's message; as of gRPC's context."""

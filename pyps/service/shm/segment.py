@@ -294,7 +294,9 @@ def _spans(request: local.LocalAttach, content: Content) -> Iterator[tuple[int, 
         codec = convert.codec_from(vectors.codec)
         codec.require_divisible()
         if codec not in NATIVE:
-            raise BadRequest(f"this server's kernels do not read {codec.name} in shared memory: send it by gRPC")
+            raise BadRequest(
+                f"this server's kernels do not read {codec.name} in shared memory: send it by gRPC or a lane"
+            )
         for offset, size in zip(vectors.offsets, sizes, strict=True):
             if size:
                 yield offset, codec.bytes_of(size)
