@@ -462,7 +462,9 @@ class LocalWorker(WireWorker):
         return reply
 
     def attach_request(self, **fields: object) -> local.LocalRequest:
-        """What the worker attaches; `fields` replace what it says."""
+        """What the worker attaches, with the ticket of a Hello; `fields` replace what it says."""
+        if not (self.offer.ticket or "ticket" in fields):
+            self.hello()
         attach = local.LocalAttach(
             sender=self.sender,
             ticket=self.offer.ticket,
@@ -478,6 +480,9 @@ class LocalWorker(WireWorker):
                 getattr(attach, name).extend(value)
             else:
                 getattr(attach, name).CopyFrom(value)
+        if attach.ticket == self.offer.ticket:
+            # It is good once.
+            self.offer.ticket = b""
         return local.LocalRequest(attach=attach)
 
     def attach(self) -> LocalSocket:

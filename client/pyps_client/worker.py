@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from pyps_client.push import Plan, Pushes
 from pyps_client.replica.group import ALONE, Group, agreed, led, own_partition
 from pyps_client.run_state import View, warn_of_differences
 from pyps_client.transport import Channel
-from pyps_client.transport.connection import Connection, Operation, Servers, contacts_of
+from pyps_client.transport.connection import CALL_SECONDS, Connection, Operation, Servers, contacts_of
 from pyps_client.transport.lent import Layout, Lent, Sharing
 from pyps_client.vectors import NUMPY, Converter, Vector, Vectors
 from pyps_wire.codecs import FLOAT32, codec_of
@@ -164,6 +165,7 @@ class Worker:
         self._check_open()
         self._converter = converter or self._converter
         layout = Layout(self.model, self._codec, self._pull_codec, gradient_buffers, converts=converter is not None)
+        self._servers.on_all([partial(self._greet_where_stale, each) for each in self._servers])
         lent = self._sharing.lend(layout).lent
         self._lent_intakes = self._intakes(lent.parameters)
         return lent
@@ -460,6 +462,10 @@ class Worker:
 
     def _rejoin(self, connection: Connection, channel: Channel, timeout_seconds: float) -> None:
         self._note_hello(connection, self._handshake.rejoin(connection, channel, timeout_seconds))
+
+    def _greet_where_stale(self, connection: Connection, channel: Channel, _: threading.Event) -> None:
+        if self._sharing.is_stale(connection):
+            self._rejoin(connection, channel, CALL_SECONDS)
 
     def _check_open(self) -> None:
         if self._guard.generation != fork.generation:

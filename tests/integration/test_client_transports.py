@@ -220,6 +220,20 @@ def test_closing_ends_a_pull_that_is_held_and_a_push_meanwhile_takes_the_other_w
             pulling.result(DEADLINE_SECONDS)
 
 
+def test_a_worker_that_takes_its_time_until_it_lends_is_greeted_anew(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
+    server = start_server()
+    settings = common.OptimizerSettings(rule="sgd", groups=[common.GroupSettings(hyperparameters={"learning_rate": 1})])
+    launch = Launch(servers=(server.data,), worker_id="worker", transport="shm")
+    with Worker(Model((Tensor("w", (3,)),)), settings, launch=launch, initial=lambda: [np.zeros(3, np.float32)]) as own:
+        monkeypatch.undo()
+        monkeypatch.setattr("pyps_client.transport.lent.TICKET_SECONDS", 0.0)
+        own.lend()
+        assert own.transport == "shm"
+
+
 def test_vectors_are_lent_once_and_so_many(start_server: Start) -> None:
     with (
         make_client(start_server().data) as client,

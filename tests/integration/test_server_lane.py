@@ -163,7 +163,7 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
         assert lane.receive() == (OPEN, b"", b"")
     assert refused(worker.sender, offer.ticket)
-    monkeypatch.setattr("pyps.service.lane.listener.TICKET_SECONDS", 0.0)
+    monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
     assert refused(worker.sender, worker.hello().lane.ticket)
     # One who only asks gets none.
     assert worker.hello(role=common.ROLE_OBSERVER).lane.ticket == b""

@@ -151,15 +151,36 @@ def test_one_descriptor_comes_with_attach_and_none_else_stays_open(start_server_
         wait_until(lambda: len(descriptors_of(server.pid)) == before, 60, "no descriptor left")
 
 
-def test_a_ticket_opens_for_its_own_worker_alone(start_server):
+def test_a_ticket_is_of_one_life_of_a_worker_for_one_use_and_a_short_time(start_server, monkeypatch):
     server = start_server()
     with joined(server, "a") as a, joined(server, "b") as b:
-        for ticket in (b"", bytes(16), b.offer.ticket):
-            error = refusal_of(a, a.attach_request(ticket=ticket), a.descriptor)
-            assert isinstance(error, NotAllowed)
-        # One that is right, for a worker that nobody has seen.
-        b.leave()
+
+        def refused(ticket: bytes, **fields: object) -> bool:
+            error = refusal_of(a, a.attach_request(ticket=ticket, **fields), a.descriptor)
+            return isinstance(error, NotAllowed) and "ticket" in str(error)
+
+        own = a.hello().local.ticket
+        assert all(map(refused, (b"", bytes(16), b.offer.ticket)))
+        earlier = common.Sender()
+        earlier.CopyFrom(a.sender)
+        earlier.incarnation -= 1
+        assert refused(own, sender=earlier)
+        # Several threads of a worker may have said Hello meanwhile.
+        newer = a.hello().local.ticket
+        for ticket in (own, newer):
+            a.offer.ticket = ticket
+            a.attach()
+            assert refused(ticket)
+        monkeypatch.setattr("pyps.service.tickets.TICKET_SECONDS", 0.0)
+        assert refused(a.hello().local.ticket)
+        # Nor is any of them kept for ever.
+        monkeypatch.undo()
+        first, *_ = [a.hello().local.ticket for _ in range(5)]
+        assert refused(first)
+        assert "ticket" not in server.output()
+        # One that is right, for a worker that nobody knows any more.
         reset = b.attach_request()
+        b.leave()
         reset.attach.sender.run_id = "other"
         error = refusal_of(b, reset, b.descriptor)
         assert "'other'" in str(error)

@@ -37,6 +37,9 @@ TakeParts = Callable[[bytes, int, Callable[[memoryview], None]], bool]
 # How often a thread that waits for its turn looks whether that may take long.
 LOOK_SECONDS = 0.005
 
+# What a Hello's tickets are good for; servers give them somewhat longer.
+TICKET_SECONDS = 20.0
+
 NO_OFFER = "it offers no shared memory"
 
 

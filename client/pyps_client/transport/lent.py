@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from pyps_client.launch import Launch
 from pyps_client.log import logger
 from pyps_client.retry import LinkLost, LocalLost
-from pyps_client.transport import NO_OFFER
+from pyps_client.transport import NO_OFFER, TICKET_SECONDS
 from pyps_client.transport.connection import Connection
 from pyps_client.vectors import Vectors, dtype_of
 from pyps_wire.codecs import Codec
@@ -134,8 +135,9 @@ class Sharing:
         self._connections = [connection for connection in connections if partition.of_server(connection.index)]
         self._sender = sender
         self._lending: Lending | None = None
-        # By server index, what the last Hello said.
+        # By server index, what the last Hello said, and when.
         self._offers: dict[int, LocalTransport | None] = {}
+        self._offered_at: dict[int, float] = {}
 
     def lend(self, layout: Layout) -> Lending:
         """Lends vectors, in memory that is shared with every server that offers it; once a session."""
@@ -156,9 +158,15 @@ class Sharing:
     def greeted(self, connection: Connection, reply: HelloReply) -> None:
         """Notes a server's offer; one that had been lost and came back is handed the same memory again."""
         self._offers[connection.index] = self._launch.way.offer(reply, connection.address)
+        self._offered_at[connection.index] = time.monotonic()
         lending = self._lending
         if lending is not None and lending.segment is not None and connection in self._connections:
             self._attach(connection, lending)
+
+    def is_stale(self, connection: Connection) -> bool:
+        """Whether a server that is to be handed memory has to be greeted anew, since tickets hold for seconds."""
+        aged = time.monotonic() > self._offered_at[connection.index] + TICKET_SECONDS
+        return aged and self._offers[connection.index] is not None
 
     def gradients(self, vectors: Vectors) -> int | None:
         """Which of the lent gradients these are; None for others."""

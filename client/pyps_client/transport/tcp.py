@@ -15,7 +15,7 @@ from pyps_client.credentials import Credentials
 from pyps_client.fork import at_fork
 from pyps_client.log import logger
 from pyps_client.retry import SIGNAL_SECONDS, Busy, LinkLost, LocalLost
-from pyps_client.transport import Channel, Lane, Parts, Reply, TakeParts
+from pyps_client.transport import TICKET_SECONDS, Channel, Lane, Parts, Reply, TakeParts
 from pyps_client.transport.grpc import Grpc, GrpcChannel
 from pyps_client.transport.threads import Future, Threads
 from pyps_wire import lane
@@ -29,8 +29,6 @@ NO_LANE = "it offers no lane"
 _KINDS = {"Push": lane.PUSH, "Exchange": lane.EXCHANGE, "Pull": lane.PULL}
 # Who does not answer for so long is no lane: a firewall, or another program.
 OPEN_SECONDS = 5.0
-# A ticket holds for somewhat longer.
-TICKET_SECONDS = 20.0
 HEADER_BYTES_MAX = 1 << 22
 # A C program's struct timeval.
 _TIME = struct.Struct("ll")

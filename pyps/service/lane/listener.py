@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from threading import Lock
 from typing import Any
 
 import grpc
@@ -19,54 +16,24 @@ from pyps.run.handshake import Greeting
 from pyps.service.calls import Call
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.lane.connection import Connection
+from pyps.service.tickets import Tickets
 from pyps.service.transport import Host, Service, Transport
 from pyps_wire import lane_pb2
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.contract import LANE_PORT, METHODS
-from pyps_wire.errors import NotAllowed, ServerUnavailable
+from pyps_wire.errors import ServerUnavailable
 
 AUTO, OFF = "auto", "off"
 BACKLOG = 128
 # Each has two threads; further workers go by gRPC. Callers that have not shown a ticket come beside them.
 LANES_MAX = 64
 STRANGERS_MAX = 16
-TICKET_BYTES = 16
-TICKET_SECONDS = 30.0
 # How often the lanes are looked at.
 LOOK_SECONDS = 1.0
 # Workers whose last way this was are compared with those that the run still lists, where they are more.
 USED_KEPT = 256
 
 log = logs.get("pyps.service")
-
-
-class Tickets:
-    """Tickets of one use, for a short time: one a worker, that of its last Hello. May be used from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        # Guarded by _lock. By worker: which life of it, the ticket, and until when it holds.
-        self._issued: dict[str, tuple[int, bytes, float]] = {}
-
-    def issue(self, worker_id: str, incarnation: int) -> bytes:
-        """A new ticket, in place of the worker's former one."""
-        now, ticket = time.monotonic(), secrets.token_bytes(TICKET_BYTES)
-        with self._lock:
-            self._issued = {name: each for name, each in self._issued.items() if each[2] > now}
-            self._issued[worker_id] = incarnation, ticket, now + TICKET_SECONDS
-        return ticket
-
-    def redeem(self, ticket: bytes, worker_id: str, incarnation: int) -> None:
-        """Uses a ticket up; NotAllowed for any other than that of this life of the worker's last Hello."""
-        with self._lock:
-            issued_to, issued, until = self._issued.get(worker_id, (0, b"", 0.0))
-            if issued_to == incarnation and time.monotonic() < until and hmac.compare_digest(ticket, issued):
-                del self._issued[worker_id]
-                return
-        raise NotAllowed(
-            f"the ticket is not worker {worker_id!r}'s, was used, or is older than {TICKET_SECONDS:g} s: open the lane "
-            "with the one that its last Hello brought"
-        )
 
 
 class Tcp(Transport):

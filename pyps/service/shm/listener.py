@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import os
 import secrets
 import socket
@@ -21,10 +20,10 @@ from pyps.service.shm.connection import Connection
 from pyps.service.shm.requests import Requests
 from pyps.service.shm.segment import Attachment, Segment
 from pyps.service.shm.sharers import Sharers
+from pyps.service.tickets import Tickets
 from pyps.service.transport import Host, Service, Transport
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
-from pyps_wire.errors import NotAllowed
 
 AUTO, OFF = "auto", "off"
 # Calls that wait to be accepted.
@@ -34,7 +33,6 @@ PATH_BYTES_MAX = 107
 # process, user and group, as the kernel tells them of the caller.
 _PEER = struct.Struct("3i")
 _PATTERN = "pyps-*.sock"
-TICKET_BYTES = 16
 # Callers that have not attached yet, beside one for each worker that may be alive.
 STRANGERS_SPARE = 16
 # How often the connections are looked at: those whose worker is gone or holds the server up are closed.
@@ -123,24 +121,6 @@ def _remove_stale(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-class Tickets:
-    """Makes and recognises tickets; it remembers none of them."""
-
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
-
-    def of(self, worker_id: str, incarnation: int) -> bytes:
-        """The ticket of one life of a worker."""
-        return hmac.digest(self._key, f"{incarnation} {worker_id}".encode(), "sha256")[:TICKET_BYTES]
-
-    def check(self, ticket: bytes, *, worker_id: str, incarnation: int) -> None:
-        """Refuses any other ticket than that of this life."""
-        if not hmac.compare_digest(ticket, self.of(worker_id, incarnation)):
-            raise NotAllowed(
-                f"the ticket is not worker {worker_id!r}'s: attach with the one that its last Hello brought"
-            )
-
-
 class SharedMemory(Transport):
     """Serves workers that share their memory with this process."""
 
@@ -170,17 +150,16 @@ class SharedMemory(Transport):
 
     async def offer(self, greeting: Greeting) -> wire.HelloReply:
         worker_id, listener = greeting.worker_id, self._listener
-        ticket = b""
-        # To one who only asks whether memory could be shared: where, and no ticket.
         if not greeting.observer:
             for connection in list(self._connections):
                 if connection.is_hung_up and connection in self._sharers.of(worker_id):
                     connection.close()
             await self._sharers.quiet(worker_id)
             self._sharers.greeted(worker_id)
-            ticket = self._tickets.of(worker_id, greeting.incarnation)
         if listener is None:
             return wire.HelloReply()
+        # To one who only asks whether memory could be shared: where, and no ticket.
+        ticket = b"" if greeting.observer else self._tickets.issue(worker_id, greeting.incarnation)
         return wire.HelloReply(local=wire.LocalTransport(address=listener.address, ticket=ticket))
 
     async def start(self, services: Sequence[Service], address: str) -> None:
@@ -232,7 +211,8 @@ class SharedMemory(Transport):
     async def _attach(self, request: local.LocalAttach, descriptor: int) -> Attachment:
         """Takes a worker's memory in; the descriptor can be closed afterwards."""
         sender = request.sender
-        self._tickets.check(request.ticket, worker_id=sender.worker_id, incarnation=sender.incarnation)
+        self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
+        self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
         map_it = partial(Segment, descriptor, num_bytes=request.segment_bytes, hand_over=self._host.work.hand_over)
         return await self._requests.attach(request, map_it)
 
