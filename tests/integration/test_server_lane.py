@@ -152,7 +152,9 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
 ) -> None:
     offer = worker.hello().lane
     stranger = common.Sender(run_id="run-1", worker_id="b", incarnation=worker.sender.incarnation)
-    earlier = common.Sender(run_id="run-1", worker_id="a", incarnation=worker.sender.incarnation - 1)
+    earlier = common.Sender()
+    earlier.CopyFrom(worker.sender)
+    earlier.incarnation -= 1
 
     def refused(sender: common.Sender, ticket: bytes) -> bool:
         with RawLane(offer.port).open(sender, ticket) as lane:
@@ -160,6 +162,10 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
 
     assert refused(worker.sender, b"") and refused(worker.sender, b"x" * 16)
     assert refused(stranger, offer.ticket) and refused(earlier, offer.ticket)
+    for secret in (b"", b"0" * 16, worker.sender.secret[:-1]):
+        nobody = common.Sender(run_id="run-1", worker_id="a", incarnation=worker.sender.incarnation, secret=secret)
+        with RawLane(offer.port).open(nobody, offer.ticket) as lane:
+            assert lane.refusal().startswith("NotAllowed: the call is in the name of worker 'a'")
     with RawLane(offer.port).open(worker.sender, offer.ticket) as lane:
         assert lane.receive() == (OPEN, b"", b"")
     assert refused(worker.sender, offer.ticket)
