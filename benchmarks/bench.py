@@ -27,7 +27,6 @@ BENCHMARKS = {
     "rounds": (True, True),
     "link": (True, True),
     "training": (False, True),
-    "sweep": (False, True),
     "load": (False, True),
     "memory": (False, True),
     "gpu": (False, True),

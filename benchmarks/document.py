@@ -26,8 +26,7 @@ from measure import spread
 
 TEMPLATE = Path(__file__).with_name("performance_template.md")
 # What a complete document has the results of.
-BENCHMARKS = ("kernel", "rounds", "link", "training", "sweep", "load", "memory", "gpu", "huge")
-SWEEP_PICTURE = Path(__file__).with_name("sweep.png")
+BENCHMARKS = ("kernel", "rounds", "link", "training", "load", "memory", "gpu", "huge")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -40,9 +39,6 @@ def main() -> None:
     kept = options.into / "performance.json"
     if options.results.resolve() != kept.resolve():
         shutil.copyfile(options.results, kept)
-    # benchmarks/README.md shows it.
-    if (picture := options.into / "images" / pictures.file_name("sweep")).exists():
-        shutil.copyfile(picture, SWEEP_PICTURE)
 
 
 def write(results: Results, folder: Path) -> None:
@@ -80,9 +76,9 @@ def machine(results: Results) -> str:
 def _runs(results: Results) -> str:
     """How many runs a cell is the median of, by benchmark."""
     counts = {}
-    for name in ("rounds", "link", "training", "sweep", "memory"):
+    for name in ("rounds", "link", "training", "memory"):
         cells = Counter(
-            (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "slowed", "kind", "message_bytes")))
+            (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "slowed")))
             for row in figures.rows(results, name)
         )
         if cells:
@@ -200,29 +196,6 @@ def load_table(results: Results) -> str:
     return _table(("", *columns), rows) if rows else _missing(results, "load")
 
 
-def sweep_tables(results: Results) -> str:
-    echoes = figures.rows(results, "sweep", kind="echo")
-    rounds = figures.rows(results, "sweep", kind="rounds")
-    if not echoes and not rounds:
-        return _missing(results, "sweep")
-    sizes = sorted({row["message_bytes"] for row in echoes + rounds})
-    names = figures.subjects(echoes)
-    rows = [
-        (
-            _in_units(size),
-            *(spread(figures.values([r for r in echoes if r["message_bytes"] == size], name), 2) for name in names),
-            spread(figures.values([r for r in rounds if r["message_bytes"] == size], figures.GRPC), 2),
-        )
-        for size in sizes
-    ]
-    return _table(("message", *(f"echo: {name}" for name in names), "pyps, whole rounds"), rows)
-
-
-def _in_units(num_bytes: int) -> str:
-    # A shard of the default size is just under 4 MiB, so that it and its header fit gRPC's limit.
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
-
-
 def memory_table(results: Results) -> str:
     found = figures.rows(results, "memory")
     rows = []
@@ -334,7 +307,6 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "link_table": link_table,
     "training_tables": training_tables,
     "load_table": load_table,
-    "sweep_tables": sweep_tables,
     "memory_table": memory_table,
     "huge_sentence": huge_sentence,
     "gpu_table": gpu_table,

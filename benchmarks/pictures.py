@@ -36,7 +36,6 @@ def draw_all(results: Results, folder: Path) -> dict[str, str]:
         "rounds_by_size": rounds_by_size,
         "rounds_by_workers": rounds_by_workers,
         "link": link,
-        "sweep": sweep,
         "load": load,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,29 +121,6 @@ def link(results: Results) -> Any:
         axes.set_title(f"{rate.removesuffix('gbit')} Gbit/s each way", fontsize=10)
         axes.grid(alpha=0.3, axis="y")
     panels[0][0].set_ylabel("rounds per second, 25.6 million parameters")
-    return figure
-
-
-def sweep(results: Results) -> Any:
-    """Rounds per second against message size: gRPC alone, and all of pyps."""
-    found = figures.rows(results, "sweep")
-    if not found:
-        return None
-    figure, axes = pyplot.subplots(figsize=(8.5, 4.6))
-    for kind, width in (("echo", 1.2), ("rounds", 2.5)):
-        of_kind = _of(found, kind=kind)
-        for subject in figures.subjects(of_kind):
-            sizes = sorted({row["message_bytes"] for row in of_kind})
-            speeds = [figures.median(_of(of_kind, message_bytes=size), subject) or math.nan for size in sizes]
-            label = subject if kind == "rounds" else f"echo: {subject}"
-            axes.plot([size / 2**20 for size in sizes], speeds, marker="o", markersize=4, linewidth=width, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("MiB a message")
-    axes.set_ylabel("rounds of 100 MiB each way, per second")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}"))
-    _legend(axes)
     return figure
 
 

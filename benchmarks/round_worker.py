@@ -20,7 +20,6 @@ import torch
 from measure import memory_bytes, pin, pinned_cores
 
 from pyps_client import RemoteOptimizer
-from pyps_wire.partition import DEFAULT_SHARD_SIZE
 
 LEARNING_RATE = 0.01
 EPSILON = 1e-10
@@ -116,14 +115,13 @@ def main() -> None:
         arguments.add_argument(name, type=int, required=True)
     arguments.add_argument("--fresh", action="store_true", help="a new gradient tensor in each round")
     arguments.add_argument("--pinned", action="store_true", help="stay on the workers' core")
-    arguments.add_argument("--shard-size", type=int, default=DEFAULT_SHARD_SIZE)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     if options.pinned:
         pin(os.getpid(), pinned_cores()[1])
     model = Tensors(options.params, options.keys)
     rule = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
-    optimizer = RemoteOptimizer(model, rule, shard_size=options.shard_size)
+    optimizer = RemoteOptimizer(model, rule)
     step = stepping(model, optimizer, fresh=options.fresh)
     for _ in range(options.warmup):
         step()

@@ -163,21 +163,12 @@ class Workers:
         return line
 
 
-def run(
-    variant: Variant,
-    size: Size,
-    num_workers: int,
-    *,
-    link: Link | None = None,
-    server_flags: Sequence[str] = (),
-    shard_size: int | None = None,
-) -> dict[str, Any]:
+def run(variant: Variant, size: Size, num_workers: int, *, link: Link | None = None) -> dict[str, Any]:
     """Measures one variant: all workers warm up, go at once, and are summed up. Raises Failed."""
     command = [sys.executable, str(HERE / "round_worker.py"), "--params", str(size.params), "--keys", str(size.keys)]
     command += ["--rounds", str(size.rounds), "--warmup", str(size.warmup)]
     command += ["--fresh"] * variant.fresh + ["--pinned"] * size.pinned
-    command += ["--shard-size", str(shard_size)] if shard_size else []
-    with Server(server_flags, link) as server, Workers(command, server, variant, num_workers, link) as workers:
+    with Server(link=link) as server, Workers(command, server, variant, num_workers, link) as workers:
         if size.pinned:
             pin(server.pid, pinned_cores()[0])
         workers.wait_until_ready()
