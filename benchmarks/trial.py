@@ -18,6 +18,8 @@ from measure import cpu_seconds, memory_bytes, percentile, pin, pinned_cores
 from network import Link
 from work import Size
 
+from pyps.certificates import Authority
+
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0
 
@@ -36,6 +38,8 @@ class Variant:
     codec: str = "float32"
     # Whether each round has new gradient tensors, instead of rewriting the optimizer's own.
     fresh: bool = False
+    # Whether all is encrypted.
+    tls: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,26 +50,31 @@ class Variant:
 SHARED_MEMORY = Variant("pyps shared memory", transport="shm")
 SHARED_MEMORY_FRESH = Variant("pyps shared memory, fresh gradients", transport="shm", fresh=True)
 LANE = Variant("pyps lane float32", transport="tcp")
+LANE_TLS = Variant("pyps lane TLS float32", transport="tcp", tls=True)
 LANE_BFLOAT16 = Variant("pyps lane bfloat16", transport="tcp", codec="bfloat16")
 GRPC = Variant("pyps gRPC float32")
 GRPC_BFLOAT16 = Variant("pyps gRPC bfloat16", codec="bfloat16")
-VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_FRESH, LANE, LANE_BFLOAT16, GRPC, GRPC_BFLOAT16)
+VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_FRESH, LANE, LANE_TLS, LANE_BFLOAT16, GRPC, GRPC_BFLOAT16)
 
 
 class Server:
     """A `pyps serve` process on free ports, on one side of `link` where there is one; ended with the context."""
 
-    def __init__(self, flags: Sequence[str] = (), link: Link | None = None):
+    def __init__(self, flags: Sequence[str] = (), link: Link | None = None, *, tls: bool = False):
         # Without a penalty for staleness every update is the full one, and the end can be checked against the formula.
         self._command = [sys.executable, "-m", "pyps", "serve", "--port", "0", "--control-port", "0"]
         self._command += ["--metrics-port", "0", "--staleness", "none", *flags]
-        self._link = link
+        self._link, self._tls = link, tls
         if link is not None:
             self._command = [*link.on_server, *self._command, "--host", "0.0.0.0", "--insecure"]
 
     def __enter__(self) -> Server:
         self._kept = tempfile.TemporaryDirectory(prefix="pyps-bench-")
         self.folder = Path(self._kept.name)
+        if self._tls:
+            authority = Authority(self.folder, create=True)
+            cert = authority.make_server([self._link.server_address if self._link else "127.0.0.1"], days=1)
+            self._command += ["--tls-cert", str(cert), "--tls-key", str(cert.with_suffix(".key"))]
         ready, log = self.folder / "ready.json", self.folder / "server.log"
         with log.open("w", encoding="utf-8") as output:
             self._process = subprocess.Popen(
@@ -105,6 +114,8 @@ class Workers:
     def __init__(self, command: Sequence[str], server: Server, variant: Variant, count: int, link: Link | None = None):
         environment = os.environ | variant.environment
         environment |= {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "bench", "PYPS_WORKER_COUNT": str(count)}
+        if variant.tls:
+            environment["PYPS_TLS_CA"] = str(server.folder / "ca.crt")
         # What they say beside their answers: shown where one fails.
         self._log = server.folder / "workers.log"
         with self._log.open("w", encoding="utf-8") as log:
@@ -168,7 +179,10 @@ def run(variant: Variant, size: Size, num_workers: int, *, link: Link | None = N
     command = [sys.executable, str(HERE / "round_worker.py"), "--params", str(size.params), "--keys", str(size.keys)]
     command += ["--rounds", str(size.rounds), "--warmup", str(size.warmup)]
     command += ["--fresh"] * variant.fresh + ["--pinned"] * size.pinned
-    with Server(link=link) as server, Workers(command, server, variant, num_workers, link) as workers:
+    with (
+        Server(link=link, tls=variant.tls) as server,
+        Workers(command, server, variant, num_workers, link) as workers,
+    ):
         if size.pinned:
             pin(server.pid, pinned_cores()[0])
         workers.wait_until_ready()

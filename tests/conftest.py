@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+import certified
 from support import PythonProcess, ServerProcess, ServerThread
 
 # A busy machine must not fail a property by its clock. CI tries the same cases each time; elsewhere they are others.
@@ -33,6 +35,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the long tests first: what is shared out last is then short, and all processes end together."""
     items.sort(key=lambda item: item.nodeid.startswith(("unit/", "tests/unit/")))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `certified.make`."""
+    return certified.make(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture

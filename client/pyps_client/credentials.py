@@ -93,21 +93,27 @@ class Credentials:
                     return f"{address} takes TLS only: set tls_ca (PYPS_TLS_CA) to the ca.crt of its certificate."
                 # A server that refuses the caller's certificate ends the connection after the handshake.
                 return "" if _answers(secured) else self._refused_by(address)
-        except ssl.SSLCertVerificationError as error:
-            return self._refusal_of(address, host, error)
         except ssl.SSLEOFError:
             return ""
         except ssl.SSLError as error:
-            return self.tls_ca and (
-                f"{address} does not answer by TLS ({error.reason}): start the server with --tls-cert and --tls-key, "
-                "or leave out tls_ca (PYPS_TLS_CA)."
-            )
+            return self.tls_ca and self.explained(address, error)
         except OSError:
             return ""
 
-    def _refusal_of(self, address: str, host: str, error: ssl.SSLCertVerificationError) -> str:
+    def explained(self, address: str, error: ssl.SSLError) -> str:
+        """What it means that TLS with a server failed so, in a sentence."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return self._refusal_of(address, error)
+        if "ALERT" in (error.reason or ""):
+            return self._refused_by(address)
+        return (
+            f"{address} does not answer by TLS ({error.reason}): start the server with --tls-cert and --tls-key, "
+            "or leave out tls_ca (PYPS_TLS_CA)."
+        )
+
+    def _refusal_of(self, address: str, error: ssl.SSLCertVerificationError) -> str:
         """What is wrong with the server's certificate."""
-        whose = f"The certificate of {address}"
+        whose, host = f"The certificate of {address}", address.rpartition(":")[0].strip("[]")
         if error.verify_code == _EXPIRED:
             return f"{whose} has expired: make another one (`pyps certs init`); the server reads it as it runs."
         if error.verify_code == _NOT_YET:

@@ -12,39 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
-from pyps.certificates import Authority
 from pyps.config import ConfigError
 from pyps_client.credentials import Credentials
+from pyps_client.transport.tcp import TcpLane
 from pyps_wire.errors import BadRequest, NotAuthenticated
-from support import ServerThread, replace_file, shell
+from pyps_wire.parameter_server_pb2 import LaneOffer
+from support import ServerThread, replace_file, server_port, shell
 
 Start = Callable[..., ServerThread]
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Certificates by what is wrong with them, in a folder each, of which "sound" and "expired" have one CA."""
-    folder = tmp_path_factory.mktemp("certificates")
-    for name, days in (("sound", 1), ("expired", -1), ("strange", 1)):
-        if name == "expired":
-            shutil.copytree(folder / "sound", folder / name, ignore=shutil.ignore_patterns("server.*", "worker.*"))
-        authority = Authority(folder / name, create=True)
-        authority.make_server(["127.0.0.1"], days=days)
-        authority.make_worker("worker", days=days)
-    return folder
-
-
-def served(folder: Path, *, mutual: bool = False) -> list[str]:
-    """The flags of a server."""
-    flags = ["--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key")]
-    return flags + (["--tls-client-ca", str(folder.parent / "sound" / "ca.crt")] if mutual else [])
-
-
-def shown(folder: Path, *, mutual: bool = False) -> dict[str, str]:
-    """The settings of a worker."""
-    own = {"tls_cert": str(folder / "worker.crt"), "tls_key": str(folder / "worker.key")} if mutual else {}
-    return {"tls_ca": str(folder.parent / "sound" / "ca.crt"), **own}
 
 
 def variables(settings: dict[str, str]) -> dict[str, str]:
@@ -55,14 +32,16 @@ def test_a_worker_trains_over_mutual_tls_to_the_same_bits_and_all_ports_speak_it
     start_server: Start, made: Path
 ) -> None:
     own = shown(made / "sound", mutual=True)
-    server = start_server(*served(made / "sound", mutual=True))
+    server = start_server(*served(made / "sound", mutual=True), "--local-socket", "off")
     model = small_model()
     reference = Reference(model)
-    with make_client(server.data, transport="grpc", **own) as client:
-        for step in range(3):
-            client.push(gradients_like(model, step))
-            reference.step(gradients_like(model, step))
-            reference.check(client.pull())
+    for transport, taken in (("grpc", "grpc"), ("auto", "tcp")):
+        with make_client(server.data, run_id="mine", transport=transport, **own) as client:
+            for step in range(3):
+                client.push(gradients_like(model, step))
+                reference.step(gradients_like(model, step))
+                reference.check(client.pull())
+            assert client.session.transport == taken
         assert "worker joined" in shell("status", "--servers", server.control, **variables(own))
     assert "SERVING" in shell("health", "--servers", server.data, **variables(own))
     url = f"https://{server.metrics}/metrics"
@@ -136,7 +115,10 @@ def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, mad
     ask = ("status", "--servers", server.control)
     model = small_model()
     reference = Reference(model)
-    with closing(CuttingProxy(server.data)) as proxy, make_client(proxy.address, transport="grpc", **own) as client:
+    with (
+        closing(CuttingProxy(server.data)) as proxy,
+        make_client(proxy.address, run_id="mine", transport="grpc", **own) as client,
+    ):
 
         def train() -> None:
             client.push(gradients_like(model, 0))
@@ -158,6 +140,8 @@ def test_certificates_are_renewed_while_a_worker_trains(start_server: Start, mad
         # On a new connection too.
         proxy.cut()
         train()
+        with make_client(server.data, run_id="mine", worker_id="late", transport="tcp", **own) as late:
+            reference.check(late.pull())
 
 
 def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, made: Path, tmp_path: Path) -> None:
@@ -177,3 +161,48 @@ def test_files_of_no_use_are_refused_by_name_at_the_start(start_server: Start, m
     ):
         with pytest.raises(BadRequest, match=words):
             make_client("127.0.0.1:1", **settings)
+
+
+# What stands at the lane's port instead of the server's own, what the worker shows, and what it is told.
+LANES: dict[str, tuple[Callable[[Path], list[str]], Callable[[Path], dict[str, str]], str]] = {
+    "in the clear": (lambda made: [], lambda made: shown(made / "sound"), "{} does not answer by TLS"),
+    "by TLS alone": (
+        lambda made: served(made / "sound"),
+        lambda made: {},
+        "the lane was closed at once, .*TLS only: set tls_ca",
+    ),
+    "of another CA": (
+        lambda made: served(made / "strange"),
+        lambda made: shown(made / "sound"),
+        "certificate of {} is not signed by .*sound/ca.crt: set tls_ca",
+    ),
+    "for callers with certificates": (
+        lambda made: served(made / "sound", mutual=True),
+        lambda made: shown(made / "sound"),
+        "{} asks for a certificate: set tls_cert and tls_key",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LANES)
+def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
+    start_server: Start, made: Path, case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has, shows, words = LANES[case]
+    own = shows(made)
+    server = start_server("--local-socket", "off", *(served(made / "sound") if own else []))
+    port = server_port()
+    start_server("--lane-port", str(port), *has(made))
+    offered = TcpLane.offered
+    monkeypatch.setattr(TcpLane, "offered", lambda lane, offer: offered(lane, LaneOffer(port=port, ticket=b"x")))
+    model = small_model()
+    reference = Reference(model)
+
+    with caplog.at_level("INFO"), make_client(server.data, **own) as client:
+        for step in range(2):
+            reference.step(gradients_like(model, step))
+            reference.check(client.exchange(gradients_like(model, step)))
+        assert client.session.transport == "grpc"
+
+    told = words.format(f"127.0.0.1:{port}")
+    assert len(re.findall(f"by gRPC: no lane at port {port}: .*{told}", caplog.text)) == 1

@@ -72,9 +72,9 @@ class GrpcChannel(Channel):
 
     def __init__(self, address: str, credentials: Credentials, *, use_proxy: bool) -> None:
         self.address = address
-        self._credentials = credentials.newest()
-        self._metadata = metadata_of(self._credentials)
-        self._grpc = open_channel(address, self._credentials, _options(use_proxy))
+        self.credentials = credentials.newest()
+        self._metadata = metadata_of(self.credentials)
+        self._grpc = open_channel(address, self.credentials, _options(use_proxy))
         fork.kept_alive.add(self._grpc)
         self._lock = threading.Lock()
         # By method; changed under _lock, and read without.
@@ -179,10 +179,10 @@ class GrpcChannel(Channel):
 
     def _translated(self, error: Any) -> PypsError | LinkLost:
         verdict = _translate(error, self.address)
-        if isinstance(verdict, NotAuthenticated) and self._credentials.newest() != self._credentials:
+        if isinstance(verdict, NotAuthenticated) and self.credentials.newest() != self.credentials:
             return LinkLost("the token has changed")
         told = error.details() or ""
-        refusal = self._credentials.refusal(self.address, told) if isinstance(verdict, LinkLost) else ""
+        refusal = self.credentials.refusal(self.address, told) if isinstance(verdict, LinkLost) else ""
         return NotAuthenticated(refusal) if refusal else verdict
 
 

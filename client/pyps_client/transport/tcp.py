@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -203,17 +204,28 @@ class TcpLane(Lane):
             self._wire = self._opened(host, port, ticket)
         except (OSError, lane.LaneClosed, DecodeError, LinkLost, PypsError) as error:
             reason = str(_lost(error)) if isinstance(error, (OSError, lane.LaneClosed)) else str(error)
+            credentials = self._channel.credentials
+            if isinstance(error, ssl.SSLError):
+                reason = credentials.explained(f"{host}:{port}", error)
+            elif isinstance(error, lane.LaneClosed) and not credentials.tls_ca:
+                reason += " at once, as by a server that takes TLS only: set tls_ca (PYPS_TLS_CA) if it does"
             self._channel.go_without(f"no lane at port {port}: {reason}")
 
     def _opened(self, host: str, port: int, ticket: bytes) -> lane.Lane:
+        credentials = self._channel.credentials
         end = socket.create_connection((host, port), OPEN_SECONDS)
         try:
             end.setblocking(True)
             for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 # By the system's own means, since Python's cost a call each time.
                 end.setsockopt(socket.SOL_SOCKET, direction, _TIME.pack(0, round(SIGNAL_SECONDS * 1e6)))
-            wire = lane.Lane(end, waited=self._waited)
+            if credentials.tls_ca:
+                context = credentials.context()
+                wire: lane.Lane = lane.SecureLane(end, context, server_hostname=host, waited=self._waited)
+            else:
+                wire = lane.Lane(end, waited=self._waited)
             self._deadline = time.monotonic() + OPEN_SECONDS
+            wire.handshake()
             wire.send(lane.OPEN, LaneOpen(sender=self._sender, ticket=ticket).SerializeToString())
             answer, header, _ = wire.receive(header_bytes_max=HEADER_BYTES_MAX)
             if answer == lane.FAILURE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -24,6 +25,7 @@ from pyps.service.executor import INLINE_BYTES_MAX
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Staging, push_whole
 from pyps.service.security import text_of
+from pyps.service.tls import Tls
 from pyps_wire import lane, lane_pb2
 from pyps_wire import local_pb2 as local
 from pyps_wire import parameter_server_pb2 as wire
@@ -56,6 +58,7 @@ class Connection:
         self,
         end: socket.socket,
         *,
+        tls: Tls | None,
         run: Run,
         budget: ByteBudget,
         admit: Callable[[lane_pb2.LaneOpen], None],
@@ -63,7 +66,7 @@ class Connection:
         on_closed: Callable[[Connection], None],
     ):
         """`admit` refuses whoever may not open a lane, on this one's thread; `on_closed` is for the event loop."""
-        self._lane = lane.Lane(end)
+        self._lane = lane.Lane(end) if tls is None else lane.SecureLane(end, tls.context())
         self._run = run
         self._account = budget.account()
         self._staging = Staging(run, self._account)
@@ -157,6 +160,13 @@ class Connection:
         self._answerer.join()
 
     def _open(self) -> None:
+        try:
+            self._lane.handshake()
+        except ssl.SSLError as error:
+            log.warning("a caller at the lane was refused", reason=error.reason)
+            # It reads why.
+            self._lane.end()
+            raise
         kind, header, payload_bytes = self._lane.receive(header_bytes_max=OPEN_BYTES_MAX)
         if kind != lane.OPEN or payload_bytes:
             raise BadRequest("the first message on a lane shows the ticket of Hello")

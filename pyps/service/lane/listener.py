@@ -61,8 +61,7 @@ class Tcp(Transport):
 
     def bind(self) -> str:
         config = self._host.config
-        if config.lane_port == OFF or self._host.tls is not None:
-            # In the clear a lane would tell all that TLS is to hide.
+        if config.lane_port == OFF:
             return ""
         if config.lane_port == AUTO:
             ports = [LANE_PORT, 0] if config.port else [0]
@@ -164,6 +163,7 @@ class Tcp(Transport):
         try:
             connection = Connection(
                 end,
+                tls=self._host.tls,
                 run=self._host.run,
                 budget=self._host.budget,
                 admit=self._admit,

@@ -1,0 +1,31 @@
+"""Certificates for tests, and how servers and workers are told of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from pyps.certificates import Authority
+
+
+def make(folder: Path) -> Path:
+    """Certificates by what is wrong with them, in a folder each, of which "sound" and "expired" have one CA."""
+    for name, days in (("sound", 1), ("expired", -1), ("strange", 1)):
+        if name == "expired":
+            shutil.copytree(folder / "sound", folder / name, ignore=shutil.ignore_patterns("server.*", "worker.*"))
+        authority = Authority(folder / name, create=True)
+        authority.make_server(["127.0.0.1"], days=days)
+        authority.make_worker("worker", days=days)
+    return folder
+
+
+def served(folder: Path, *, mutual: bool = False) -> list[str]:
+    """The flags of a server."""
+    flags = ["--tls-cert", str(folder / "server.crt"), "--tls-key", str(folder / "server.key")]
+    return flags + (["--tls-client-ca", str(folder.parent / "sound" / "ca.crt")] if mutual else [])
+
+
+def shown(folder: Path, *, mutual: bool = False) -> dict[str, str]:
+    """The settings of a worker."""
+    own = {"tls_cert": str(folder / "worker.crt"), "tls_key": str(folder / "worker.key")} if mutual else {}
+    return {"tls_ca": str(folder.parent / "sound" / "ca.crt"), **own}
