@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import numpy as np
+import psutil
 import pytest
 
 from pyps_wire import common_pb2 as common
@@ -218,38 +222,109 @@ def test_a_message_that_cannot_be_is_refused_before_memory_is_taken_for_it(
         assert lane.refusal().startswith(error)
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.extended)])
+class Mangler:
+    """Sends mangled messages to a server, and counts them and the updates that were acknowledged."""
+
+    def __init__(self, worker: WireWorker, other: WireWorker, generator: random.Random) -> None:
+        self._worker, self._other, self._generator = worker, other, generator
+        self._ticket_used = b""
+        self.num_sent = self.num_applied = 0
+
+    def go_on(self) -> None:
+        """Asks for lanes that it may not have; opens one, and goes on there until a message is the last."""
+        generator, offer = self._generator, self._worker.hello().lane
+        others = self._other.hello().lane.ticket
+        for _ in range(generator.randrange(12)):
+            ticket = generator.choice((b"", others, self._ticket_used, generator.randbytes(16)))
+            shown = LaneOpen(sender=self._worker.sender, ticket=ticket).SerializeToString()
+            first = bytearray(PREFIX.pack(OPEN, len(shown), 0) + shown)
+            if generator.random() < 0.2:
+                first[:] = generator.randbytes(generator.randrange(300))
+            self._bend(first, 0, generator.randrange(4))
+            with RawLane(offer.port) as lane:
+                self._send_the_last(lane, first)
+                lane.refusal()
+            self.num_sent += 1
+        with RawLane(offer.port).open(self._worker.sender, offer.ticket) as lane:
+            assert lane.receive() == (OPEN, b"", b"")
+            self._ticket_used = offer.ticket
+            self._send_the_last(lane, b"".join([*map(self._pushed, range(generator.randrange(12))), self._broken()]))
+            self._take_answers(lane)
+
+    def _pushed(self, base_version: int) -> bytes:
+        """A message that ends where it says; its header is bent now and then, its numbers mostly."""
+        header, payload = apart(self._worker.push_request(1.0, base_version=base_version))
+        message = bytearray(
+            PREFIX.pack(self._generator.choice((PUSH, EXCHANGE)), len(header), len(payload)) + header + payload
+        )
+        self._bend(message, PREFIX.size + len(header), self._generator.randrange(4))
+        if self._generator.random() < 0.1:
+            self._bend(message, PREFIX.size, 1)
+        return bytes(message)
+
+    def _broken(self) -> bytes:
+        """One that may end elsewhere, or asks for parameters."""
+        message = bytearray(self._pushed(0))
+        if self._generator.random() < 0.3:
+            pull = wire.PullRequest(sender=self._worker.sender, role=common.ROLE_WORKER).SerializeToString()
+            message = bytearray(PREFIX.pack(PULL, len(pull), 0) + pull)
+        else:
+            del message[self._generator.choice((len(message), self._generator.randrange(len(message)))) :]
+        self._bend(message, 0, self._generator.randrange(3))
+        return bytes(message)
+
+    def _bend(self, message: bytearray, start: int, count: int) -> None:
+        for _ in range(count if len(message) > start else 0):
+            message[self._generator.randrange(start, len(message))] = self._generator.randrange(256)
+
+    def _send_the_last(self, lane: RawLane, message: bytes) -> None:
+        # The server may have closed it amid this.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            lane.socket.sendall(message)
+            lane.socket.shutdown(socket.SHUT_WR)
+
+    def _take_answers(self, lane: RawLane) -> None:
+        kind = 0
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while kind != FAILURE:
+                kind, header, _ = lane.receive()
+                assert kind in (PUSH, EXCHANGE, PULL, END, FAILURE), kind
+                self.num_sent += kind in (PUSH, EXCHANGE)
+                if kind in (PUSH, EXCHANGE):
+                    reply = common.Receipt() if kind == PUSH else wire.ExchangeReply()
+                    reply.ParseFromString(header)
+                    receipt = reply if isinstance(reply, common.Receipt) else reply.receipt
+                    self.num_applied += receipt.outcome == common.OUTCOME_APPLIED and not receipt.duplicate
+        # What was no answered push, the end of the lane if nothing else.
+        self.num_sent += 1
+
+
+# A million by hand: LANE_MESSAGES=1000000 pytest -s -o timeout=0 -m extended tests/integration/test_server_lane.py
+COUNTS = [1000, pytest.param(int(os.environ.get("LANE_MESSAGES", "20000")), marks=pytest.mark.extended)]
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_mangled_messages_are_answered_or_refused_and_what_is_not_acknowledged_was_not_applied(
     server: ServerThread, worker: WireWorker, count: int
 ) -> None:
-    generator, num_applied = random.Random(count), 0
-    for _ in range(count):
-        header, payload = apart(worker.push_request(1.0))
-        message = bytearray(PREFIX.pack(generator.choice((PUSH, EXCHANGE)), len(header), len(payload)))
-        message += header + payload
-        for _ in range(generator.randrange(1, 4)):
-            # Lengths and headers more often than numbers.
-            message[generator.randrange(generator.choice((12, 12 + len(header), len(message))))] = generator.randrange(
-                256
-            )
-        del message[generator.choice((len(message), generator.randrange(len(message)))) :]
-        with open_lane(worker) as lane:
-            lane.socket.sendall(message)
-            lane.socket.shutdown(socket.SHUT_WR)
-            try:
-                kind, header, _ = lane.receive()
-            except (EOFError, ConnectionResetError):
-                continue
-            assert kind in (PUSH, EXCHANGE, FAILURE), kind
-            if kind != FAILURE:
-                reply = common.Receipt() if kind == PUSH else wire.ExchangeReply()
-                reply.ParseFromString(header)
-                receipt = reply if isinstance(reply, common.Receipt) else reply.receipt
-                num_applied += receipt.outcome == common.OUTCOME_APPLIED and not receipt.duplicate
-    assert versions(server) == [num_applied]
-    assert 0 < num_applied < count
+    process, began = psutil.Process(), time.monotonic()
+    resident = 0
+    with WireWorker(server.data, "b") as other:
+        mangler = Mangler(worker, other, random.Random(count))
+        while mangler.num_sent < count:
+            mangler.go_on()
+            if not resident and mangler.num_sent > min(count // 2, 10_000):
+                resident = process.memory_info().rss
+    grown = process.memory_info().rss - resident
+
+    assert versions(server) == [mangler.num_applied]
+    assert 0 < mangler.num_applied < mangler.num_sent
+    seconds = time.monotonic() - began
+    print(f"{mangler.num_sent} messages in {seconds:.0f} s; resident {resident} bytes, then {grown} more")
+    assert grown < 32 * 2**20
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="all memory to be free")
     wait_until(lambda: not any(each.name == "lane" for each in threading.enumerate()), what="the lanes' threads to end")
+    assert "bug" not in server.output()
 
 
 def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(
