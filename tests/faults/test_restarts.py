@@ -1,4 +1,4 @@
-"""One of two servers in shared memory killed in a round, and back from its checkpoint: every update counts once."""
+"""One of two servers killed in a round, and back from its checkpoint: every update counts once, on any way."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def saved_versions(server: ServerProcess) -> dict[int, int]:
     return {shard_id: shard.version for shard_id, shard in saved.items()}
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("lost", "transport"), [(0, "shm"), (1, "shm"), (1, "tcp")])
 def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
-    start_server_process: Start, tmp_path: Path, segments_of_others: set[int], lost: int
+    start_server_process: Start, tmp_path: Path, segments_of_others: set[int], lost: int, transport: str
 ) -> None:
     folders = [tmp_path / "server-0", tmp_path / "server-1"]
     servers = [start_server_process(*flags_of(folder), wait=False) for folder in folders]
@@ -133,13 +133,19 @@ def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
     doomed, steady = servers[lost], servers[1 - lost]
 
     client = make_client(
-        addresses(servers), tensors=MODEL, optimizer=SGD, shard_size=SHARD_SIZE, transport="shm", loss_wait_seconds=120
+        addresses(servers),
+        tensors=MODEL,
+        optimizer=SGD,
+        shard_size=SHARD_SIZE,
+        transport=transport,
+        loss_wait_seconds=120,
     )
     session, parameters = client.session, client._parameters
     shards = {server: session.partition.of_server(index) for index, server in enumerate(servers)}
     # A server's shards lie end to end.
     part = parameters[shards[doomed][0].offset :][: sum(shard.length for shard in shards[doomed])]
-    (segment,) = segments_of(os.getpid()) - segments_of_others
+    shared = segments_of(os.getpid()) - segments_of_others
+    assert len(shared) == (transport == "shm")
     client._gradient[:] = 1.0
     with rounds_of(session, gradient=client._gradient, parameters=parameters) as rounds:
         rounds.wait_for(3)
@@ -148,23 +154,23 @@ def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
         wait_for_half_a_round(part)
         doomed.kill()
 
-        # What the dead server has left is of two rounds at most, number by number.
-        assert part.max() - part.min() <= 1
-        assert ((part == part.min()) | (part == part.max())).all()
+        # What the dead server has left is of two rounds at most, number by number. A lane may end amid a number.
+        assert not shared or part.max() - part.min() <= 1
+        assert not shared or ((part == part.min()) | (part == part.max())).all()
         # The other has taken the round that the dead one owes an answer to, and shares the memory as before.
         wait_until(
             lambda: {version for version, _ in checksums(steady.control).values()} == {len(rounds.receipts) + 1},
             60,
             "the round on the other server",
         )
-        assert segments_of(steady.pid) == {segment}
-        assert len(maps_of(steady.pid)) == 1
+        assert segments_of(steady.pid) == shared
+        assert len(maps_of(steady.pid)) == len(shared)
 
         port = doomed.data.rsplit(":", 1)[1]
         resumed = start_server_process(*flags_of(folders[lost]), "--resume", "--port", port)
         rounds.wait_for(5)
-    assert session.transport == "shm"
-    assert segments_of(resumed.pid) == segments_of(steady.pid) == {segment}
+    assert session.transport == transport
+    assert segments_of(resumed.pid) == segments_of(steady.pid) == shared
 
     held, now = session.held_versions, saved_versions(resumed) | saved_versions(steady)
     assert held == now
@@ -182,9 +188,11 @@ def test_one_of_two_servers_killed_in_a_round_comes_back_to_the_same_memory(
         assert before == list(range(1, len(before) + 1))
         assert after == list(range(saved[shard_id] + 1, now[shard_id] + 1))
         assert 0 < saved[shard_id] < len(before)
-        # The gradient of the round that was cut belongs to the life before, and is the only one lost.
-        assert rounds.refused(shard_id) == {REASON_EPOCH: 1}
-        assert len(before) + len(after) + 1 == len(rounds.receipts)
+        # The gradient of the round that was cut belongs to the life before, and is the only one lost. On a lane some of
+        # its shards may have been answered.
+        refused = rounds.refused(shard_id)
+        assert refused == {REASON_EPOCH: 1} or (transport == "tcp" and not refused)
+        assert len(before) + len(after) + refused.total() == len(rounds.receipts)
 
     client.close()
     wait_until(lambda: not segments_of(steady.pid) | segments_of(resumed.pid), 20, "the memory let go by the servers")
