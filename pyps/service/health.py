@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -40,6 +41,12 @@ class Health(health_pb2_grpc.HealthServicer):
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
         return health_pb2.HealthCheckResponse(status=status)
+
+    # The type stubs do not know this call yet.
+    async def List(self, request: Any, context: Context) -> Any:
+        """Tells every service's status."""
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Tells a service's status and each change of it, for a while."""

@@ -148,6 +148,8 @@ def test_health_needs_no_token(guarded):
             stub = health_pb2_grpc.HealthStub(channel)
             reply = stub.Check(health_pb2.HealthCheckRequest(service="pyps.v1.ParameterServer"), timeout=20)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            listed = stub.List(health_pb2.HealthListRequest(), timeout=20).statuses
+            assert {status.status for status in listed.values()} == {health_pb2.HealthCheckResponse.SERVING}
 
 
 def test_beyond_loopback_a_server_wants_tls_and_a_token_or_to_be_told_in_plain_words(start_server, tmp_path, capsys):
