@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from pyps.core import aggregation, schedule, spec, staleness
 from pyps.core.aggregation import Aggregation
 from pyps.core.behaviour import Behaviour
+from pyps.core.bounds import Bounds
 from pyps.core.rule_settings import RuleSettings
 from pyps.core.schedule import BatchGrowth
 from pyps.core.warmup import Staged, WarmUp
@@ -104,6 +105,11 @@ class ServerConfig:
     batch_growth: str = setting("", "How the workers' minibatch grows, as start=8,maximum=64,every=2 (epochs).")
     clip_norm: float = setting(
         0.0, "Largest norm of a push; a longer one is scaled down, 0 takes all.", minimum=0.0, maximum=1e30
+    )
+    bounds: str = setting(
+        "",
+        "How far workers may set rates and their like, as learning_rate_min=0.001,learning_rate_max=0.5,"
+        "momentum_max=0.95,delta_norm_max=10,examples_max=1000; what is not named is free.",
     )
     stall_seconds: float = setting(
         300.0, "After this time without a push a worker that others wait for counts no more.", minimum=0.1
@@ -380,6 +386,7 @@ _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
     "warmup": lambda config: config.warmup and Staged(WarmUp.parse(config.warmup), aggregation.parse(config.protocol)),
     "staleness": lambda config: config.staleness == "auto" or staleness.parse(config.staleness),
     "schedule": lambda config: schedule.parse(config.schedule, epoch_examples=config.epoch_examples),
+    "bounds": lambda config: _check_bounds(config),
     "batch_growth": lambda config: (
         config.batch_growth and BatchGrowth.parse(config.batch_growth, epoch_examples=config.epoch_examples)
     ),
@@ -389,6 +396,12 @@ _PARSED_FURTHER: dict[str, Callable[[ServerConfig], object]] = {
 def _check_lane_port(port: str) -> None:
     if port not in ("auto", "off") and not (port.isdecimal() and int(port) <= 65535):
         raise BadRequest(f"it is {port!r}; expected auto, off, or a port from 0 to 65535")
+
+
+def _check_bounds(config: ServerConfig) -> None:
+    bounds = Bounds.parse(config.bounds)
+    if config.optimizer:
+        bounds.require_settings(RuleSettings.parse(config.optimizer))
 
 
 def _check_protocol(protocol: Aggregation, config: ServerConfig) -> None:

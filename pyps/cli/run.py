@@ -47,7 +47,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 @with_settings(
     *("protocol", "warmup", "staleness", "optimizer", "schedule", "epoch_examples", "batch_growth", "clip_norm"),
-    *("stall_seconds", "start_together", "stop_after", "log_gradients"),
+    *("bounds", "stall_seconds", "start_together", "stop_after", "log_gradients"),
 )
 def run(
     command: Annotated[list[str], typer.Argument(help="What each worker runs, behind --.", show_default=False)],

@@ -45,11 +45,15 @@ def norm_of(gradient: Gradient) -> float:
     """
     if gradient.kind in (PayloadKind.DELTA, PayloadKind.NOTHING):
         return 0.0
+    return max(gradient.norm, norm_of_payload(gradient))
+
+
+def norm_of_payload(gradient: Gradient) -> float:
+    """Returns the Euclidean norm of the numbers that came."""
     payload, codec = gradient.payload, gradient.codec
     numbers = codec.decode(payload, len(payload) // codec.bytes_of(1))
     # Squares of float32 fit a float64; summed pairwise in a fixed order, so that a replay gives the same bits.
-    own = math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
-    return max(gradient.norm, own)
+    return math.sqrt(float(np.add.reduce(np.square(numbers, dtype=np.float64))))
 
 
 def clipped(weighing: Weighing, *, norm: float, clip_norm: float) -> Weighing:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyps.core.aggregation import Aggregation
+from pyps.core.bounds import Bounds
 from pyps.core.election import Claim
 from pyps.core.rule_settings import RuleSettings, settle
 from pyps_wire.contract import PROTOCOL_VERSION
@@ -296,6 +297,7 @@ def check_initialization(
     protocol.check_servers(caller.num_servers)
     source = "what the server was told at its start (--optimizer)"
     settings = settle(told, caller.optimizer, num_groups=caller.model.num_groups, source=source)
+    Bounds.parse(config.bounds).require_settings(settings)
     return partition(caller.model, num_servers=caller.num_servers), settings
 
 

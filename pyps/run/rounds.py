@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec
 
 from pyps.core import aggregation, schedule, staleness
 from pyps.core.behaviour import Behaviour
+from pyps.core.bounds import Bounds
 from pyps.core.effects import Effects
 from pyps.core.gate import StepGate, Wake
 from pyps.core.gradient import NATIVE, Finding, Gradient, PayloadKind, made_native, require_fitting, require_rate, scan
@@ -65,6 +66,8 @@ class RoundController:
         self._statistics = statistics
         self._events = events
         self._clock = clock
+        # None where all is free, which costs a push nothing.
+        self._bounds = Bounds.parse(config.bounds) if config.bounds else None
         # Whether every push is written to a log.
         self.logged = recorder is not None
         self.pending = PendingBudget(config.max_pending_bytes)
@@ -130,6 +133,8 @@ class RoundController:
         # Whoever pushes what does not fit is not heard of.
         if finding is None:
             finding = scan(gradient, shard_id=shard_id, shard_length=shard.length)
+        if self._bounds is not None:
+            self._bounds.require_push(gradient)
         if self._membership.parted:
             self._membership.require_part(gradient.worker_id, shard_id, content.parts[shard_id])
         if (gradient.learning_rate is not None or gradient.momentum is not None) and gradient.schedules:
@@ -169,6 +174,8 @@ class RoundController:
             where = {"shard_id": plan.shard_id, "shard_length": shard.length}
             require_fitting(plan.gradient, **where)
             native.append(plan._replace(gradient=made_native(plan.gradient, **where)))
+            if self._bounds is not None:
+                self._bounds.require_push(native[-1].gradient)
         if self.logged and any(plan.gradient.volatile for plan in native):
             native = [plan._replace(gradient=plan.gradient.private()) for plan in native]
             finding = _against(finding)
@@ -352,6 +359,8 @@ class RoundController:
                 asked.check_worker(member.worker_id, member.parts, member.replica)
             if learning_rate is not None:
                 require_rate(learning_rate)
+                if self._bounds is not None:
+                    self._bounds.require_rate(learning_rate)
                 self._require_unowned("before the server's is changed")
             settled = self._adopt(behaviour, learning_rate=learning_rate)
         rate = "" if learning_rate is None else f"{learning_rate:g}"

@@ -51,6 +51,7 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         "update_log": "/log",
         "protocol": "softsync:n=2",
         "warmup": "updates=20,protocol=serial",
+        "bounds": "learning_rate_max=1",
         "schedule": "step:every=100,factor=0.5",
         "batch_growth": "start=8,maximum=64,every=2,epoch_examples=1000",
         "ready_file": "/ready",
@@ -149,6 +150,10 @@ BAD_VALUES = [
         ["--warmup", "release_every", "hardsync"],
     ),
     ({"clip_norm": "inf"}, {}, ["--clip-norm", "inf", "from 0 to"]),
+    ({"bounds": "rate=1"}, {}, ["--bounds", "'rate=1'", "learning_rate_max="]),
+    ({"bounds": "momentum_max=nan"}, {}, ["--bounds", "momentum_max is nan", "at least 0"]),
+    ({"bounds": "learning_rate_max=1,learning_rate_min=2"}, {}, ["--bounds", "learning_rate_min is 2"]),
+    ({"bounds": "learning_rate_max=1", "optimizer": "sgd:learning_rate=5"}, {}, ["--bounds", "learning_rate is 5"]),
 ]
 
 

@@ -1,0 +1,76 @@
+"""How far workers, and commands while a run trains, may set what moves the parameters: picked by an operator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pyps.core import rules, spec
+from pyps.core.clipping import norm_of_payload
+from pyps.core.gradient import EXAMPLES_MAX, Gradient, PayloadKind
+from pyps.core.rule_settings import RuleSettings
+from pyps_wire.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is not named is bound by nothing but its nature."""
+
+    # The base rate, before the schedule and staleness.
+    learning_rate_min: float = 0.0
+    learning_rate_max: float = math.inf
+    momentum_max: float = 1.0
+    # The Euclidean norm of a shard's part of a delta, which no rate scales and no --clip-norm clips.
+    delta_norm_max: float = math.inf
+    # The examples behind one push: its share of a round, and what it moves schedules by.
+    examples_max: int = EXAMPLES_MAX
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate_min", "learning_rate_max", "momentum_max", "delta_norm_max", "examples_max"):
+            # Written so that NaN fails too.
+            if not getattr(self, name) >= 0:
+                raise BadRequest(f"bounds: {name} is {getattr(self, name)}; expected a number of at least 0")
+        if self.learning_rate_min > self.learning_rate_max:
+            raise BadRequest(
+                f"bounds: learning_rate_min is {self.learning_rate_min:g}; expected at most learning_rate_max,"
+                f" {self.learning_rate_max:g}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Bounds:
+        """Returns the bounds of "learning_rate_max=0.5,momentum_max=0.95"; BadRequest for what is none."""
+        return spec.build(cls, text, what="bounds")
+
+    def require_settings(self, settings: RuleSettings) -> None:
+        """Raises BadRequest where a group's rate or momentum lies outside."""
+        momentum_name = rules.find(settings.rule).momentum_name
+        for group in settings.groups:
+            self.require_rate(group["learning_rate"])
+            if momentum_name:
+                self._require(momentum_name, group[momentum_name], "momentum_max")
+
+    def require_rate(self, learning_rate: float) -> None:
+        """Raises BadRequest for a base rate that lies outside."""
+        self._require("learning_rate", learning_rate, "learning_rate_max")
+        if learning_rate < self.learning_rate_min:
+            self._refuse("learning_rate", learning_rate, "below", "learning_rate_min")
+
+    def require_push(self, gradient: Gradient) -> None:
+        """Raises BadRequest for a push that lies outside, by what it is or by what it sets."""
+        if gradient.learning_rate is not None:
+            self.require_rate(gradient.learning_rate)
+        if gradient.momentum is not None:
+            self._require("momentum", gradient.momentum, "momentum_max")
+        self._require("example_count", gradient.example_count, "examples_max")
+        if gradient.kind == PayloadKind.DELTA and self.delta_norm_max < math.inf:
+            self._require("the delta's norm", norm_of_payload(gradient), "delta_norm_max")
+
+    def _require(self, what: str, value: float, bound: str) -> None:
+        if value > getattr(self, bound):
+            self._refuse(what, value, "above", bound)
+
+    def _refuse(self, what: str, value: float, where: str, bound: str) -> None:
+        raise BadRequest(
+            f"{what} is {value:g}, {where} {bound}={getattr(self, bound):g}, which this server was started with: set it"
+            " within, or start the servers with other --bounds"
+        )

@@ -1,0 +1,70 @@
+"""How far workers may set what moves the parameters, where an operator says so."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pyps.core.gradient import PayloadKind
+from pyps.core.receipt import Outcome
+from pyps.core.rule_settings import RuleSettings
+from pyps.run.handshake import Greeting, Opening
+from pyps_wire.errors import BadRequest
+from shards import MODEL, RunDriver, make_run
+
+BOUNDS = "learning_rate_min=0.1,learning_rate_max=0.5,momentum_max=0.9,delta_norm_max=3,examples_max=100"
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"learning_rate": 5.0}, "learning_rate is 5, above learning_rate_max=0.5"),
+        ({"learning_rate": 0.0}, "learning_rate is 0, below learning_rate_min=0.1"),
+        ({"learning_rate": 5.0, "provisional": True}, "learning_rate is 5, above"),
+        ({"momentum": 0.95}, "momentum is 0.95, above momentum_max=0.9"),
+        ({"kind": PayloadKind.DELTA, "value": 9.0}, "the delta's norm is .* above delta_norm_max=3"),
+        ({"example_count": 101}, "example_count is 101, above examples_max=100"),
+    ],
+)
+def test_a_push_beyond_the_bounds_is_refused_and_changes_nothing(
+    whole: bool, fields: dict[str, Any], words: str
+) -> None:
+    driver = RunDriver("a", bounds=BOUNDS, optimizer="momentum:learning_rate=0.5,momentum=0.9")
+    if whole:
+        driver.run.push = lambda plan, **run: driver.run.push_whole([plan], **run)[0]
+    with pytest.raises(BadRequest, match=words) as caught:
+        driver.push("a", **fields)
+    assert "start the servers with other --bounds" in str(caught.value)
+    assert driver.versions() == [0, 0] and driver.run.rounds.owner.worker_id == ""
+    within = {"learning_rate": 0.1, "momentum": 0.8, "example_count": 100}
+    assert driver.push("a", **within).rate == 0.1
+    assert driver.push("a", 0.1, kind=PayloadKind.DELTA, base_version=1).outcome is Outcome.APPLIED
+
+
+def test_the_first_workers_optimizer_keeps_to_the_bounds() -> None:
+    run = make_run(bounds=BOUNDS, optimizer="")
+    greeting = Greeting(
+        "r", "a", 1, 1, "test", False, 0, 1, MODEL, RuleSettings.parse("sgd:learning_rate=0.5"), "", "", 0, ""
+    )
+    term = run.hello(greeting).term
+    for text, words in {
+        "sgd:learning_rate=5": "learning_rate is 5, above learning_rate_max=0.5",
+        "adam:learning_rate=0.2,beta1=0.99": "beta1 is 0.99, above momentum_max=0.9",
+    }.items():
+        settings = RuleSettings.parse(text)
+        with pytest.raises(BadRequest, match=re.escape(words)):
+            run.hello(replace(greeting, optimizer=settings))
+        with pytest.raises(BadRequest, match=re.escape(words)):
+            run.begin_initialize(Opening("r", "a", 1, term, MODEL, settings, 0, 1))
+
+
+def test_a_command_keeps_to_the_bounds() -> None:
+    driver = RunDriver("a", bounds="learning_rate_max=1")
+    with pytest.raises(BadRequest, match="learning_rate is 2, above learning_rate_max=1"):
+        driver.run.configure(learning_rate=2.0)
+    driver.run.configure(learning_rate=0.5)
+    assert driver.run.shards[0].learning_rate == 0.5
