@@ -28,7 +28,6 @@ BENCHMARKS = {
     "link": (True, True),
     "training": (False, True),
     "load": (False, True),
-    "memory": (False, True),
     "gpu": (False, True),
     "huge": (False, False),
 }

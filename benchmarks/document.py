@@ -12,7 +12,6 @@ import argparse
 import json
 import re
 import shutil
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from measure import spread
 
 TEMPLATE = Path(__file__).with_name("performance_template.md")
 # What a complete document has the results of.
-BENCHMARKS = ("kernel", "rounds", "link", "training", "load", "memory", "gpu", "huge")
+BENCHMARKS = ("kernel", "rounds", "link", "training", "load", "gpu", "huge")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -76,7 +75,7 @@ def machine(results: Results) -> str:
 def _runs(results: Results) -> str:
     """How many runs a cell is the median of, by benchmark."""
     counts = {}
-    for name in ("rounds", "link", "training", "memory"):
+    for name in ("rounds", "link", "training"):
         cells = Counter(
             (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "slowed")))
             for row in figures.rows(results, name)
@@ -139,26 +138,23 @@ def link_table(results: Results) -> str:
     parts = []
     for rate in dict.fromkeys(row["rate"] for row in found):
         of_rate = [row for row in found if row["rate"] == rate]
-        plain = results["link"]["plain_tcp_gbit"][rate]
         fastest = figures.fastest(of_rate, figures.is_peer)
         rows = []
         for subject in figures.subjects(of_rate):
-            speed = statistics.median(figures.values(of_rate, subject))
-            gigabit = speed * of_rate[0]["params"] * 32 / 1e9
-            share = gigabit * (0.5 if "bfloat16" in subject else 1) / min(plain["to server"], plain["to worker"])
+            share, speed = figures.share_of_link(of_rate, subject), figures.median(of_rate, subject)
             rows.append(
                 (
                     subject,
                     spread(figures.values(of_rate, subject), 2),
-                    f"{speed / fastest[1]:.2f}" if fastest else "–",
+                    f"{speed / fastest[1]:.2f}" if speed and fastest else "–",
                     spread(figures.values(of_rate, subject, "p50_ms"), 0),
-                    f"{share:.2f}",
+                    f"{share:.2f}" if share else "–",
                 )
             )
-        told = ", ".join(f"{direction} {gbit:.2f}" for direction, gbit in plain.items())
-        parts.append(f"**{rate.removesuffix('gbit')} Gbit/s each way** (plain TCP, Gbit/s: {told})")
-        headings = ("", "rounds/s", "x fastest peer", "p50, ms", "of the link, each way, while it ran")
-        parts.append(_table(headings, rows))
+        most = figures.median(of_rate, figures.PLAIN_TCP)
+        told = f" (plain TCP, both ways at once: {most * of_rate[0]['params'] * 32 / 1e9:.2f})" if most else ""
+        parts.append(f"**{rate.removesuffix('gbit')} Gbit/s each way**{told}")
+        parts.append(_table(("", "rounds/s", "x fastest peer", "p50, ms", "of the link, both ways at once"), rows))
     return "\n\n".join(parts)
 
 
@@ -172,7 +168,7 @@ def training_tables(results: Results) -> str:
     for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
         slow = "" if slowed == 1 else f", the second worker {slowed:g} times as slow"
         link = "loopback" if rate == "loopback" else f"{rate.removesuffix('gbit')} Gbit/s each way"
-        cells = figures.training_cells(figures.rows(results, "training", rate=rate, slowed=slowed), told["seconds"])
+        cells = figures.training_cells(figures.of_training_case(found, rate, slowed), told["seconds"])
         parts += [f"**{link}{slow}**", _table(figures.TRAINING_HEADINGS, cells)]
     return "\n\n".join(parts)
 
@@ -194,20 +190,6 @@ def load_table(results: Results) -> str:
         for row in sorted(found, key=lambda row: (row["subject"] != figures.SHARED_MEMORY, row["workers"]))
     ]
     return _table(("", *columns), rows) if rows else _missing(results, "load")
-
-
-def memory_table(results: Results) -> str:
-    found = figures.rows(results, "memory")
-    rows = []
-    for count in sorted({row["workers"] for row in found}):
-        of_count = [row for row in found if row["workers"] == count]
-        peaks = [row["server_peak_mb"] for row in of_count]
-        twice = 2 * of_count[0]["params"] * 4 / 1e6
-        base = spread([row["server_base_mb"] for row in of_count], 0)
-        ratio = spread([row["server_peak_x"] for row in of_count], 2)
-        rows.append((str(count), base, spread(peaks, 0), ratio, spread([peak - twice for peak in peaks], 0)))
-    headings = ("workers", "at its start, MB", "peak, MB", "peak, x model", "above parameters and slots, MB")
-    return _table(headings, rows, left=0) if rows else _missing(results, "memory")
 
 
 def huge_sentence(results: Results) -> str:
@@ -282,11 +264,10 @@ def left_out(results: Results) -> str:
 
 
 def _absent_cases(results: Results) -> list[str]:
-    """Sizes and numbers of workers that rounds.py was not asked for."""
+    """Sizes and numbers of workers that rounds.py did not come to."""
     found = {(row["size"], row["workers"]) for row in results.get("rounds", {}).get("rows", [])}
-    wanted = [case.split(":") for case in rounds.CASES.split(",")] if found else []
-    missing = [(size, int(workers)) for size, workers in wanted if (size, int(workers)) not in found]
-    return [f"{pictures.SIZES[size]}, {workers} worker{'s' * (workers > 1)}" for size, workers in missing]
+    missing = [case for case in rounds.CASES if found and (case.size, case.workers) not in found]
+    return [f"{pictures.SIZES[case.size]}, {case.workers} worker{'s' * (case.workers > 1)}" for case in missing]
 
 
 def _missing(results: Results, benchmark: str) -> str:
@@ -307,7 +288,6 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "link_table": link_table,
     "training_tables": training_tables,
     "load_table": load_table,
-    "memory_table": memory_table,
     "huge_sentence": huge_sentence,
     "gpu_table": gpu_table,
     "kernel_text": kernel_text,

@@ -12,12 +12,14 @@ Row = dict[str, Any]
 Results = dict[str, dict[str, Any]]
 
 SHARED_MEMORY = "pyps shared memory"
-SHARED_MEMORY_FRESH = "pyps shared memory, fresh gradients"
 LANE = "pyps lane float32"
+LANE_TLS = "pyps lane float32, TLS"
 LANE_BFLOAT16 = "pyps lane bfloat16"
 GRPC = "pyps gRPC float32"
 GRPC_BFLOAT16 = "pyps gRPC bfloat16"
 TORCH_RPC = "torch RPC"
+# What a link allows: streams of nothing else, both ways at the same time, in rounds of so many bytes.
+PLAIN_TCP = "plain TCP"
 
 # ps-lite (C++ on both ends, TCP) does not run here. Measured before on another 2-core machine, torch 2.13.0, beside
 # torch RPC's better transport in the same run: (size, workers) to rounds per second of ps-lite and of torch RPC.
@@ -30,6 +32,10 @@ PS_LITE = {
     ("big", 2): (7.6, 16.3),
 }
 PS_LITE_SERVER_CPU_S_PER_GB = 0.58
+
+
+# Who trains without anybody else.
+ALONE = "one process alone"
 
 
 def rows(results: Results, benchmark: str, **where: Any) -> list[Row]:
@@ -69,7 +75,14 @@ def is_torch_rpc(name: str) -> bool:
 
 
 def is_peer(name: str) -> bool:
-    return not name.startswith("pyps")
+    return not name.startswith(("pyps", PLAIN_TCP))
+
+
+def share_of_link(found: Iterable[Row], subject: str) -> float | None:
+    """What a subject's bytes are of those that plain TCP moves over the same link, both ways at once."""
+    found = list(found)
+    speed, most = median(found, subject), median(found, PLAIN_TCP)
+    return speed * (0.5 if "bfloat16" in subject else 1.0) / most if speed and most else None
 
 
 def ps_lite(found: list[Row], size: str, workers: int) -> float | None:
@@ -81,12 +94,17 @@ def ps_lite(found: list[Row], size: str, workers: int) -> float | None:
     return lite / torch_rpc * reference[1]
 
 
+def of_training_case(found: Iterable[Row], rate: str, slowed: float) -> list[Row]:
+    """The rows of one link and one slowness; and of the process alone, which has neither."""
+    return [row for row in found if row["subject"] == ALONE or (row["rate"], row["slowed"]) == (rate, slowed)]
+
+
 TRAINING_HEADINGS = ("", "x alone", "samples/s", "s to the loss", "batches to it", "batches", "loss at the end")
 
 
 def training_cells(found: list[Row], seconds: float) -> list[tuple[str, ...]]:
     """A line a subject of one case of training.py, whose runs took no longer than that, under TRAINING_HEADINGS."""
-    alone = median(found, "one process alone", "samples_per_s")
+    alone = median(found, ALONE, "samples_per_s")
     lines: list[tuple[str, ...]] = []
     for name in dict.fromkeys(row["subject"] for row in found):
         speed, times = median(found, name, "samples_per_s"), values(found, name, "seconds_to_loss")

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import figures
 import round_worker
 import torch
 from measure import exit_on_sigterm, machine, percentile, spread, write_results
 from rich.console import Console
 from rich.table import Table
-from rounds import of_subject
 from trial import GRPC, GRPC_BFLOAT16, SHARED_MEMORY, Failed, Server, Variant, Workers
 from work import SIZES, Size
 
@@ -156,8 +156,8 @@ def table(size: Size, rows: list[Row]) -> Table:
         ok = {row.get("verified", not row.get("error")) for row in rows if row["subject"] == subject}
         drawn.add_row(
             subject,
-            spread(of_subject(rows, subject, "p50_ms"), 2),
-            spread(of_subject(rows, subject, "p99_ms"), 2),
+            spread(figures.values(rows, subject, "p50_ms"), 2),
+            spread(figures.values(rows, subject, "p99_ms"), 2),
             times_plain_copy(rows, subject),
             "–" if subject.startswith("plain") else "yes" if ok == {True} else "NO",
         )
@@ -167,7 +167,7 @@ def table(size: Size, rows: list[Row]) -> Table:
 def times_plain_copy(rows: list[Row], subject: str) -> str:
     """How many times as long as the plain copy of the same numbers in the same type."""
     copy = PLAIN_COPY_HALF if "bfloat16" in subject else PLAIN_COPY
-    own, plain = of_subject(rows, subject, "p50_ms"), of_subject(rows, copy, "p50_ms")
+    own, plain = figures.values(rows, subject, "p50_ms"), figures.values(rows, copy, "p50_ms")
     return f"{statistics.median(own) / statistics.median(plain):.2f}" if own and plain else "–"
 
 

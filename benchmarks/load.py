@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
 def measure(variant: Variant, num_workers: int, seconds: float) -> dict[str, Any]:
     """One server and `num_workers` workers for so many seconds. Raises Failed."""
     with Server() as server:
-        settings = {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "bench", "PYPS_WORKER_COUNT": str(num_workers)}
+        settings = server.environment | {"PYPS_WORKER_COUNT": str(num_workers)}
         barrier = context.Barrier(num_workers + 1)
         answers: Queue[dict[str, Any]] = context.Queue()
         workers = [
@@ -149,7 +149,7 @@ def rounds(seconds: float, barrier: Barrier) -> dict[str, Any]:
     model = round_worker.Tensors(SMALL.params, SMALL.keys)
     rule = torch.optim.Adagrad(model.parameters(), lr=round_worker.LEARNING_RATE, eps=round_worker.EPSILON)
     optimizer = RemoteOptimizer(model, rule)
-    step = round_worker.stepping(model, optimizer, fresh=False)
+    step = round_worker.stepping(model, optimizer)
     for _ in range(WARMUP):
         step()
     barrier.wait(START_SECONDS)

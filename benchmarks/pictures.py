@@ -16,8 +16,8 @@ from matplotlib.ticker import FuncFormatter
 
 STYLES: dict[str, dict[str, Any]] = {
     figures.SHARED_MEMORY: {"color": "#0b4f9e", "marker": "o"},
-    figures.SHARED_MEMORY_FRESH: {"color": "#5b9bd5", "marker": "o", "linestyle": ":"},
     figures.LANE: {"color": "#2e7d32", "marker": "P"},
+    figures.LANE_TLS: {"color": "#2e7d32", "marker": "P", "linestyle": "--"},
     figures.LANE_BFLOAT16: {"color": "#81b784", "marker": "P", "linestyle": ":"},
     figures.GRPC: {"color": "#00786c", "marker": "s"},
     figures.GRPC_BFLOAT16: {"color": "#43b5a5", "marker": "s", "linestyle": ":"},
@@ -100,8 +100,7 @@ def link(results: Results) -> Any:
     if not found:
         return None
     rates = list(dict.fromkeys(row["rate"] for row in found))
-    names = figures.subjects(found)
-    plain = results["link"].get("plain_tcp_gbit", {})
+    names = [name for name in figures.subjects(found) if name != figures.PLAIN_TCP]
     figure, panels = pyplot.subplots(1, len(rates), figsize=(4.6 * len(rates), 4.2), squeeze=False)
     for axes, rate in zip(panels[0], rates, strict=True):
         of_rate = _of(found, rate=rate)
@@ -111,8 +110,7 @@ def link(results: Results) -> Any:
                 assert speed is not None
                 error = [[speed - min(measured)], [max(measured) - speed]]
                 axes.bar(index, speed, yerr=error, capsize=3, color=STYLES.get(name, {}).get("color"))
-        if rate in plain:
-            most = min(plain[rate]["to server"], plain[rate]["to worker"]) * 1e9 / 8 / (of_rate[0]["params"] * 4)
+        if most := figures.median(of_rate, figures.PLAIN_TCP):
             axes.axhline(most, color="black", linewidth=1, linestyle=":")
             axes.set_ylim(top=1.2 * max(most, axes.get_ylim()[1] / 1.05))
             words = "float32, both ways at once,\nat plain TCP's speed"

@@ -41,33 +41,22 @@ def gradients(parameters: int, keys: int) -> list[torch.Tensor]:
     return list(flat.reshape(keys, -1).unbind())
 
 
-def stepping(model: Tensors, optimizer: RemoteOptimizer, *, fresh: bool) -> Callable[[], None]:
-    """A round: rewrites the whole gradient and steps.
-
-    The gradients are the optimizer's own views, rewritten in place as the peers rewrite theirs; or, `fresh`, new
-    tensors in each round, as autograd makes them after `zero_grad()` with torch's default.
-    """
+def stepping(model: Tensors, optimizer: RemoteOptimizer) -> Callable[[], None]:
+    """A round: rewrites the whole gradient, in the optimizer's own views as the peers rewrite theirs, and steps."""
     parameters = list(model.parameters())
     source = gradients(sum(p.numel() for p in parameters), len(parameters))
-    if not fresh:
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        # Moves those that are there into the optimizer's memory.
-        optimizer.zero_grad(set_to_none=False)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    # Moves those that are there into the optimizer's memory.
+    optimizer.zero_grad(set_to_none=False)
 
-    def in_place() -> None:
+    def step() -> None:
         for parameter, values in zip(parameters, source, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(values)
         optimizer.step()
 
-    def anew() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for parameter, values in zip(parameters, source, strict=True):
-            parameter.grad = values.clone()
-        optimizer.step()
-
-    return anew if fresh else in_place
+    return step
 
 
 def timed(step: Callable[[], None], rounds: int) -> dict[str, object]:
@@ -113,7 +102,6 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("--params", "--keys", "--rounds", "--warmup"):
         arguments.add_argument(name, type=int, required=True)
-    arguments.add_argument("--fresh", action="store_true", help="a new gradient tensor in each round")
     arguments.add_argument("--pinned", action="store_true", help="stay on the workers' core")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -122,7 +110,7 @@ def main() -> None:
     model = Tensors(options.params, options.keys)
     rule = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     optimizer = RemoteOptimizer(model, rule)
-    step = stepping(model, optimizer, fresh=options.fresh)
+    step = stepping(model, optimizer)
     for _ in range(options.warmup):
         step()
     print("ready", flush=True)

@@ -32,8 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import figures
 import rounds
-from figures import TRAINING_HEADINGS, training_cells
 from measure import exit_on_sigterm, machine, write_results
 from network import INTERFACE, Switch, unavailable
 from rich.console import Console
@@ -66,23 +66,25 @@ def main() -> int:
     task = TASKS["170 thousand" if options.quick else "25 million"]
     wanted = tuple(options.only.split(","))
     rows: list[Row] = []
-    links: dict[str, dict[str, float]] = {}
-    for case in cases.split(","):
-        rate, _, factor = case.partition(":")
-        slowed = float(factor or 1)
-        with contextlib.nullcontext() if rate == LOOPBACK else Switch(rate, WORKERS) as link:
-            if link is not None and rate not in links:
-                links[rate] = link.tcp_gbit(0.3 if options.quick else 2.0)
-            measure = partial(measured, link=link, slowed=slowed, transport=options.transport)
-            subjects = {name: subject for name, subject in SUBJECTS.items() if name.startswith(wanted)}
-            chosen: dict[str, rounds.Subject] = {name: partial(measure, subject) for name, subject in subjects.items()}
-            found = rounds.interleaved(chosen, task, WORKERS, 1 if options.quick else options.repeats)
-        rows += [{"rate": rate, "slowed": slowed} | row for row in found]
-        console.print(table(task, rate, slowed, found))
-        # After each case, so that an end midway loses one case only.
-        facts: dict[str, Any] = {"quick": options.quick, "transport": options.transport, "plain_tcp_gbit": links}
-        facts |= {"params": task.params, "loss": task.loss, "seconds": task.seconds}
-        write_results(options.json, rows, **facts)
+    facts: dict[str, Any] = {"quick": options.quick, "transport": options.transport}
+    facts |= {"params": task.params, "loss": task.loss, "seconds": task.seconds}
+    for turn in range(1 if options.quick else options.repeats):
+        for number, case in enumerate(cases.split(",")):
+            rate, _, factor = case.partition(":")
+            slowed = float(factor or 1)
+            with contextlib.nullcontext() if rate == LOOPBACK else Switch(rate, WORKERS) as link:
+                measure = partial(measured, link=link, slowed=slowed, transport=options.transport)
+                chosen: dict[str, rounds.Subject] = {
+                    name: partial(measure, subject)
+                    for name, subject in SUBJECTS.items()
+                    # Who is alone has no link, and nobody slow beside it.
+                    if name.startswith(wanted) and (subject is not ALONE or number == 0)
+                }
+                for row in rounds.in_turn(chosen, task, WORKERS, turn):
+                    rows.append({"rate": rate, "slowed": slowed} | row)
+                    # After each, so that an end midway loses one only.
+                    write_results(options.json, rows, **facts)
+            console.print(table(task, rate, slowed, figures.of_training_case(rows, rate, slowed)))
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -111,7 +113,7 @@ def measured(
             flags = ("--protocol", subject.protocol, "--expected-workers", str(count))
             server = stack.enter_context(Server(flags, link))
             environment |= Variant(subject.name, transport, subject.codec).environment
-            environment |= {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "bench", "PYPS_WORKER_COUNT": str(count)}
+            environment |= server.environment | {"PYPS_WORKER_COUNT": str(count)}
         else:
             # Where all find each other is at the first of them, which with torch RPC is the server.
             first = (link.server_address if subject.way == "rpc" else link.worker_address) if link else "127.0.0.1"
@@ -223,9 +225,9 @@ def table(task: Task, rate: str, slowed: float, rows: list[Row]) -> Table:
     slow = f", the second {slowed:g} times as slow" if slowed != 1 else ""
     title = f"{rate}: {task.params:,} parameters, {WORKERS} workers{slow}; to a loss of {task.loss:g}"
     drawn = Table(title=title, title_justify="left")
-    for heading in TRAINING_HEADINGS:
+    for heading in figures.TRAINING_HEADINGS:
         drawn.add_column(heading, justify="right" if heading else "left")
-    for cells in training_cells(rows, task.seconds):
+    for cells in figures.training_cells(rows, task.seconds):
         drawn.add_row(*cells)
     return drawn
 

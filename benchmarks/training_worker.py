@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+import figures
 import torch
 import torch.distributed as dist
 from round_worker import wait_for_line
@@ -68,7 +69,7 @@ class Subject:
     overlap: str = "off"
 
 
-ALONE = Subject("one process alone", "alone")
+ALONE = Subject(figures.ALONE, "alone")
 SUBJECTS = {
     subject.name: subject
     for subject in (

@@ -18,8 +18,6 @@ from measure import cpu_seconds, memory_bytes, percentile, pin, pinned_cores
 from network import Link
 from work import Size
 
-from pyps.certificates import Authority
-
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0
 
@@ -36,9 +34,7 @@ class Variant:
     transport: str = "grpc"
     # How gradients and parameters are written on the way.
     codec: str = "float32"
-    # Whether each round has new gradient tensors, instead of rewriting the optimizer's own.
-    fresh: bool = False
-    # Whether all is encrypted.
+    # Whether its server speaks TLS.
     tls: bool = False
 
     @property
@@ -48,38 +44,42 @@ class Variant:
 
 
 SHARED_MEMORY = Variant("pyps shared memory", transport="shm")
-SHARED_MEMORY_FRESH = Variant("pyps shared memory, fresh gradients", transport="shm", fresh=True)
 LANE = Variant("pyps lane float32", transport="tcp")
-LANE_TLS = Variant("pyps lane TLS float32", transport="tcp", tls=True)
 LANE_BFLOAT16 = Variant("pyps lane bfloat16", transport="tcp", codec="bfloat16")
+LANE_TLS = Variant("pyps lane float32, TLS", transport="tcp", tls=True)
 GRPC = Variant("pyps gRPC float32")
 GRPC_BFLOAT16 = Variant("pyps gRPC bfloat16", codec="bfloat16")
-VARIANTS = (SHARED_MEMORY, SHARED_MEMORY_FRESH, LANE, LANE_TLS, LANE_BFLOAT16, GRPC, GRPC_BFLOAT16)
+VARIANTS = (SHARED_MEMORY, LANE, LANE_BFLOAT16, LANE_TLS, GRPC, GRPC_BFLOAT16)
 
 
 class Server:
-    """A `pyps serve` process on free ports, on one side of `link` where there is one; ended with the context."""
+    """A `pyps serve` process on free ports, on one side of `link` where there is one; ended with the context.
+
+    With `tls` it has a certificate of its own. `environment` is what its workers are to be started with.
+    """
 
     def __init__(self, flags: Sequence[str] = (), link: Link | None = None, *, tls: bool = False):
         # Without a penalty for staleness every update is the full one, and the end can be checked against the formula.
         self._command = [sys.executable, "-m", "pyps", "serve", "--port", "0", "--control-port", "0"]
         self._command += ["--metrics-port", "0", "--staleness", "none", *flags]
-        self._link, self._tls = link, tls
+        self._host = link.server_address if link else "127.0.0.1"
+        self._tls = tls
         if link is not None:
             self._command = [*link.on_server, *self._command, "--host", "0.0.0.0", "--insecure"]
 
     def __enter__(self) -> Server:
         self._kept = tempfile.TemporaryDirectory(prefix="pyps-bench-")
         self.folder = Path(self._kept.name)
-        if self._tls:
-            authority = Authority(self.folder, create=True)
-            cert = authority.make_server([self._link.server_address if self._link else "127.0.0.1"], days=1)
-            self._command += ["--tls-cert", str(cert), "--tls-key", str(cert.with_suffix(".key"))]
         ready, log = self.folder / "ready.json", self.folder / "server.log"
+        self.environment = {"PYPS_RUN_ID": "bench"}
+        command = [*self._command, "--ready-file", str(ready)]
+        if self._tls:
+            make = [sys.executable, "-m", "pyps", "certs", "init", "--folder", str(self.folder), "--host", self._host]
+            subprocess.run(make, check=True, capture_output=True)
+            command += ["--tls-cert", str(self.folder / "server.crt"), "--tls-key", str(self.folder / "server.key")]
+            self.environment["PYPS_TLS_CA"] = str(self.folder / "ca.crt")
         with log.open("w", encoding="utf-8") as output:
-            self._process = subprocess.Popen(
-                [*self._command, "--ready-file", str(ready)], stdout=output, stderr=subprocess.STDOUT
-            )
+            self._process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + START_SECONDS
         while not ready.exists():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Server:
             time.sleep(0.02)
         self.pid = self._process.pid
         port = str(json.loads(ready.read_text(encoding="utf-8"))["data"]).rpartition(":")[2]
-        self.address = f"{self._link.server_address if self._link else '127.0.0.1'}:{port}"
+        self.address = self.environment["PYPS_SERVERS"] = f"{self._host}:{port}"
         self.base_bytes = memory_bytes(self.pid, "VmRSS")
         return self
 
@@ -112,10 +112,7 @@ class Workers:
     """Worker processes that are told line by line when to go on; what is left of them ends with the context."""
 
     def __init__(self, command: Sequence[str], server: Server, variant: Variant, count: int, link: Link | None = None):
-        environment = os.environ | variant.environment
-        environment |= {"PYPS_SERVERS": server.address, "PYPS_RUN_ID": "bench", "PYPS_WORKER_COUNT": str(count)}
-        if variant.tls:
-            environment["PYPS_TLS_CA"] = str(server.folder / "ca.crt")
+        environment = os.environ | variant.environment | server.environment | {"PYPS_WORKER_COUNT": str(count)}
         # What they say beside their answers: shown where one fails.
         self._log = server.folder / "workers.log"
         with self._log.open("w", encoding="utf-8") as log:
@@ -178,11 +175,8 @@ def run(variant: Variant, size: Size, num_workers: int, *, link: Link | None = N
     """Measures one variant: all workers warm up, go at once, and are summed up. Raises Failed."""
     command = [sys.executable, str(HERE / "round_worker.py"), "--params", str(size.params), "--keys", str(size.keys)]
     command += ["--rounds", str(size.rounds), "--warmup", str(size.warmup)]
-    command += ["--fresh"] * variant.fresh + ["--pinned"] * size.pinned
-    with (
-        Server(link=link, tls=variant.tls) as server,
-        Workers(command, server, variant, num_workers, link) as workers,
-    ):
+    command += ["--pinned"] * size.pinned
+    with Server(link=link, tls=variant.tls) as server, Workers(command, server, variant, num_workers, link) as workers:
         if size.pinned:
             pin(server.pid, pinned_cores()[0])
         workers.wait_until_ready()

@@ -43,7 +43,7 @@ _KEEPALIVE_MS = 60_000
 _KEEPALIVE_TIMEOUT_MS = 20_000
 # As much as a message: on a slow link with full queues a sender goes on while its next message is asked for. A gigabit
 # with 20 ms of queue makes 0.65 rounds a second of 102.4 MB each way with 256 KiB of it; 0.77, 0.90 and 1.06 with 1, 2
-# and 4 MiB (benchmarks/link.py). Four workers' peak of memory grows by 25 MB (benchmarks/memory.py).
+# and 4 MiB (benchmarks/link.py). Four workers' peak of memory grows by 25 MB (benchmarks/rounds.py).
 _LOOKAHEAD_BYTES = 2**22
 
 Options = list[tuple[str, int]]
