@@ -1,16 +1,16 @@
 """Training, end to end: samples a second and seconds to a stated loss, of 2 workers on links of 1 and 10 Gbit/s.
 
-    python benchmarks/training.py [--cases 1gbit,10gbit,10gbit:3] [--transport grpc] [--repeats 1] [--quick]   (as root)
+    python benchmarks/training.py [--cases 1gbit,10gbit,10gbit:3] [--transport tcp] [--repeats 1] [--quick]   (as root)
 
 A transformer of 25 million parameters learns a text that a random chain writes; the same batches, the same start, Adam
 at the same rate for every subject. `10gbit:3` is a case in which the second worker's computing takes three times as
 long. Server and workers have a network namespace each, and a link each to a switch (`network.py`); where this machine
 cannot make them, all meet on loopback. A run lasts until the mean loss of the last batches is the stated one and some
-more batches are done, or 25 seconds: a full run takes less than a quarter of an hour.
+more batches are done, or 20 seconds: all of them take seven minutes.
 
 What it shows is what is left of the speed of one process, and of its progress a batch, when two train together. What
 it does not: how fast this model trains. Two workers, a server and the switch share this machine's cores, a batch is
-small, and 25 seconds are the beginning of a training only: it says nothing of where one ends.
+small, and 20 seconds are the beginning of a training only: it says nothing of where one ends.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", help=f"links, and how much the second worker is slowed (default {CASES})")
-    parser.add_argument("--transport", default="grpc", help="pyps' way to its server, as PYPS_TRANSPORT takes it")
+    parser.add_argument("--transport", default="tcp", help="pyps' way to its server, as PYPS_TRANSPORT takes it")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--only", default="", help="the subjects to measure, by the beginnings of their names")
     parser.add_argument("--quick", action="store_true", help=f"a small model, a few batches: {QUICK_CASES}")
