@@ -426,7 +426,7 @@ class Outgoing:
                 return departures.answered(under_way, self._waiting)
 
             try:
-                channel.trickle(chain([first], iter(following, None)), take, timeout_seconds=cut.timeout_seconds)
+                channel.exchange(chain([first], iter(following, None)), take, timeout_seconds=cut.timeout_seconds)
             finally:
                 departures.answered(under_way)
 

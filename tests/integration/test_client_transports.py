@@ -30,7 +30,6 @@ from pyps_client import BadRequest, ForkedClient, RunFinished, ServerUnavailable
 from pyps_client.launch import Launch
 from pyps_client.push import Plan
 from pyps_client.retry import RetryPolicy
-from pyps_client.transport import grpc as open_stream
 from pyps_client.transport import named
 from pyps_client.worker import Worker
 from pyps_wire import common_pb2 as common
@@ -45,14 +44,12 @@ Start = Callable[..., AnyServer]
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
 
 
-BETWEEN_PROCESSES = ["shm", "tcp", "grpc", "grpc without the direct stream"]
+BETWEEN_PROCESSES = ["shm", "tcp", "grpc"]
 
 
 @pytest.fixture(params=[*BETWEEN_PROCESSES, "in_process"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "grpc without the direct stream":
-        monkeypatch.setattr(open_stream, "cygrpc", None)
-    return str(request.param).split()[0]
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @contextlib.contextmanager
@@ -154,7 +151,6 @@ def test_a_paused_server_costs_a_deadline_and_the_exchange_counts_once(
     reference = Reference(tensors)
     server = start_server_process()
     monkeypatch.setattr("pyps_client.transport.connection.CALL_SECONDS", 0.5)
-    monkeypatch.setattr("pyps_client.transport.grpc.NAP_SECONDS", 0.5)
     quick_to_tell = partial(RetryPolicy, report_first_seconds=0, call_seconds_max=0.5)
     monkeypatch.setattr("pyps_client.transport.connection.RetryPolicy", quick_to_tell)
     with make_client(server.data, transport=transport) as client, ThreadPoolExecutor(1) as pool:

@@ -22,7 +22,7 @@ def counted() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("transport", weight.TRANSPORTS.values())
-@pytest.mark.parametrize(("overlap", "calls_max", "files_max"), [("off", 70, 14), ("step", 110, 18)])
+@pytest.mark.parametrize(("overlap", "calls_max", "files_max"), [("off", 70, 15), ("step", 110, 18)])
 def test_the_path_of_a_gradient_is_short(
     counted: dict[tuple[str, str], Any], transport: str, overlap: str, calls_max: int, files_max: int
 ) -> None:

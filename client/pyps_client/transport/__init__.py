@@ -68,16 +68,12 @@ class Channel(ABC):
     ) -> None:
         """Sends one round of a method, and hands the answers to `take` until it says that all are there.
 
-        One round of a method at a time.
+        One round of a method at a time. Frames may have to be waited for: answers are taken meanwhile.
         """
 
     def push(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
         """Does the same with `Push`: also while a round of `Exchange` is under way."""
         self.exchange(frames, take, timeout_seconds=timeout_seconds, method="Push")
-
-    def trickle(self, frames: Iterator[bytes], take: Take, *, timeout_seconds: float) -> None:
-        """Does a round of `Exchange` with frames that may have to be waited for: answers are taken meanwhile."""
-        self.exchange(frames, take, timeout_seconds=timeout_seconds)
 
     @abstractmethod
     def read(self, method: str, request: Message, *, timeout_seconds: float) -> Iterator[bytes]:

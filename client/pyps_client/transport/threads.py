@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from pyps_client import fork
 from pyps_client.fork import ForkGuard
 from pyps_client.retry import SIGNAL_SECONDS
 
@@ -107,8 +108,21 @@ class Threads:
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Begins to run a job."""
         future = Future(job)
-        self._start(future)
+        self.start(future)
         return future
+
+    def start(self, job: Future[Any]) -> None:
+        """Begins to run a job that is known already, whatever is raised meanwhile."""
+        if self._guard.generation != fork.generation:
+            self._guard.check()
+        with self._lock:
+            has_idle = self._num_idle > 0
+            self._num_idle -= has_idle
+        if has_idle:
+            self._jobs.put(job)
+        else:
+            # With its job: it is at it before the start returns, and the caller may end soon.
+            threading.Thread(target=self._work, args=([job],), name="pyps", daemon=True).start()
 
     def run(
         self, tasks: Sequence[Callable[[threading.Event], T]], *, cancel: Callable[[], object] = lambda: None
@@ -130,7 +144,7 @@ class Threads:
                 if self.closed.is_set():
                     stop.set()
             for job in jobs[1:]:
-                self._start(job)
+                self.start(job)
             if jobs:
                 jobs[0].run()
             for job in jobs:
@@ -163,17 +177,6 @@ class Threads:
             for _ in range(self._num_idle):
                 self._jobs.put(None)
             self._num_idle = 0
-
-    def _start(self, job: Future[Any]) -> None:
-        self._guard.check()
-        with self._lock:
-            has_idle = self._num_idle > 0
-            self._num_idle -= has_idle
-        if has_idle:
-            self._jobs.put(job)
-        else:
-            # With its job: it is at it before the start returns, and the caller may end soon.
-            threading.Thread(target=self._work, args=([job],), name="pyps", daemon=True).start()
 
     def _work(self, first: list[Future[Any]]) -> None:
         # Taken out, since a thread holds on to its arguments.
