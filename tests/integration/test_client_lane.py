@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +15,12 @@ import pytest
 from certified import served, shown
 from client_support import CuttingProxy, Reference, gradients_like, make_client, small_model
 from pyps_client import ServerUnavailable
+from pyps_client.pull import Intake
 from pyps_client.transport.tcp import TcpLane
 from pyps_wire.common_pb2 import OUTCOME_APPLIED
-from pyps_wire.errors import WrongSize
+from pyps_wire.errors import MalformedFrame, WrongSize
 from pyps_wire.parameter_server_pb2 import LaneOffer
-from support import AnyServer, inspect
+from support import AnyServer, inspect, wait_until
 
 Start = Callable[..., AnyServer]
 
@@ -124,6 +127,28 @@ def test_a_push_that_is_refused_is_told_and_the_next_goes_by_a_lane_again(
         reference.step(gradients)
         reference.check(client.exchange(gradients))
         assert client.session.transport == "tcp"
+
+
+def test_a_round_that_was_given_up_leaves_no_answer_to_the_next(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, reference = start_server(), Reference(small_model())
+    receive, answers = Intake.receive, itertools.count()
+
+    def receive_some(intake: Intake, *arguments: Any) -> None:
+        receive(intake, *arguments)
+        if next(answers) == 2:
+            wait_until(lambda: all(shard.version for shard in inspect(server.control, "ListShards").shards), what="all")
+            raise MalformedFrame("this one")
+
+    with make_client(server.data, transport="tcp") as client:
+        client.pull()
+        monkeypatch.setattr(Intake, "receive", receive_some)
+        gradients = gradients_like(small_model(), 0)
+        with pytest.raises(MalformedFrame, match="this one"):
+            client.exchange(gradients)
+        reference.step(gradients)
+        reference.check(client.pull())
 
 
 def test_workers_go_on_by_a_new_lane_after_a_restart(start_server: Start, tmp_path: Path) -> None:
