@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -206,3 +207,13 @@ def test_no_gradient_goes_by_a_lane_that_is_not_secured_as_the_worker_is(
 
     told = words.format(f"127.0.0.1:{port}")
     assert len(re.findall(f"by gRPC: no lane at port {port}: .*{told}", caplog.text)) == 1
+
+
+def test_who_only_connects_to_a_lane_by_tls_is_cut(
+    start_server: Start, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.connection.OPEN_SECONDS", 0.0)
+    port = server_port()
+    start_server("--lane-port", str(port), *served(made / "sound"))
+    with socket.create_connection(("127.0.0.1", port), 20) as silent:
+        assert silent.recv(1) == b""
