@@ -21,12 +21,15 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from pyps.service.roles import Role, role_in
 from pyps_wire.errors import BadRequest
 
 # The authority's own; after that all certificates are to be made anew.
 AUTHORITY_DAYS = 3650
 # How far clocks may be apart.
 _CLOCKS = timedelta(hours=1)
+# Of callers, the highest last.
+ROLES = tuple(role.word for role in Role if role)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
@@ -35,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 class Certificate:
     """What a certificate says."""
 
-    # "CA", "server" or "worker".
+    # "CA", "server" or, of a caller, "worker", "observer" or "operator".
     role: str
     names: tuple[str, ...]
     until: datetime
@@ -65,31 +68,34 @@ class Authority:
     def make_server(self, hosts: Sequence[str], *, days: int) -> Path:
         """Makes `server.crt` and `server.key` for servers that are called by these names or addresses, or on loopback.
 
-        A server may show its certificate as a caller too, so that commands on its machine need no other.
+        A server may show its certificate as a caller too, and is an operator then: commands on its machine need no
+        other.
         """
         names = [_host(host) for host in dict.fromkeys((*hosts, *_LOOPBACK))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-        return self._make("server", hosts[0], usages, names, days=days)
+        return self._make("server", _named(hosts[0], role=ROLES[-1]), usages, names, days=days)
 
-    def make_worker(self, name: str, *, days: int) -> Path:
-        """Makes `NAME.crt` and `NAME.key` for a caller of that name."""
+    def make_worker(self, name: str, *, role: str = "worker", days: int) -> Path:
+        """Makes `NAME.crt` and `NAME.key` for a caller of that name and role."""
         if not _NAME.fullmatch(name) or name in ("ca", "server"):
             raise BadRequest(
                 f"the worker's name is {name!r}; expected letters, digits, . _ and -, not 'ca' or 'server'"
             )
-        return self._make(name, name, [ExtendedKeyUsageOID.CLIENT_AUTH], [], days=days)
+        if role not in ROLES:
+            raise BadRequest(f"--role is {role!r}; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        return self._make(name, _named(name, role=role), [ExtendedKeyUsageOID.CLIENT_AUTH], [], days=days)
 
     def _make(
         self,
         stem: str,
-        name: str,
+        subject: x509.Name,
         usages: Iterable[x509.ObjectIdentifier],
         hosts: Sequence[x509.GeneralName],
         *,
         days: int,
     ) -> Path:
         key = ec.generate_private_key(ec.SECP256R1())
-        begun = _begun(_named(name), key.public_key(), issuer=self._certificate.subject, days=days)
+        begun = _begun(subject, key.public_key(), issuer=self._certificate.subject, days=days)
         begun = begun.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         begun = begun.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         assert isinstance(self._key, ec.EllipticCurvePrivateKey)
@@ -120,7 +126,10 @@ def describe(path: Path) -> Certificate:
     """What the certificate in a file says. BadRequest where it holds none."""
     found = _read(path)
     names = [attribute.value for attribute in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    role, kinds = "worker", {type(extension.value): extension.value for extension in found.extensions}
+    role, kinds = (
+        role_in(found.subject.rfc4514_string()).word,
+        {type(extension.value): extension.value for extension in found.extensions},
+    )
     constraints, usage = kinds.get(x509.BasicConstraints), kinds.get(x509.ExtendedKeyUsage)
     if isinstance(constraints, x509.BasicConstraints) and constraints.ca:
         role = "CA"
@@ -151,8 +160,9 @@ def _begun(
     )
 
 
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+def _named(name: str, *, role: str = "") -> x509.Name:
+    units = [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role)] if role else []
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name), *units])
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -127,6 +127,10 @@ class ServerConfig:
         "auto", "Where workers of this machine may share their memory: auto, off, or a folder that they see too."
     )
     token_file: Path | None = setting(None, "File with the token that callers must show, or several, one a line.")
+    observer_token_file: Path | None = setting(None, "The same for callers who may read all, and change nothing.")
+    operator_token_file: Path | None = setting(
+        None, "The same for who may save, set, stop and reset; without it, callers on the server's own machine."
+    )
     tls_cert: Path | None = setting(None, "PEM file with the server's certificate; all its ports take TLS only then.")
     tls_key: Path | None = setting(None, "PEM file with the key of that certificate.")
     tls_client_ca: Path | None = setting(
@@ -335,6 +339,8 @@ def _check_together(config: ServerConfig, origins: Mapping[str, str]) -> None:
         ("start_together", "expected_workers", "the number of workers that start"),
         ("log_gradients", "update_log", "a folder to log to"),
         ("resume", "checkpoint_dir", "a folder to resume from"),
+        ("observer_token_file", "token_file", "the token of workers"),
+        ("operator_token_file", "token_file", "the token of workers"),
         ("tls_cert", "tls_key", "the certificate's key"),
         ("tls_key", "tls_cert", "the key's certificate"),
         ("tls_client_ca", "tls_cert", "a certificate of the server's own"),

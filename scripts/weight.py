@@ -154,7 +154,7 @@ def serve() -> None:
     config = ServerConfig(port=0, control_port=0, metrics_port=0)
 
     async def run() -> None:
-        server = Server(config, token=None, instruction_set=_kernels.isa())
+        server = Server(config, instruction_set=_kernels.isa())
         loop = asyncio.get_running_loop()
 
         def obey() -> None:

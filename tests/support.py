@@ -37,7 +37,6 @@ from pyps.cli.main import app
 from pyps.config import ServerConfig, flag_name, resolve
 from pyps.launcher.ports import free_port
 from pyps.service.report import Addresses
-from pyps.service.security import load_token
 from pyps.service.server import Server
 from pyps_wire import inspector_pb2 as pb
 from pyps_wire.inspector_pb2_grpc import InspectorStub
@@ -375,8 +374,7 @@ class ServerThread:
             raise
 
     async def _serve(self) -> int:
-        token = load_token(self._config)
-        self._server = Server(self._config, token=token, instruction_set=_kernels.isa(), clock=self._clock)
+        self._server = Server(self._config, instruction_set=_kernels.isa(), clock=self._clock)
         return await self._server.run(signals=False, on_ready=self._ready.set_result)
 
     def _give_up(self, ended: Future[int]) -> None:

@@ -39,14 +39,15 @@ def init(
 
 @certs.command()
 def worker(
-    name: Annotated[str, typer.Argument(help="The worker's name, or that of all who share the certificate.")],
+    name: Annotated[str, typer.Argument(help="The holder's name, or that of all who share the certificate.")],
+    role: Annotated[str, typer.Option(help="What its holder is at most: worker, observer or operator.")] = "worker",
     folder: Folder = Path("certs"),
     days: Days = 365,
 ) -> None:
     """Make a certificate for a worker, or for anybody else who calls servers."""
     from pyps.certificates import Authority
 
-    _show(Authority(folder).make_worker(name, days=days))
+    _show(Authority(folder).make_worker(name, role=role, days=days))
     typer.echo(f"Its machine needs {name}.crt, {name}.key and ca.crt.")
 
 

@@ -43,12 +43,20 @@ SAVE_TIMEOUT_SECONDS = 600.0
 
 # Either port of a server leads to the other, so that one list of servers does for every command.
 SERVERS_HELP = "Addresses of all servers, in order, separated by commas: of each its data or its control port."
-TOKEN_HELP = "File with the servers' token."
+_TOKEN_HELP = "File with a token of the servers for"
 
 # The option of commands that talk to control ports, and of those that talk to data ports.
 Servers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_CONTROL", "PYPS_SERVERS"])]
 DataServers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_SERVERS", "PYPS_CONTROL"])]
-TokenFile = Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")]
+# The option of commands that read, train, or change servers: of the tokens that are there the least that is enough.
+_OBSERVERS, _WORKERS, _OPERATORS = "PYPS_OBSERVER_TOKEN_FILE", "PYPS_TOKEN_FILE", "PYPS_OPERATOR_TOKEN_FILE"
+ObserverTokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help=f"{_TOKEN_HELP} observers.", envvar=[_OBSERVERS, _WORKERS])
+]
+TokenFile = Annotated[Path | None, typer.Option(help=f"{_TOKEN_HELP} workers.", envvar=_WORKERS)]
+OperatorTokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help=f"{_TOKEN_HELP} operators.", envvar=[_OPERATORS, _WORKERS])
+]
 
 
 class Control:
@@ -150,8 +158,8 @@ def read_token(path: Path | None) -> str:
 
 
 def inherited_token() -> str:
-    """The token of servers that inherit this environment."""
-    file = os.environ.get("PYPS_TOKEN_FILE")
+    """The highest token of servers that inherit this environment."""
+    file = os.environ.get(_OPERATORS) or os.environ.get(_WORKERS)
     return read_token(Path(file) if file else None)
 
 
@@ -212,14 +220,14 @@ def configure(
     partial: Annotated[
         bool, typer.Option("--partial", help="Set it on the servers named, though the run has more.")
     ] = False,
-    token_file: TokenFile = None,
+    token_file: OperatorTokenFile = None,
 ) -> None:
     """Change protocol, staleness policy, learning rate, schedule or expected workers of a run while it goes on.
 
     What is not named stays as it is, but for the staleness policy that a protocol's name brings (downpour,
     asynchronous, asgd, ssp: none). Gradients that wait are settled first, by the protocol that kept them.
     All servers of the run must be named: each changes at once, not all at the same update. Works on the servers' own
-    machine only. The change is an event that `pyps status` shows, and is part of the checkpoints.
+    machine, or with an operator's token. The change is an event that `pyps status` shows, and part of the checkpoints.
     """
     if not (protocol or staleness or schedule or learning_rate is not None or expected_workers is not None):
         fail(
@@ -281,10 +289,10 @@ def not_asked(statuses: Sequence[pb.Status]) -> str:
     return f"{subject} not asked: name all with --servers"
 
 
-def save(servers: Servers = "127.0.0.1:7611", token_file: TokenFile = None) -> None:
+def save(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:
     """Make servers write a checkpoint now, each into its --checkpoint-dir.
 
-    Works on the servers' own machine only.
+    Works on the servers' own machine, or with an operator's token.
     """
     request = pb.SaveCheckpointRequest()
     replies = call_each(servers, token_file, "SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
@@ -292,10 +300,10 @@ def save(servers: Servers = "127.0.0.1:7611", token_file: TokenFile = None) -> N
         typer.echo(f"{address} wrote {reply.path}: {reply.bytes:,} bytes in {reply.seconds:.2f} s.")
 
 
-def stop(servers: Servers = "127.0.0.1:7611", token_file: TokenFile = None) -> None:
+def stop(servers: Servers = "127.0.0.1:7611", token_file: OperatorTokenFile = None) -> None:
     """Finish the run: workers are told to end, the servers refuse pushes and go on answering pulls.
 
-    Works on the servers' own machine only.
+    Works on the servers' own machine, or with an operator's token.
     """
     for address, _ in call_each(servers, token_file, "Stop", pb.StopRequest()):
         typer.echo(f"{address} has finished its run.")
@@ -304,12 +312,13 @@ def stop(servers: Servers = "127.0.0.1:7611", token_file: TokenFile = None) -> N
 def reset(
     run_id: Annotated[str, typer.Argument(help="The run to forget: its name, as `pyps status` gives it.")],
     servers: Servers = "127.0.0.1:7611",
-    token_file: TokenFile = None,
+    token_file: OperatorTokenFile = None,
 ) -> None:
     """Make servers forget a run, its parameters included.
 
     Its checkpoints stay on the servers' disks, renamed to forgotten-..., so that --resume does not bring it back.
-    Works on the servers' own machine only. The run must be named, so that nothing is forgotten by accident.
+    The run must be named, so that nothing is forgotten by accident. Works on the servers' own machine, or with an
+    operator's token.
     """
     for address, _ in call_each(servers, token_file, "Reset", pb.ResetRequest(run_id=run_id)):
         typer.echo(f"{address} has forgotten run {run_id!r} and is empty.")

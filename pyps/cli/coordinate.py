@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pyps.cli.control import TOKEN_HELP, DataServers, data_addresses, fail, read_token
+from pyps.cli.control import DataServers, OperatorTokenFile, data_addresses, fail, read_token
 from pyps.cli.coordination import drive, flags
 from pyps.launcher.process import SUPERSEDED
 from pyps_client.launch import Launch, parse_servers
@@ -40,7 +39,7 @@ def coordinate(
     save_every: flags.SaveEvery = 0,
     run_id: Annotated[str, typer.Option(help="The run's name; empty takes what the servers hold.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON an iteration, for scripts.")] = False,
-    token_file: Annotated[Path | None, typer.Option(help=TOKEN_HELP, envvar="PYPS_TOKEN_FILE")] = None,
+    token_file: OperatorTokenFile = None,
 ) -> None:
     """Coordinate Sandblaster L-BFGS: workers compute gradients, servers keep every vector, this process decides.
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
-from pyps.cli.control import DataServers, TokenFile, observe, read_token
+from pyps.cli.control import DataServers, ObserverTokenFile, observe, read_token
 from pyps_client.arrays import Observer
 from pyps_wire.errors import BadRequest, ServerUnavailable
 
@@ -29,7 +29,7 @@ def evaluate(
     servers: DataServers = "127.0.0.1:7610",
     every: Annotated[float, typer.Option(help="Seconds between two evaluations.", min=0.0)] = 10.0,
     once: Annotated[bool, typer.Option("--once", help="Evaluate one snapshot and end.")] = False,
-    token_file: TokenFile = None,
+    token_file: ObserverTokenFile = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers at the start.")] = 300.0,
 ) -> None:
     """Evaluate a running model with your own script, as an observer.

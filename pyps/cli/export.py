@@ -17,7 +17,7 @@ from rich.text import Text
 from safetensors.numpy import save_file
 
 from pyps import logs
-from pyps.cli.control import DataServers, TokenFile, fail, observe, read_token
+from pyps.cli.control import DataServers, ObserverTokenFile, fail, observe, read_token
 from pyps.storage.checkpoint import Checkpoint, CheckpointError
 from pyps.storage.folder import newest
 from pyps.storage.replay import Replayed, log_paths
@@ -36,7 +36,7 @@ def export(
         list[Path] | None,
         typer.Option(help="Instead: a job's checkpoint folder; or a server's, or one checkpoint in it, once a server."),
     ] = None,
-    token_file: TokenFile = None,
+    token_file: ObserverTokenFile = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for servers.", min=0.0)] = 10.0,
 ) -> None:
     """Write the model to a safetensors file: every tensor under its own name and shape, in float32.

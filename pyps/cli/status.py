@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pyps.cli.control import Control, Servers, TokenFile, control_addresses, not_asked, read_token
+from pyps.cli.control import Control, ObserverTokenFile, Servers, control_addresses, not_asked, read_token
 from pyps.cli.work_tables import harmless, work_tables
 from pyps.units import in_bytes
 from pyps_wire import common_pb2 as common
@@ -67,7 +67,7 @@ def status(
     events: Annotated[
         int, typer.Option(help="How many of the newest events to show.", min=0, max=EVENTS_MAX)
     ] = EVENTS_SHOWN,
-    token_file: TokenFile = None,
+    token_file: ObserverTokenFile = None,
 ) -> None:
     """Show what servers, workers and shards are doing.
 

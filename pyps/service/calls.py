@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -13,7 +13,8 @@ from google.protobuf.message import DecodeError
 
 from pyps import logs
 from pyps.service.limits import ByteBudget
-from pyps.service.security import OPEN_PREFIX, Handler, abort
+from pyps.service.roles import Role, needed_for
+from pyps.service.security import Access, abort, subject_of
 from pyps_wire.errors import BadRequest, LimitExceeded, MalformedFrame, PypsError, ServerUnavailable, WaitTimedOut
 
 # A reply that nobody takes for so long ends its call.
@@ -33,6 +34,8 @@ GONE_SECONDS = 10.0
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
+# In quotes: only the type stubs know that it has parameters.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 log = logs.get("pyps.service")
 
@@ -111,6 +114,8 @@ class Call:
         self._context = context
         self._awaited = awaited
         self._write_seconds = write_seconds
+        # Where nobody asks, as in this process or behind a ticket, it is for the caller to know what it may do.
+        self.role = Role.OPERATOR
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         # Who sends at the moment, and since when.
@@ -188,13 +193,16 @@ class Call:
 
 
 class MessageReader(grpc.aio.ServerInterceptor):
-    """Takes in the messages of calls, for which gRPC would wait for ever, and turns errors into statuses.
+    """Takes in the messages of calls whose callers may make them, and turns errors into statuses.
+
+    A call that is refused has no message taken in; for one that does not come gRPC would wait for ever.
 
     Ours go out as they are, any other as INTERNAL with a traceback in the log; gRPC would tell of bad bytes as a bug.
     """
 
-    def __init__(self, awaited: Awaited, budget: ByteBudget, *, open_awaited: Awaited | None = None):
+    def __init__(self, access: Access, awaited: Awaited, budget: ByteBudget, *, open_awaited: Awaited | None = None):
         """Calls that need no token wait for their messages among `open_awaited`, where that is given."""
+        self._access = access
         self._awaited = awaited
         self._budget = budget
         self._open_awaited = open_awaited or awaited
@@ -207,7 +215,9 @@ class MessageReader(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return handler
-        is_open = details.method.startswith(OPEN_PREFIX)
+        method, access = details.method, self._access
+        is_open = needed_for(method) is Role.ANYBODY
+        authorization = next((value for key, value in details.invocation_metadata if key == "authorization"), None)
         many = handler.request_streaming
         behavior: Any = (
             handler.stream_stream or handler.stream_unary if many else handler.unary_stream or handler.unary_unary
@@ -218,6 +228,8 @@ class MessageReader(grpc.aio.ServerInterceptor):
             message: Any = None
             request: Any = None
             try:
+                subject = subject_of(context) if access.certified else ""
+                taken.role = access.admit(method, authorization, peer=context.peer(), subject=subject)
                 if many:
                     # Of a stream a message is read when somebody asks for it.
                     return await behavior(taken.messages(), taken)
@@ -247,7 +259,7 @@ class MessageReader(grpc.aio.ServerInterceptor):
                 # gRPC's own word on how the call ends: it was aborted, or the server stops.
                 raise
             except Exception as error:
-                log.exception("a call failed by a bug in the server", call=details.method)
+                log.exception("a call failed by a bug in the server", call=method)
                 what = f"a bug in the server: {type(error).__name__}; see its log"
                 await context.abort(grpc.StatusCode.INTERNAL, what)
             finally:

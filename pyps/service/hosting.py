@@ -14,7 +14,7 @@ from pyps.config import ConfigError, flag_name
 from pyps.service.calls import Awaited, MessageReader
 from pyps.service.limits import ByteBudget
 from pyps.service.reflection import add_reflection
-from pyps.service.security import Token, TokenInterceptor
+from pyps.service.security import Access
 from pyps.service.tls import Tls
 from pyps.service.transport import Host, Service, Transport
 from pyps_wire.contract import PARAMETER_SERVER, VECTOR_MACHINE, WORK_QUEUE
@@ -49,14 +49,14 @@ _LOOKAHEAD_BYTES = 2**22
 Options = list[tuple[str, int]]
 
 
-def make_control_server(token: Token | None, *, budget: ByteBudget) -> grpc.aio.Server:
+def make_control_server(access: Access, *, budget: ByteBudget) -> grpc.aio.Server:
     """A server for small calls, on a port of its own: large messages stand in nobody's way there."""
     options = [
         ("grpc.max_receive_message_length", CONTROL_BYTES_MAX),
         ("grpc.max_allowed_incoming_connections", _connections(_CONTROL_CONNECTIONS_MAX, files_share=8)),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
     ]
-    return _make_server(token, MessageReader(Awaited(_CONTROL_LATE_MAX), budget), options)
+    return _make_server(MessageReader(access, Awaited(_CONTROL_LATE_MAX), budget), options)
 
 
 def _connections(count: int, *, files_share: int) -> int:
@@ -65,9 +65,8 @@ def _connections(count: int, *, files_share: int) -> int:
     return count if files_max == resource.RLIM_INFINITY else max(1, min(count, files_max // files_share))
 
 
-def _make_server(token: Token | None, reader: MessageReader, options: Options) -> grpc.aio.Server:
-    interceptors = [TokenInterceptor(token), reader] if token else [reader]
-    return grpc.aio.server(interceptors=interceptors, options=[*_common_options(), *options])
+def _make_server(reader: MessageReader, options: Options) -> grpc.aio.Server:
+    return grpc.aio.server(interceptors=[reader], options=[*_common_options(), *options])
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, *, tls: Tls | None, field: str) -> str:
@@ -165,8 +164,8 @@ class Grpc(Transport):
             ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ]
         open_awaited = Awaited(_OPEN_READS_MAX, at_once=True)
-        reader = MessageReader(host.awaited, host.budget, open_awaited=open_awaited)
-        self._server = _make_server(host.token, reader, options)
+        reader = MessageReader(host.access, host.awaited, host.budget, open_awaited=open_awaited)
+        self._server = _make_server(reader, options)
         self._address = bind(self._server, config.host, config.port, tls=host.tls, field="port")
         return self._address
 

@@ -23,7 +23,6 @@ from pyps.service.report import (
     tensor_info,
     worker_info,
 )
-from pyps.service.security import require_loopback
 from pyps.service.transport import Host, Transport, name_of
 from pyps.service.work_messages import progress_to
 from pyps_wire import inspector_pb2 as pb
@@ -176,7 +175,6 @@ class Inspector(InspectorServicer):
     @_answering
     def Configure(self, request: pb.ConfigureRequest, context: Context) -> pb.ConfigureReply:
         """Changes protocol, staleness policy, learning rate, schedule or how many workers are expected."""
-        require_loopback(context, "Configure")
         learning_rate = request.learning_rate if request.HasField("learning_rate") else None
         expects = request.HasField("expected_workers")
         trains = bool(request.protocol or request.staleness or request.schedule or learning_rate is not None)
@@ -212,7 +210,6 @@ class Inspector(InspectorServicer):
     @_saving
     def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointReply:
         """Writes a checkpoint now."""
-        require_loopback(context, "SaveCheckpoint")
         if self._checkpoints is None:
             raise NotAllowed("this server has no folder for checkpoints: start it with --checkpoint-dir")
         if self._run.state == RunState.DRAINING:
@@ -223,7 +220,6 @@ class Inspector(InspectorServicer):
     @_saving
     def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetReply:
         """Forgets the run and sets its checkpoints aside."""
-        require_loopback(context, "Reset")
         if self._checkpoints is None:
             self._run.reset(request.run_id)
         else:
@@ -233,7 +229,6 @@ class Inspector(InspectorServicer):
     @_answering
     def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopReply:
         """Finishes the run."""
-        require_loopback(context, "Stop")
         if self._run.model is None:
             raise NotInitialized("this server holds no run: there is nothing to stop")
         self._run.finish()

@@ -33,9 +33,11 @@ from pyps.run.handshake import RunState
 from pyps.run.run import SOFTWARE
 from pyps.service.hosting import address_of, busy_port
 from pyps.service.report import learning_rates_of, memory_of
+from pyps.service.roles import METRICS
 from pyps.service.transport import Host, Transport, name_of
 from pyps.statistics import Statistics, Tally
 from pyps.work import Progress
+from pyps_wire.errors import NotAuthenticated
 
 # Samples for each shard, or each worker, are useful up to here; beyond, sums and extremes say enough.
 LISTED_MAX = 100
@@ -157,7 +159,7 @@ class MetricsServer:
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         self._application = make_wsgi_app(registry)
-        self._token, self._tls = served.token, served.tls
+        self._access, self._tls = served.access, served.tls
         host, port = served.config.host, served.config.metrics_port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -222,7 +224,10 @@ class MetricsServer:
     async def _answer(self, request: dict[str, str]) -> bytes:
         """The status line, the headers and the page; 401 for those who do not show the token."""
         shown = request.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if self._token is not None and not self._token.is_in(shown):
+        try:
+            # Whose certificate was let in may read it, whatever role that names.
+            self._access.admit(METRICS, shown, peer="", subject="")
+        except NotAuthenticated:
             page = b"this server wants its token: Authorization: Bearer TOKEN\n"
             return _response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")], page)
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._page, request)

@@ -21,10 +21,12 @@ from pyps.service.leasing import LEASES_MAX
 from pyps.service.limits import check_message_bytes
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
+from pyps.service.roles import HELLO_AS_WORKER, PULL_AS_WORKER, Role
 from pyps.service.transport import Host, Transport
 from pyps.service.waiting import LongPoll, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.codecs import codec_numbered
+from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import PARAMETER_SERVER
 from pyps_wire.errors import BadRequest
 
@@ -41,6 +43,7 @@ class ParameterServer:
     """The calls of pyps.v1.ParameterServer."""
 
     def __init__(self, host: Host, *, control_address: str, transports: Sequence[Transport] = ()):
+        self._access = host.access
         self._run = host.run
         self._budget = host.budget
         self._work = host.work
@@ -65,7 +68,7 @@ class ParameterServer:
     async def hello(self, message: bytes, context: Call) -> bytes:
         """Takes a caller in."""
         large = len(message) >= MODEL_BYTES_INLINE
-        greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message))
+        greeting, welcome = await self._off_loop_where(large, partial(self._welcome, message, context.role))
         offers = [await transport.offer(greeting) for transport in self._transports]
         secret, address, model = greeting.secret, self._control_address, self._run.model
         large = large or (model is not None and len(model.tensors) > TENSORS_INLINE)
@@ -132,6 +135,8 @@ class ParameterServer:
         num_shards = len(self._run.shards)
         listed_bytes = convert.ENTRY_BYTES_MAX * num_shards + convert.LEASE_BYTES_MAX * LEASES_MAX
         request = convert.parse(wire.PullRequest, message, bytes_max=convert.SMALL_BYTES_MAX + listed_bytes)
+        if request.role != ROLE_OBSERVER:
+            self._access.require(context.role, PULL_AS_WORKER)
         if num_shards and len(request.wants) > num_shards:
             raise BadRequest(
                 f"a pull names {len(request.wants)} shards, and this server holds {num_shards}: name each once"
@@ -210,8 +215,10 @@ class ParameterServer:
     async def _off_loop_where(self, large: bool, work: Callable[[], T]) -> T:
         return await self._work.begin(work) if large else work()
 
-    def _welcome(self, message: bytes) -> tuple[Greeting, Welcome]:
+    def _welcome(self, message: bytes, role: Role) -> tuple[Greeting, Welcome]:
         greeting = convert.greeting_from(convert.parse(wire.HelloRequest, message))
+        if not greeting.observer:
+            self._access.require(role, HELLO_AS_WORKER)
         return greeting, self._run.hello(greeting)
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:

@@ -1,53 +1,108 @@
-"""Who may call: a shared token on all ports, and loopback for calls that change the server."""
+"""Who calls: the role of each caller, by a token on all ports, a certificate, and the server's own machine."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 import urllib.parse
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 
 from pyps import logs
-from pyps.config import ConfigError, ServerConfig
+from pyps.config import ConfigError, ServerConfig, flag_name, variable_name
+from pyps.service.roles import Role, needed_for, role_in
 from pyps_wire.errors import METADATA_KEY, NotAllowed, NotAuthenticated, PypsError
 
-# Orchestrators probe health without knowing the token, and learn nothing from it but that the server lives.
-OPEN_PREFIX = "/grpc.health.v1.Health/"
 _SCHEME = "Bearer "
 # Each byte may travel as three (%0A), and a call's trailing metadata has 8 KiB for everything.
 TEXT_BYTES_MAX = 2048
 
-# In quotes: only the type stubs know that it has parameters.
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-
 log = logs.get("pyps.security")
 
 
-def load_token(config: ServerConfig) -> Token | None:
-    """The token that callers must show, None for none.
+class Access:
+    """Which role a caller has: by its token, its certificate and where it calls from. For the event loop."""
 
-    Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in words.
-    """
-    if not is_loopback_host(config.host) and not config.insecure:
-        for field, without in (
-            ("token_file", "everybody would get in without a token"),
-            ("tls_cert", "the token and all numbers would cross the network in the clear without TLS"),
-        ):
-            if getattr(config, field) is None:
-                raise ConfigError(
-                    f"host is {config.host}, which other machines can reach, and {without}: give --token-file, and "
-                    "--tls-cert and --tls-key (`pyps certs init` makes them), or say --insecure"
-                )
-    return None if config.token_file is None else Token(config.token_file)
+    def __init__(self, config: ServerConfig):
+        """Raises ConfigError for a token that cannot be read, and for an open server that nobody asked for in words."""
+        _require_guarded(config)
+        files = (
+            (Role.OBSERVER, config.observer_token_file),
+            (Role.WORKER, config.token_file),
+            (Role.OPERATOR, config.operator_token_file),
+        )
+        # The least first: a token that stands in two files gives no more.
+        self._tokens = [(role, Token(path)) for role, path in files if path is not None]
+        self.certified = config.tls_client_ca is not None
+        # Where operators show nothing of their own, they are the others on the server's machine.
+        self._own_machine = config.operator_token_file is None and (bool(self._tokens) or not self.certified)
+
+    def admit(self, call: str, authorization: str | bytes | None, *, peer: str, subject: str) -> Role:
+        """The role of a caller who shows the header `authorization`, at gRPC's name of it and of its certificate.
+
+        Raises NotAuthenticated where it shows no token of this server, NotAllowed where it may not make the call.
+        """
+        if needed_for(call) is Role.ANYBODY:
+            return Role.ANYBODY
+        role = self._by_token(authorization) if self._tokens else Role.OPERATOR
+        if self._own_machine and role > Role.OBSERVER:
+            role = Role.OPERATOR if is_loopback_peer(peer) else Role.WORKER
+        if self.certified:
+            role = min(role, role_in(subject))
+        self.require(role, call)
+        return role
+
+    def require(self, role: Role, call: str) -> None:
+        """Refuses (NotAllowed) a call, named as in the table, that this role may not make. On any thread."""
+        needed = needed_for(call)
+        if role >= needed:
+            return
+        name, by_place = call.rpartition("/")[2], needed is Role.OPERATOR and self._own_machine
+        field = "operator_token_file" if needed is Role.OPERATOR and not by_place else "token_file"
+        shown = [f"a token of the server's {flag_name(field)} ({variable_name(field)})"] if self._tokens else []
+        if self.certified:
+            shown.append(f"a certificate of the role {needed.word} (`pyps certs worker NAME --role {needed.word}`)")
+        if by_place:
+            raise NotAllowed(
+                f"{name} changes the server and is taken from its own machine only: run it there"
+                f"{', with ' if shown else ''}{' and '.join(shown)}, or give the server --operator-token-file"
+            )
+        raise NotAllowed(
+            f"{name} is for the role {needed.word}, and this caller's is {role.word}: show {' and '.join(shown)}"
+        )
+
+    def _by_token(self, authorization: str | bytes | None) -> Role:
+        if not authorization:
+            raise NotAuthenticated(
+                "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was "
+                "started with; grpcurl takes -H 'authorization: Bearer TOKEN'"
+            )
+        role = next((role for role, token in self._tokens if token.is_in(authorization)), None)
+        if role is None:
+            raise NotAuthenticated("the token is not this server's: compare the token files of both ends")
+        return role
+
+
+def _require_guarded(config: ServerConfig) -> None:
+    """Refuses (ConfigError) a server that others could reach and nothing guards, unless somebody asked for it."""
+    if is_loopback_host(config.host) or config.insecure:
+        return
+    for field, without in (
+        ("token_file", "everybody would get in without a token"),
+        ("tls_cert", "the token and all numbers would cross the network in the clear without TLS"),
+    ):
+        if getattr(config, field) is None:
+            raise ConfigError(
+                f"host is {config.host}, which other machines can reach, and {without}: give --token-file, and "
+                "--tls-cert and --tls-key (`pyps certs init` makes them), or say --insecure"
+            )
 
 
 class Token:
-    """The token that callers must show, read again when its file changes. For the event loop.
+    """The token of callers of one role, read again when its file changes. For the event loop.
 
     The file may hold several, one a line: so another one comes into use before the former goes.
     """
@@ -122,47 +177,9 @@ def is_loopback_peer(peer: str) -> bool:
     return (mapped or ip).is_loopback
 
 
-def require_loopback(context: grpc.aio.ServicerContext[Any, Any], call: str) -> None:
-    """Refuses a call that changes the server unless it comes from the server's own machine (NotAllowed)."""
-    if not is_loopback_peer(context.peer()):
-        raise NotAllowed(f"{call} changes the server and is taken from its own machine only: run it there")
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Asks for the token: a call without it is refused before any message of it is taken in."""
-
-    def __init__(self, token: Token):
-        self._token = token
-
-    def _refusal(self, details: grpc.HandlerCallDetails) -> NotAuthenticated | None:
-        """Why the call is refused, None when it may go on."""
-        if details.method.startswith(OPEN_PREFIX):
-            return None
-        given = [value for key, value in details.invocation_metadata if key == "authorization"]
-        if not given:
-            return NotAuthenticated(
-                "this server wants a token: set PYPS_TOKEN_FILE (or --token-file) to the file that it was "
-                "started with; grpcurl takes -H 'authorization: Bearer TOKEN'"
-            )
-        if not self._token.is_in(given[-1]):
-            return NotAuthenticated("the token is not this server's: compare the token files of both ends")
-        return None
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
-        details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
-        error = self._refusal(details)
-        handler = await continuation(details)
-        if error is None or handler is None:
-            return handler
-
-        async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await abort(context, error)
-
-        # Of a stream nothing is read until somebody asks, whatever kind of call it is.
-        return grpc.stream_stream_rpc_method_handler(refuse)
+def subject_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """What the caller's certificate says of it, as of RFC 2253."""
+    return b",".join(context.auth_context().get("x509_subject", ())).decode(errors="replace")
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PypsError) -> NoReturn:

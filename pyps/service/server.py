@@ -40,7 +40,7 @@ from pyps.service.metrics import MetricsServer, RunCollector
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.reflection import add_reflection
 from pyps.service.report import Addresses
-from pyps.service.security import Token, load_token
+from pyps.service.security import Access
 from pyps.service.serializations import Serializations
 from pyps.service.shm.listener import SharedMemory
 from pyps.service.tls import Tls
@@ -80,13 +80,12 @@ def serve(config: ServerConfig) -> int:
         instruction_set = _kernels.isa()
     except ValueError as error:
         raise ConfigError(f"PYPS_ISA in the environment cannot be used: {error}") from None
-    token = load_token(config)
     _check_ready_file(config.ready_file)
     keep_large_blocks(shared=True)
     # Connections may take half of them, and a shell gives 1024 however many the system would.
     _, files_max = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
-    return asyncio.run(Server(config, token=token, instruction_set=instruction_set).run())
+    return asyncio.run(Server(config, instruction_set=instruction_set).run())
 
 
 class Server:
@@ -96,7 +95,6 @@ class Server:
         self,
         config: ServerConfig,
         *,
-        token: Token | None,
         instruction_set: str,
         clock: Callable[[], float] = time.monotonic,
         transports: Sequence[type[Transport]] = TRANSPORTS,
@@ -125,7 +123,7 @@ class Server:
         self._work = KernelExecutor(self._threads, logged=self._update_log is not None, pool=pool)
         self._host = Host(
             config=config,
-            token=token,
+            access=Access(config),
             tls=Tls.of(config),
             run=self._run,
             work=self._work,
@@ -147,7 +145,7 @@ class Server:
         `signals=False` leaves SIGTERM and SIGINT to a process that does more than serve; `on_ready` gets the addresses
         once the server answers.
         """
-        control = hosting.make_control_server(self._host.token, budget=self._budget)
+        control = hosting.make_control_server(self._host.access, budget=self._budget)
         collector = RunCollector(self._host, transports=self._transports)
         metrics = MetricsServer(collector, self._host)
         addresses = self._bind(control, metrics)
@@ -405,6 +403,9 @@ def _access(config: ServerConfig) -> str:
     """Who may call the server."""
     reach = "open to everybody who can reach it (--insecure)" if config.insecure else "this machine only"
     ways = [f"with the token in {config.token_file}" if config.token_file else reach]
+    for role, file in (("observers", config.observer_token_file), ("operators", config.operator_token_file)):
+        if file:
+            ways.append(f"{role} with that in {file}")
     if config.tls_cert:
         ways.append(f"by TLS as {config.tls_cert}")
     if config.tls_client_ca:

@@ -16,7 +16,7 @@ from pyps.service.calls import Awaited
 from pyps.service.executor import KernelExecutor
 from pyps.service.health import Health
 from pyps.service.limits import ByteBudget
-from pyps.service.security import Token
+from pyps.service.security import Access
 from pyps.service.serializations import Serializations
 from pyps.service.tls import Tls
 from pyps.storage.folder import CheckpointFolder
@@ -28,7 +28,7 @@ class Host:
     """What one server's transports, services and reports have in common."""
 
     config: ServerConfig
-    token: Token | None
+    access: Access
     tls: Tls | None
     run: Run
     work: KernelExecutor

@@ -16,15 +16,18 @@ def test_certificates_are_for_their_owner_alone_and_never_overwritten(tmp_path: 
     into = ("--folder", str(folder))
     shell("certs", "init", "--host", "first-host", "--host", "10.0.0.7", *into)
     shell("certs", "worker", "ann", *into)
+    shell("certs", "worker", "eve", "--role", "observer", *into)
+    assert "expected observer, worker or operator" in shell("certs", "worker", "bob", "--role", "x", *into, status=2)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert before.keys() == {f"{name}.{kind}" for name in ("ca", "server", "ann") for kind in ("crt", "key")}
+    assert before.keys() == {f"{name}.{kind}" for name in ("ca", "server", "ann", "eve") for kind in ("crt", "key")}
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
     assert "server.key and " in shell("certs", "init", "--host", "another", *into, status=2)
     assert "would be overwritten" in shell("certs", "worker", "ann", *into, status=2)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    ann, ca, server = shell("certs", "show", str(folder)).splitlines()
+    ann, ca, eve, server = shell("certs", "show", str(folder)).splitlines()
     assert "ann.crt: worker, ann, until" in ann and "(364 days left)" in ann and "ca.crt: CA, pyps CA" in ca
+    assert "eve.crt: observer, eve, until" in eve
     assert "server.crt: server, first-host, 10.0.0.7, localhost, 127.0.0.1, ::1, until" in server
     assert "expected letters" in shell("certs", "worker", "../ann", *into, status=2)
 

@@ -44,6 +44,8 @@ def test_flag_wins_over_environment_over_toml_over_default(toml):
 def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
     texts = {
         "token_file": "/token",
+        "observer_token_file": "/observers",
+        "operator_token_file": "/operators",
         "tls_cert": "/cert",
         "tls_key": "/key",
         "tls_client_ca": "/ca",
@@ -74,6 +76,7 @@ def test_every_field_can_be_told_by_flag_by_environment_and_by_toml(toml):
         else:
             text = texts[field.name]
         needs = {"resume": "checkpoint_dir", "log_gradients": "update_log", "start_together": "expected_workers"}
+        needs |= dict.fromkeys(("observer_token_file", "operator_token_file"), "token_file")
         needed = needs.get(field.name)
         if field.name.startswith("tls_"):
             others = {name: texts[name] for name in ("tls_cert", "tls_key") if name != field.name}

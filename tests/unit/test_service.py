@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -25,6 +26,8 @@ from pyps.service.limits import ByteBudget
 from pyps.service.parameter_server import ParameterServer
 from pyps.service.pulling import PullStream
 from pyps.service.pushing import PushStream
+from pyps.service.roles import Role
+from pyps.service.security import Access
 from pyps.service.serializations import Serializations
 from pyps.service.transport import Host
 from pyps.work import DataSpec, Leased
@@ -65,7 +68,8 @@ def greeting_with(num_tensors: int) -> bytes:
 
 def host_of(run: Run, executor: KernelExecutor) -> Host:
     """What a server around that run has."""
-    return Host(run.config, None, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None)
+    access, budget = Access(run.config), ByteBudget(2**20)
+    return Host(run.config, access, None, run, executor, budget, Awaited(1), Health(), Serializations(), None)
 
 
 def test_a_call_to_a_server_of_the_process_whose_loop_has_ended_finds_it_gone() -> None:
@@ -79,12 +83,9 @@ def test_a_call_to_a_server_of_the_process_whose_loop_has_ended_finds_it_gone() 
 
 def test_a_large_model_is_read_and_checked_off_the_event_loop() -> None:
     for num_tensors, on_the_loop in ((10, True), (2000, False)):
-        run, context = Watched(), Any
+        run, context = Watched(), SimpleNamespace(role=Role.WORKER)
         executor = KernelExecutor(1)
-        host = Host(
-            *(run.config, None, None, run, executor, ByteBudget(2**20), Awaited(1), Health(), Serializations(), None)
-        )
-        service = ParameterServer(host, control_address="")
+        service = ParameterServer(host_of(run, executor), control_address="")
         answer = asyncio.run(service.hello(greeting_with(num_tensors), context))  # type: ignore[arg-type]
         executor.shutdown()
         assert wire.HelloReply.FromString(answer).initialize

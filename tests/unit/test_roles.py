@@ -1,0 +1,91 @@
+"""Which role a caller has, by all that a server may ask for and all that a caller may show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pyps.config import ServerConfig
+from pyps.service.roles import METRICS, PORTS, Role, role_in
+from pyps.service.security import Access
+from pyps_wire.errors import NotAllowed, NotAuthenticated
+
+NONE, SEES, WORKS, RULES = None, Role.OBSERVER, Role.WORKER, Role.OPERATOR
+FIELDS = {SEES: "observer_token_file", WORKS: "token_file", RULES: "operator_token_file"}
+HERE, ELSEWHERE = "ipv4:127.0.0.1:5", "ipv4:10.0.0.1:5"
+
+# Whose tokens a server asks for and whether for certificates; the caller's token, certificate and place; what it is.
+CASES = [
+    ((), False, NONE, NONE, HERE, RULES),
+    ((), False, NONE, NONE, ELSEWHERE, WORKS),
+    ((WORKS,), False, WORKS, NONE, HERE, RULES),
+    ((WORKS,), False, WORKS, NONE, ELSEWHERE, WORKS),
+    ((SEES, WORKS), False, SEES, NONE, HERE, SEES),
+    ((SEES, WORKS, RULES), False, WORKS, NONE, HERE, WORKS),
+    ((SEES, WORKS, RULES), False, RULES, NONE, ELSEWHERE, RULES),
+    ((), True, NONE, RULES, ELSEWHERE, RULES),
+    ((), True, NONE, WORKS, HERE, WORKS),
+    ((WORKS,), True, WORKS, RULES, HERE, RULES),
+    ((WORKS,), True, WORKS, RULES, ELSEWHERE, WORKS),
+    ((WORKS,), True, WORKS, SEES, HERE, SEES),
+    ((SEES, WORKS, RULES), True, RULES, WORKS, HERE, WORKS),
+    ((SEES, WORKS, RULES), True, SEES, RULES, HERE, SEES),
+    ((SEES, WORKS, RULES), True, RULES, RULES, ELSEWHERE, RULES),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_caller_is_what_all_that_is_asked_for_allows(tmp_path: Path, case: Any) -> None:
+    asked, certified, token, certificate, place, expected = case
+    access = access_with(tmp_path, *asked, certified=certified)
+    shown = None if token is None else f"Bearer the-token-of-{token.word}"
+    subject = "CN=a" if certificate is None else f"OU={certificate.word},CN=a"
+
+    assert access.admit(METRICS, shown, peer=place, subject=subject) is expected
+
+
+def access_with(folder: Path, *roles: Role, certified: bool = False) -> Access:
+    settings = {}
+    for role in roles:
+        settings[FIELDS[role]] = folder / role.word
+        settings[FIELDS[role]].write_text(f"the-token-of-{role.word}", encoding="utf-8")
+    return Access(ServerConfig(**settings, tls_client_ca=folder if certified else None))
+
+
+def test_a_token_in_two_files_gives_the_least_of_both_roles_and_no_file_s_none(tmp_path: Path) -> None:
+    access = access_with(tmp_path, SEES, WORKS, RULES)
+    (tmp_path / "observer").write_text("the-token-of-observer\nthe-token-of-operator", encoding="utf-8")
+    assert access.admit(METRICS, b"Bearer the-token-of-operator", peer=HERE, subject="") is SEES
+    for shown in (None, "", "Bearer the-token-of-nobody", "the-token-of-worker"):
+        with pytest.raises(NotAuthenticated, match="token"):
+            access.admit(METRICS, shown, peer=HERE, subject="")
+
+
+def test_a_call_that_is_not_in_the_table_is_for_operators(tmp_path: Path) -> None:
+    with pytest.raises(NotAllowed, match="New is for the role operator, and this caller's is worker"):
+        access_with(tmp_path, WORKS, RULES).admit("/a.B/New", "Bearer the-token-of-worker", peer=HERE, subject="")
+
+
+def test_observers_read_workers_train_and_operators_change_the_server() -> None:
+    rows = {call.rpartition("/")[2]: role for calls in PORTS.values() for call, role in calls.items()}
+    for call, role in rows.items():
+        if call in ("Check", "List", "Watch"):
+            expected = Role.ANYBODY
+        elif call in ("Configure", "SaveCheckpoint", "Reset", "Stop"):
+            expected = RULES
+        else:
+            reads = call.startswith(("Get", "List")) or call in ("Hello", "Pull", "ServerReflectionInfo", METRICS)
+            expected = SEES if reads else WORKS
+        assert role is expected, call
+
+
+def test_the_role_in_a_subject_is_a_unit_of_it_and_nothing_that_looks_like_one() -> None:
+    assert role_in("OU=operator,CN=a") is RULES
+    assert role_in("CN=a+OU=observer,O=b") is SEES
+    assert role_in("OU=operator,OU=observer,CN=a") is SEES
+    for subject in ("", "CN=a", "OU=research,CN=a", r"CN=a\,OU=operator", "CN=OU=operator", "OU=operators,CN=a"):
+        assert role_in(subject) is WORKS
+    assert role_in(r"OU=observer,CN=a\\") is SEES
+    assert role_in(r"CN=a\\,OU=observer") is SEES
