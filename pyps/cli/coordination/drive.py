@@ -13,7 +13,7 @@ from pyps.lbfgs.optimizer import IterationReport, Lbfgs, LbfgsSettings, Summary
 from pyps_client.launch import Launch
 from pyps_client.retry import RetryPolicy
 from pyps_wire import inspector_pb2 as pb
-from pyps_wire.errors import BadRequest, NotAllowed, PypsError, WaitTimedOut
+from pyps_wire.errors import BadRequest, PypsError, WaitTimedOut
 from pyps_wire.work_pb2 import EndWorkReply, EndWorkRequest, WorkProgress
 
 
@@ -109,17 +109,15 @@ class Coordination:
         return work
 
     def _save(self) -> None:
-        """Lets every server write a checkpoint now, if it keeps any and may be asked from here."""
+        """Lets every server write a checkpoint now, if it keeps any and may be asked so."""
         for server in range(self._link.num_servers):
             try:
                 # Either port of a server leads to the other.
                 with Control(self._link.launch.servers[server], token=self._link.launch.token) as control:
                     request = pb.SaveCheckpointRequest()
                     control.call("SaveCheckpoint", request, timeout_seconds=SAVE_TIMEOUT_SECONDS)
-            except NotAllowed:
-                # It keeps none, or is on another machine and saves in its own time.
-                continue
             except PypsError as error:
+                # It keeps none, say, or takes the call from its own machine only and saves in its own time.
                 if not self._told_of_saving:
                     self._progress.say(f"{self._link.name(server)} wrote no checkpoint: {error}")
                 self._told_of_saving = True
