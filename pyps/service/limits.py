@@ -6,19 +6,33 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from pyps_wire.errors import BadRequest, LimitExceeded
+
+if TYPE_CHECKING:
+    from pyps.run.run import Run
+
+
+# Of the largest shard's numbers, what a caller gets through whatever the others hold: a push, its answer, a pull.
+RESERVE_SHARDS = 3
+# What comes with them in a message usually takes less.
+HEADER_BYTES = 4096
 
 
 class ByteBudget:
     """Counts the bytes of pushes and pulls held at the moment. May be used from any thread.
 
-    A caller who holds bytes by several calls holds no more than it leaves free: however many calls one makes, and
-    however many do, a part is left for the others. By one call alone anybody may hold all that is free.
+    Up to a half of them is kept for those who hold little, RESERVE_SHARDS for the observers together and for each
+    worker, the one that joined first before the others where that is not enough for all: no number of names, and of
+    calls that are not read, takes it from them. Of the rest a caller who holds bytes by several calls holds no more
+    than it leaves free; by one call alone anybody may hold all of it.
     """
 
-    def __init__(self, bytes_max: int):
+    def __init__(self, bytes_max: int, run: Run | None = None):
+        """Whose workers live and how large shards are is the run's; without one nothing is kept."""
         self.bytes_max = bytes_max
+        self._run = run
         self._lock = Lock()
         # Guarded by _lock.
         self._bytes = 0
@@ -47,21 +61,44 @@ class ByteBudget:
                     f"held at once, this server holds {self.bytes_max} at the most: try again later, or "
                     "raise --max-in-flight-bytes"
                 )
-            caller = account.caller
-            held, free = self._bytes_by_caller[caller], self.bytes_max - self._bytes
-            if num_bytes and held > account.num_bytes and held + num_bytes > free:
-                who = f"worker {caller!r}" if caller else "observers"
-                raise LimitExceeded(
-                    f"{num_bytes} bytes more would make {held + num_bytes} bytes held by several calls of {who}, and"
-                    f" {free} of {self.bytes_max} are free, of which the others get their share: read what earlier"
-                    " calls bring, then try again, or raise --max-in-flight-bytes"
-                )
+            if 2 * (self._bytes + num_bytes) > self.bytes_max:
+                self._require_share(num_bytes, account)
             self._count(num_bytes, account)
 
     def give_back(self, num_bytes: int, account: Account) -> None:
         """Counts them no more."""
         with self._lock:
             self._count(-num_bytes, account)
+
+    def _require_share(self, num_bytes: int, account: Account) -> None:
+        """Refuses what would leave the others less than their part."""
+        caller, by_caller = account.caller, self._bytes_by_caller
+        reserve, names, num_vacant = self._reserves()
+        held, free = by_caller[caller], self.bytes_max - self._bytes
+        has_reserve = caller in names and held + num_bytes <= reserve
+        # Who takes of its own reserve leaves theirs to those before it.
+        others = names[: names.index(caller)] if has_reserve else [name for name in names if name != caller]
+        kept = sum(max(0, reserve - by_caller[name]) for name in others)
+        several = False
+        if not has_reserve:
+            kept += reserve * num_vacant
+            several = num_bytes > 0 and held > account.num_bytes
+        if num_bytes > free - kept or (several and held + num_bytes > free):
+            who = f"worker {caller!r}" if caller else "observers"
+            raise LimitExceeded(
+                f"{num_bytes} bytes more would make {held + num_bytes} bytes held by calls of {who}, and {free} of"
+                f" {self.bytes_max} are free, of which the others get their share: read what earlier calls bring, then"
+                " try again, or raise --max-in-flight-bytes"
+            )
+
+    def _reserves(self) -> tuple[int, list[str], int]:
+        """What is kept for each of whom, the first before the others, and for how many that may still come."""
+        if self._run is None or not (shards := self._run.shards):
+            return 0, [], 0
+        reserve = RESERVE_SHARDS * (4 * max(shard.length for shard in shards.values()) + HEADER_BYTES)
+        num_reserves = min(1 + self._run.config.max_workers, self.bytes_max // (2 * reserve))
+        names = ["", *(member.worker_id for member in self._run.membership.alive())][:num_reserves]
+        return reserve, names, num_reserves - len(names)
 
     def _count(self, num_bytes: int, account: Account) -> None:
         self._bytes += num_bytes

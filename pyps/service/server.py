@@ -118,7 +118,7 @@ class Server:
         self._run = Run(config, clock=clock, recorder=self._update_log)
         self._run.on_ready = self._log_ready
         self._standstill = Standstill(TICK_SECONDS, clock=clock)
-        self._budget = ByteBudget(config.max_in_flight_bytes)
+        self._budget = ByteBudget(config.max_in_flight_bytes, self._run)
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._work = KernelExecutor(self._threads, logged=self._update_log is not None, pool=pool)
         self._host = Host(

@@ -13,9 +13,10 @@ import pytest
 from pyps.service import responses as module
 from pyps.service.calls import Awaited, Call
 from pyps.service.executor import INLINE_BYTES_MAX, KernelExecutor
-from pyps.service.limits import ByteBudget
+from pyps.service.limits import HEADER_BYTES, ByteBudget
 from pyps.service.responses import OrderedResponses
 from pyps_wire.errors import BadRequest, LimitExceeded, WaitTimedOut
+from shards import serving
 
 MUCH, LITTLE = INLINE_BYTES_MAX, 10
 WAIT_SECONDS = 20.0
@@ -231,12 +232,37 @@ def test_one_call_may_hold_all_and_several_of_one_caller_leave_a_share() -> None
         alone.hold(100)
     alone.release(1000)
     for greedy in "abc":
-        with pytest.raises(LimitExceeded, match=f"several calls of worker '{greedy}'"):
+        with pytest.raises(LimitExceeded, match=f"held by calls of worker '{greedy}'"):
             while True:
                 budget.account(greedy).hold(10)
         # A short message takes nothing, and is taken.
         budget.account(greedy).hold(0)
     budget.account("honest").hold(100)
+
+
+def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_names() -> None:
+    run = serving("early")
+    shard = 4 * max(shard.length for shard in run.shards.values()) + HEADER_BYTES
+    budget = ByteBudget(40 * 3 * shard, run)
+    # Twenty have a part that nobody else gets: observers, and the nineteen workers that joined first.
+    for greedy in ("unknown", "", *(f"w{index}" for index in range(15))):
+        if greedy.startswith("w"):
+            run.membership.join(greedy, 1, now=run.clock())
+        with pytest.raises(LimitExceeded, match="the others get their share"):
+            while True:
+                budget.account(greedy).hold(shard)
+    # It holds on to what it has when it goes, and comes by another name.
+    for index in range(15):
+        run.leave("r", f"w{index}", 1, failed=False, message="")
+        run.membership.join(f"x{index}", 1, now=run.clock())
+        with pytest.raises(LimitExceeded):
+            while True:
+                budget.account(f"x{index}").hold(shard)
+    run.membership.join("late", 1, now=run.clock())
+    for _ in range(3):
+        budget.account("early").hold(shard)
+    with pytest.raises(LimitExceeded):
+        budget.account("early").hold(shard)
 
 
 @played

@@ -24,6 +24,7 @@ from pyps.service.calls import WRITE_SECONDS
 from pyps.service.executor import INLINE_BYTES_MAX
 from pyps.service.limits import ByteBudget, check_message_bytes
 from pyps.service.pushing import PUSH_HEADER_MAX, READ_AHEAD_MAX, Message, Staging, push_whole
+from pyps.service.responses import AHEAD_BYTES_MAX
 from pyps.service.security import text_of
 from pyps.service.tls import Tls
 from pyps_wire import lane, lane_pb2
@@ -194,6 +195,11 @@ class Connection:
             raise BadRequest(f"a lane's message has kind {kind}, which workers do not send")
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
         self._require_own(request.sender)
+        if self._account.budget.bytes_held >= AHEAD_BYTES_MAX:
+            # One at a time then, as on a stream of gRPC's: what was received before is to be answered.
+            for _ in range(READ_AHEAD_MAX - 1):
+                self._room.acquire()
+            self._room.release(READ_AHEAD_MAX - 1)
         self._account.hold(payload_bytes)
         # From the heap, where the one before it has just become free; a gradient that waits for others keeps it.
         payload = np.empty(payload_bytes, np.uint8).data
