@@ -1,6 +1,7 @@
-"""docker/compose.yaml on a real engine: three workers train on two servers, one worker dies, the others finish.
+"""docker/compose.yaml on a real engine: three workers train on two servers by mutual TLS, one worker dies, the others
+finish.
 
-Once over the network between the containers, and once through memory that they share.
+Once over lanes between the containers, and once through memory that they share.
 
 Needs a Docker engine, or DOCKER_ENGINE naming a script whose `up` starts one; skipped without.
 """
@@ -10,29 +11,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from pyps_wire import inspector_pb2 as pb
-from pyps_wire.inspector_pb2_grpc import InspectorStub
 from support import ROOT, wait_until
 
 CLUSTER = ("-f", str(ROOT / "docker" / "compose.yaml"))
 # What compose is told of each example, by the transport that its workers are to have.
-EXAMPLES = {"grpc": CLUSTER, "shm": (*CLUSTER, "-f", str(ROOT / "docker" / "compose.shared-memory.yaml"))}
-TOKEN = "a token of the compose test"
+EXAMPLES = {"tcp": CLUSTER, "shm": (*CLUSTER, "-f", str(ROOT / "docker" / "compose.shared-memory.yaml"))}
 # A cold build downloads and compiles.
 BUILD_SECONDS = 900
 TRAINING_SECONDS = 240
 
+SERVERS = ("server-0", "server-1")
 WORKERS = ("worker-0", "worker-1", "worker-2")
+
+# What a caller in a container of its own is told that shows these instead of its service's keys and token.
+STRANGERS = {
+    "": "welcome",
+    "PYPS_TLS_CERT= PYPS_TLS_KEY=": "asks for a certificate",
+    "PYPS_TLS_CERT= PYPS_TLS_KEY= PYPS_TLS_CA=": "takes TLS only",
+    "PYPS_TLS_CERT=other/worker.crt PYPS_TLS_KEY=other/worker.key": "--tls-client-ca has not signed it",
+    "PYPS_TLS_CA=other/ca.crt": "is not signed by other/ca.crt",
+    "PYPS_TOKEN_FILE= PYPS_TOKEN=stranger": "the token is not this server's",
+}
 
 pytestmark = pytest.mark.timeout(BUILD_SECONDS + 2 * TRAINING_SECONDS)
 
@@ -40,11 +46,13 @@ pytestmark = pytest.mark.timeout(BUILD_SECONDS + 2 * TRAINING_SECONDS)
 def compose_commands() -> list[list[str]]:
     """The ways to call compose that this machine has."""
     ways = (["docker", "compose"], ["docker-compose"])
-    return [way for way in ways if shutil.which(way[0]) and succeeds(*way, "version")]
+    return [way for way in ways if shutil.which(way[0]) and called(*way, "version").returncode == 0]
 
 
-def succeeds(*command: str) -> bool:
-    return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False).returncode == 0
+def called(*command: str, timeout_seconds: float | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout_seconds, check=False
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +61,7 @@ def engine() -> None:
     script = os.environ.get("DOCKER_ENGINE")
     if script:
         subprocess.run([script, "up"], check=True, timeout=BUILD_SECONDS, stdin=subprocess.DEVNULL)
-    elif not (shutil.which("docker") and succeeds("docker", "info")):
+    elif not (shutil.which("docker") and called("docker", "info").returncode == 0):
         pytest.skip("no Docker engine runs here, and DOCKER_ENGINE names no script that starts one")
     if not compose_commands():
         pytest.skip("neither `docker compose` nor `docker-compose` is installed")
@@ -62,157 +70,99 @@ def engine() -> None:
 class Cluster:
     """The cluster of an example as a compose project of its own."""
 
-    def __init__(self, folder: Path, transport: str) -> None:
+    def __init__(self, transport: str) -> None:
         self.transport = transport
-        self.token_file = folder / "token.txt"
-        self.token_file.write_text(TOKEN + "\n", encoding="utf-8")
-        self.token_file.chmod(0o644)
-        ports = free_ports(2)
-        self.control = f"127.0.0.1:{ports[0]}"
-        self._environment = os.environ | {
-            "PYPS_TOKEN_FILE": str(self.token_file),
-            "PYPS_CONTROL_PORT": str(ports[0]),
-            "PYPS_METRICS_PORT": str(ports[1]),
-            "PYPS_LEASE_SECONDS": "6",
-            # Through shared memory they take half a minute.
-            "DIGITS_EPOCHS": "400",
-        }
-        self._compose = [*compose_commands()[0], *EXAMPLES[transport], "-p", f"pyps-test-{os.getpid()}-{transport}"]
+        self._project = f"pyps-test-{os.getpid()}-{transport}"
+        self._compose = [*compose_commands()[0], *EXAMPLES[transport], "-p", self._project]
 
     def compose(self, *arguments: str, timeout_seconds: float = TRAINING_SECONDS) -> str:
-        """Runs a compose command on the project and returns what it printed on stdout."""
-        done = subprocess.run(
-            [*self._compose, *arguments],
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
+        """Runs a compose command on the project and returns what it printed."""
+        done = called(*self._compose, *arguments, timeout_seconds=timeout_seconds)
         assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
-        return done.stdout
+        return done.stdout + done.stderr
 
-    def state(self, service: str) -> tuple[str, int]:
-        """A service's container: "running" or "exited", and the exit status."""
-        container = self.compose("ps", "-a", "-q", service).strip()
-        inspected = subprocess.run(["docker", "inspect", container], capture_output=True, text=True, check=True)
-        state = json.loads(inspected.stdout)[0]["State"]
-        return state["Status"], state["ExitCode"]
-
-    def logs(self) -> str:
-        return self.compose("logs", "--no-color")
+    def containers(self) -> dict[str, Any]:
+        """What the engine knows of each service's container."""
+        of_project = f"label=com.docker.compose.project={self._project}"
+        ids = called("docker", "ps", "-a", "-q", "--filter", of_project).stdout.split()
+        found = json.loads(called("docker", "inspect", *ids).stdout)
+        return {container["Config"]["Labels"]["com.docker.compose.service"]: container for container in found}
 
 
 @pytest.fixture(params=list(EXAMPLES))
-def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """A cluster, built and started, and removed with all that belongs to it."""
-    cluster = Cluster(tmp_path, request.param)
+    monkeypatch.setenv("PYPS_LEASE_SECONDS", "6")
+    # Long enough to be looked at while it runs.
+    monkeypatch.setenv("DIGITS_EPOCHS", "400")
+    cluster = Cluster(request.param)
     try:
         # The other services run the same two images.
         cluster.compose("build", "server-0", "worker-0", timeout_seconds=BUILD_SECONDS)
         cluster.compose("up", "-d")
         yield cluster
-        print(cluster.logs())
+        print(cluster.compose("logs", "--no-color"))
     finally:
         cluster.compose("down", "--volumes", "--remove-orphans")
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(opened.getsockname()[1]) for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
-
-
-def status_of(channel: grpc.Channel) -> pb.Status | None:
-    """The server's status, None while it does not answer."""
-    try:
-        return InspectorStub(channel).GetStatus(
-            pb.GetStatusRequest(), metadata=[("authorization", f"Bearer {TOKEN}")], timeout=5
-        )
-    except grpc.RpcError as error:
-        assert error.code() == grpc.StatusCode.UNAVAILABLE, error
-        return None
-
-
 def test_the_others_finish_after_one_worker_s_container_was_killed(cluster: Cluster) -> None:
-    with grpc.insecure_channel(cluster.control) as channel:
+    containers = cluster.containers()
+    expect_few_rights(containers)
+    if cluster.transport != "shm":
+        # While the workers still import torch.
+        expect_strangers_refused(cluster)
+    server = containers["server-0"]["Id"]
+    expected = dict.fromkeys(WORKERS, cluster.transport)
 
-        def version() -> int:
-            status = status_of(channel)
-            return status.version_max if status is not None and status.workers_alive == 3 else -1
+    def training_by_all() -> bool:
+        said = json.loads(called("docker", "exec", server, "pyps", "status", "--json").stdout)["servers"][0]
+        transports = {worker["workerId"]: worker.get("transport") for worker in said["workers"]}
+        return int(said["status"].get("versionMax", 0)) >= 50 and transports == expected
 
-        wait_until(lambda: version() >= 50, TRAINING_SECONDS, "training by three workers")
-        inspect_from_outside(cluster, channel)
-
-        cluster.compose("kill", "-s", "SIGKILL", "worker-2")
-        assert cluster.state("worker-2") == ("exited", 137)
-
-    for service in ("worker-0", "worker-1"):
-        wait_until(lambda service=service: cluster.state(service)[0] == "exited", TRAINING_SECONDS, f"{service}'s end")
-        assert cluster.state(service) == ("exited", 0)
-    for service in ("server-0", "server-1"):
-        wait_until(lambda service=service: cluster.state(service)[0] == "exited", TRAINING_SECONDS, f"{service}'s end")
-        assert cluster.state(service) == ("exited", 0)
-    logs = cluster.logs()
+    wait_until(training_by_all, TRAINING_SECONDS, f"training by three workers that all use {cluster.transport}")
+    cluster.compose("kill", "-s", "SIGKILL", "worker-2")
+    ids = [containers[service]["Id"] for service in SERVERS + WORKERS]
+    ended = called("docker", "wait", *ids, timeout_seconds=TRAINING_SECONDS)
+    assert ended.stdout.split() == ["0", "0", "0", "0", "137"]
+    logs = cluster.compose("logs", "--no-color")
     assert logs.count("held-out accuracy 0.9") == 2
-    # In a container of its own, since those of the cluster may end at any moment.
-    uid = cluster.compose("run", "--rm", "--no-deps", "--entrypoint", "id", "server-0", "-u")
-    assert uid.strip() == "10001", "servers do not run as root"
-    # On both servers, of which one answers questions from outside.
     assert logs.count("worker shares its memory") == (6 if cluster.transport == "shm" else 0)
 
 
-def inspect_from_outside(cluster: Cluster, channel: grpc.Channel) -> None:
-    """Asks the published control port as a person would, with the token and without."""
-    with pytest.raises(grpc.RpcError) as refusal:
-        InspectorStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
-    assert refusal.value.code() == grpc.StatusCode.UNAUTHENTICATED
-
-    authenticated = grpc.intercept_channel(channel, TokenInterceptor())
-    services = ProtoReflectionDescriptorDatabase(authenticated).get_services()
-    assert "pyps.v1.Inspector" in services
-
-    def transports() -> dict[str, str]:
-        workers = InspectorStub(authenticated).ListWorkers(pb.ListWorkersRequest(), timeout=5).workers
-        return {worker.worker_id: worker.transport for worker in workers}
-
-    # A worker that has said Hello needs a moment until it shares its memory.
-    expected = dict.fromkeys(WORKERS, cluster.transport)
-    wait_until(lambda: transports() == expected, what=f"workers that all use {cluster.transport}")
+def expect_few_rights(containers: dict[str, Any]) -> None:
+    """Who makes the keys alone is root, and reaches nobody; each other has its own keys and cannot change them."""
+    for service, container in containers.items():
+        host = container["HostConfig"]
+        assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"], service
+        assert host["SecurityOpt"] == ["no-new-privileges:true"], service
+        if service == "certs":
+            assert host["NetworkMode"] == "none"
+            continue
+        assert container["Config"]["User"] == "pyps" and not host["CapAdd"], service
+        keys = [mount for mount in container["Mounts"] if "keys" in mount["Name"]]
+        assert [(mount["Name"].partition("_")[2], mount["RW"]) for mount in keys] == [(f"keys-{service}", False)]
 
 
-class TokenInterceptor(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):  # type: ignore[misc]
-    """Shows the token with every call."""
-
-    def intercept_unary_unary(self, continuation, details, request):  # type: ignore[no-untyped-def]
-        return continuation(with_token(details), request)
-
-    def intercept_stream_stream(self, continuation, details, requests):  # type: ignore[no-untyped-def]
-        return continuation(with_token(details), requests)
-
-
-def with_token(details: grpc.ClientCallDetails) -> grpc.ClientCallDetails:
-    return details._replace(metadata=[*(details.metadata or ()), ("authorization", f"Bearer {TOKEN}")])
+def expect_strangers_refused(cluster: Cluster) -> None:
+    """Asks a server from a container that has the keys of another service, then without them, or with others."""
+    asks = [f"env {shown} pyps status --servers server-0 2>&1 >/dev/null && echo welcome" for shown in STRANGERS]
+    other = "pyps certs init --folder other --host server-0 && pyps certs worker --folder other worker"
+    said = cluster.compose(
+        "run", "--rm", "--no-deps", "-w", "/tmp", "server-1", "sh", "-c", "\n".join([other, *asks, "true"])
+    )
+    answers = [line for line in said.splitlines() if line.startswith(("welcome", "pyps: "))]
+    assert len(answers) == len(STRANGERS), said
+    for words, answer in zip(STRANGERS.values(), answers, strict=True):
+        assert words in answer
 
 
 def test_every_compose_of_this_machine_reads_the_files() -> None:
     # Asked here, not when tests are collected: the engine's script may have installed it since.
     commands = compose_commands()
     assert commands
-    environment = os.environ | {"PYPS_TOKEN_FILE": os.devnull}
     for compose, example, profile in product(commands, EXAMPLES.values(), ((), ("--profile", "inspect"))):
-        done = subprocess.run(
-            [*compose, *example, *profile, "config"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        done = called(*compose, *example, *profile, "config")
         assert done.returncode == 0, (compose, done.stderr)
         assert "worker-2" in done.stdout
         assert ("/run/pyps" in done.stdout) == (example is EXAMPLES["shm"])
