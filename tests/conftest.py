@@ -14,6 +14,9 @@ import pytest
 from hypothesis import settings
 
 import certified
+from client_support import CuttingProxy
+from pyps_client.transport.tcp import TcpLane
+from pyps_wire.parameter_server_pb2 import LaneOffer
 from support import PythonProcess, ServerProcess, ServerThread
 
 # A busy machine must not fail a property by its clock. CI tries the same cases each time; elsewhere they are others.
@@ -84,3 +87,19 @@ def start_python() -> Iterator[Callable[..., PythonProcess]]:
             return process
 
         yield start
+
+
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CuttingProxy]]:
+    """What stands before each server's lane, by its port; gRPC goes straight."""
+    made: dict[int, CuttingProxy] = {}
+    offered = TcpLane.offered
+
+    def through(lane: TcpLane, offer: LaneOffer) -> None:
+        proxy = made.setdefault(offer.port, CuttingProxy(f"127.0.0.1:{offer.port}"))
+        offered(lane, LaneOffer(port=int(proxy.address.rpartition(":")[2]), ticket=offer.ticket))
+
+    monkeypatch.setattr(TcpLane, "offered", through)
+    yield made
+    for proxy in made.values():
+        proxy.close()

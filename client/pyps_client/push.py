@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, starmap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -85,8 +85,8 @@ class Plan:
     clock: int | None = None
     # Which of the lent gradients these are, where that is known, and the parameters are the lent ones too.
     lent_index: int | None = None
-    # Where gradients are still computed, which of them may leave; by calls, whatever way there is. Servers must not
-    # clip then: nobody knows the norm.
+    # Where gradients are still computed, which of them may leave; in messages, whatever memory is shared. Servers must
+    # not clip then: nobody knows the norm.
     departures: Departures | None = None
 
 
@@ -421,14 +421,25 @@ class Outgoing:
             if first is None:
                 return
 
-            def take(message: bytes, under_way: set[int] = under_way) -> bool:
-                self._take_reply(message)
+            def answered(*reply: Any, take: Callable[..., bool], under_way: set[int] = under_way) -> bool:
+                take(*reply)
                 return departures.answered(under_way, self._waiting)
 
+            parts = chain([first], iter(following, None))
+            lane, timeout_seconds = channel.lane, cut.timeout_seconds
+            lost = partial(departures.answered, under_way)
             try:
-                channel.exchange(chain([first], iter(following, None)), take, timeout_seconds=cut.timeout_seconds)
+                if lane is not None and lane.begin():
+                    try:
+                        ways = starmap(_apart, parts), partial(answered, take=self._take_parts)
+                        lane.round("Exchange", *ways, is_small=False, timeout_seconds=timeout_seconds, lost=lost)
+                    finally:
+                        lane.end()
+                else:
+                    frames = starmap(join, parts)
+                    channel.exchange(frames, partial(answered, take=self._take_reply), timeout_seconds=timeout_seconds)
             finally:
-                departures.answered(under_way)
+                lost()
 
     def _departing(
         self,
@@ -437,7 +448,7 @@ class Outgoing:
         under_way: set[int],
         *,
         begins: bool = False,
-    ) -> bytes | None:
+    ) -> tuple[PushRequest, Buffer] | None:
         """The next message that may leave, once there is one; None where there is none in this round."""
         shard_id = departures.next(self._waiting, under_way, begins=begins)
         if shard_id is None:
@@ -452,9 +463,9 @@ class Outgoing:
         message.CopyFrom(messages[shard_id])
         if numbers is None or not with_numbers:
             message.kind = PAYLOAD_KIND_NOTHING
-            return message.SerializeToString()
+            return message, b""
         message.extents.extend(Extent(offset=start, length=length) for start, length in extents or ())
-        return join(message, self.converter.encoded(numbers, self.cut.codec))
+        return message, self.converter.encoded(numbers, self.cut.codec)
 
     def _looked_through(self, cut: Cut) -> Cut:
         """The cut, unless there is NaN or infinity: then one NaN for each part, for the server to refuse them all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,6 @@ Start = Callable[..., AnyServer]
 
 # Several shards, larger than what one receive brings.
 LARGE = {"w": np.asarray(np.random.default_rng(0).standard_normal(400_000), np.float32)}
-
-
-@pytest.fixture
-def proxies(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, CuttingProxy]]:
-    """What stands before each server's lane, by its port; gRPC goes straight."""
-    made: dict[int, CuttingProxy] = {}
-    offered = TcpLane.offered
-
-    def through(lane: TcpLane, offer: LaneOffer) -> None:
-        proxy = made.setdefault(offer.port, CuttingProxy(f"127.0.0.1:{offer.port}"))
-        offered(lane, LaneOffer(port=int(proxy.address.rpartition(":")[2]), ticket=offer.ticket))
-
-    monkeypatch.setattr(TcpLane, "offered", through)
-    yield made
-    for proxy in made.values():
-        proxy.close()
 
 
 @pytest.mark.parametrize(

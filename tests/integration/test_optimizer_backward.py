@@ -1,13 +1,16 @@
 """overlap="backward": shards leave while the backward pass computes, and what cannot be so is refused in words."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from client_support import CuttingProxy, addresses
 from pyps_client import RemoteOptimizer
+from pyps_client.replica.group import Group
 from pyps_wire.errors import BadRequest
-from support import status_of, wait_until
+from support import inspect, status_of, wait_until, workers_of
 from training import backward, batches, mlp, parameters_of
 
 
@@ -30,28 +33,50 @@ def remote(model: torch.nn.Module, servers: str, **options) -> RemoteOptimizer:
     return RemoteOptimizer(model, adam, servers, **how)
 
 
+# Over these a shard leaves by itself.
+over_messages = pytest.mark.parametrize("transport", ["grpc", "tcp"])
+
+
 @pytest.mark.parametrize(
-    ("protocol", "num_servers", "codec"),
-    [("async", 1, "float32"), ("hardsync", 2, "float32"), ("async", 2, "bfloat16")],
+    ("transport", "protocol", "num_servers", "codec"),
+    [
+        ("grpc", "async", 1, "float32"),
+        ("grpc", "hardsync", 2, "bfloat16"),
+        ("tcp", "async", 2, "float32"),
+        ("tcp", "hardsync", 1, "bfloat16"),
+        ("shm", "async", 2, "float32"),
+        ("in_process", "hardsync", 1, "float32"),
+    ],
 )
-def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, protocol, num_servers, codec) -> None:
+def test_it_trains_to_the_bits_of_a_worker_that_waits(start_server, transport, protocol, num_servers, codec) -> None:
     trained = []
     for overlap in ("off", "backward"):
         torch.manual_seed(0)
         model = Unused()
         servers = addresses([start_server("--protocol", protocol) for _ in range(num_servers)])
-        with remote(model, servers, overlap=overlap, gradient_codec=codec) as optimizer:
+        with remote(model, servers, overlap=overlap, gradient_codec=codec, transport=transport) as optimizer:
+            assert optimizer.transport == transport
             for number, batch in enumerate(batches(8)):
                 optimizer.zero_grad(set_to_none=number % 2 == 0)
-                torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-                optimizer.step()
+
+                def closure(model=model, batch=batch) -> None:
+                    torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+
+                if number % 4 == 3:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
         trained.append(parameters_of(model))
     np.testing.assert_array_equal(trained[1], trained[0])
 
 
-def test_shards_are_applied_amid_the_backward_pass_and_the_model_changes_in_the_step_only(start_server) -> None:
+@over_messages
+def test_shards_are_applied_amid_the_backward_pass_and_the_model_changes_in_the_step_only(
+    start_server, transport
+) -> None:
     server, model = start_server(), mlp()
-    with remote(model, server.data) as optimizer:
+    with remote(model, server.data, transport=transport) as optimizer:
         before = parameters_of(model)
         seen: list[int] = []
 
@@ -72,12 +97,18 @@ def test_shards_are_applied_amid_the_backward_pass_and_the_model_changes_in_the_
         assert {receipt.version_after for receipt in optimizer.receipts} == {1}
 
 
-def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(start_server) -> None:
+@over_messages
+def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(
+    start_server, proxies, monkeypatch, transport
+) -> None:
+    # Nor is a lost lane waited for while more gradients are computed.
+    monkeypatch.setattr("pyps_client.transport.tcp.OPEN_SECONDS", 60.0)
     trained, (inputs, classes) = [], next(batches(1))
     for cuts in (False, True):
         server, model = start_server(), mlp()
-        proxy = CuttingProxy(server.data)
-        with remote(model, proxy.address) as optimizer:
+        before = CuttingProxy(server.data)
+        with remote(model, before.address, transport=transport) as optimizer:
+            proxy = before if transport == "grpc" else list(proxies.values())[-1]
 
             def cut(_: torch.Tensor, server=server, proxy=proxy) -> None:
                 # Applied, and nobody knows.
@@ -88,13 +119,62 @@ def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(start_s
             if cuts:
                 proxy.hold_replies()
                 hidden.register_hook(cut)
+            began = time.monotonic()
             torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
             optimizer.step()
+            assert time.monotonic() < began + 30
             assert {receipt.version_after for receipt in optimizer.receipts} == {1}
             assert any(receipt.duplicate for receipt in optimizer.receipts) == cuts
-        proxy.close()
+        before.close()
         trained.append(parameters_of(model))
     np.testing.assert_array_equal(trained[1], trained[0])
+
+
+@over_messages
+def test_a_backward_pass_slower_than_any_call_may_be_is_no_lost_link(
+    start_server, monkeypatch, caplog, transport
+) -> None:
+    seconds = 0.3
+    server, model = start_server(), mlp()
+    with remote(model, server.data, transport=transport) as optimizer:
+        monkeypatch.setattr("pyps_client.push.call_seconds", lambda _: seconds)
+
+        def dawdle(_: torch.Tensor) -> None:
+            wait_until(lambda: status_of(server).version_max == 1, what="the last layers' update")
+            late = time.monotonic() + 2 * seconds
+            wait_until(lambda: time.monotonic() > late, what="the deadline of what has left")
+
+        inputs, classes = next(batches(1))
+        hidden = model[1](model[0](inputs))
+        hidden.register_hook(dawdle)
+        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+        # A busy machine may take longer for what is not looked at here.
+        monkeypatch.undo()
+        optimizer.step()
+        assert {receipt.version_after for receipt in optimizer.receipts} == {1}
+        assert not any(receipt.duplicate for receipt in optimizer.receipts)
+    assert "lost" not in caplog.text
+
+
+@over_messages
+def test_a_backward_pass_that_fails_ends_the_push_where_it_was(start_server, transport) -> None:
+    server, model = start_server(), mlp()
+    before = parameters_of(model)
+
+    def fail(_: torch.Tensor) -> None:
+        wait_until(lambda: status_of(server).version_max == 1, what="the last layers' update")
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"), remote(model, server.data, transport=transport):
+        inputs, classes = next(batches(1))
+        hidden = model[1](model[0](inputs))
+        hidden.register_hook(fail)
+        torch.nn.functional.cross_entropy(model[4](model[3](model[2](hidden))), classes).backward()
+    np.testing.assert_array_equal(parameters_of(model), before)
+    versions = [shard.version for shard in inspect(server.control, "ListShards").shards]
+    assert (versions[0], versions[-1]) == (0, 1), "the first layer's gradients were never computed"
+    [worker] = workers_of(server.control).values()
+    assert (worker.state, worker.message) == ("failed", "RuntimeError: out of luck")
 
 
 def scaled(model: torch.nn.Module, _: RemoteOptimizer) -> None:
@@ -114,6 +194,12 @@ def unscaled(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
     scaler.unscale_(optimizer)
 
 
+def within_a_closure_too(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
+    backward(model, next(batches(1)))
+    inputs, classes = next(batches(1))
+    optimizer.step(lambda: torch.nn.functional.cross_entropy(model(inputs), classes).backward())
+
+
 def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
     backward(model, next(batches(1)))
     optimizer.param_groups[0]["lr"] = 0.5
@@ -125,6 +211,7 @@ def at_another_rate(model: torch.nn.Module, optimizer: RemoteOptimizer) -> None:
         (scaled, r"Gradients .* changed between backward\(\) and step\(\).*use overlap='step'"),
         (unscaled, r"Gradients .* changed between backward\(\) and step\(\)"),
         (twice, r"A second gradient of '.*' was computed before step\(\)"),
+        (within_a_closure_too, r"A second gradient of '.*' was computed before step\(\)"),
         (at_another_rate, r"learning rate .* changed between backward\(\) and step\(\)"),
     ],
 )
@@ -136,7 +223,7 @@ def test_what_differs_from_what_has_left_is_refused_and_training_can_go_on(start
                 compute(model, optimizer)
                 optimizer.step()
             optimizer.param_groups[0]["lr"] = 0.01
-            if compute is twice:
+            if compute in (twice, within_a_closure_too):
                 with pytest.raises(BadRequest, match="changed between"):
                     optimizer.step()
             backward(model, next(batches(1)))
@@ -160,6 +247,7 @@ def test_examples_are_told_before_the_backward_pass(start_server) -> None:
         ((), {"push_every": 2}, "push_every is 2"),
         ((), {"pull_every": 3}, "pull_every is 3"),
         ((), {"buffers": "average"}, "buffers='average' takes a push as a whole"),
+        ((), {"replica": Group()}, "a replica's processes take a push as a whole"),
         (("--clip-norm", "1"), {}, "servers clip each push by its norm"),
     ],
 )

@@ -95,7 +95,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         push, so that there are fewer updates. Under protocols that take gradients of the present version only, or that
         grant steps one by one, they are waited for as with "off". "backward": a shard leaves as soon as the backward
         pass has computed its gradients, and its new parameters arrive meanwhile; `step` waits for the rest, and the
-        result is that of "off". It is for calls over a network: through shared memory, and under protocols that take a
+        result is that of "off". It is for gRPC and lanes: through shared memory, and under protocols that take a
         push whole or grant steps one by one, a push leaves in its step, and a line says why. One backward pass a step:
         BadRequest where gradients, the rate or `examples` change between `backward` and `step`, which but for writes
         through `.data` to few numbers is noticed. After a NaN no shard leaves any more, and those that had left count.

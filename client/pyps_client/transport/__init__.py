@@ -101,10 +101,19 @@ class Lane(ABC):
 
     @abstractmethod
     def round(
-        self, method: str, messages: Iterable[Parts], take: TakeParts, *, is_small: bool, timeout_seconds: float
+        self,
+        method: str,
+        messages: Iterable[Parts],
+        take: TakeParts,
+        *,
+        is_small: bool,
+        timeout_seconds: float,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
         """Does as `Channel.exchange`, `push` or `read`, by the method's name; `is_small`: all messages and answers are.
 
+        Where it fails, `lost` ends the waits of messages that are not there yet: no thread reads numbers once this has
+        left.
         Raises LinkLost, Busy or the server's own error.
         """
 

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import DecodeError, Message
 
@@ -143,7 +143,14 @@ class TcpLane(Lane):
             self.close()
 
     def round(
-        self, method: str, messages: Iterable[Parts], take: TakeParts, *, is_small: bool, timeout_seconds: float
+        self,
+        method: str,
+        messages: Iterable[Parts],
+        take: TakeParts,
+        *,
+        is_small: bool,
+        timeout_seconds: float,
+        lost: Callable[[], object] = lambda: None,
     ) -> None:
         wire, kind = self._wire, _KINDS[method]
         assert wire is not None
@@ -171,6 +178,7 @@ class TcpLane(Lane):
             self._lose(wire)
             if sending is not None:
                 # Nobody may read the numbers any more once this has left.
+                lost()
                 sending.wait(OPEN_SECONDS)
                 if sending.error is not None and not isinstance(sending.error, (OSError, LinkLost)):
                     raise sending.error from None
