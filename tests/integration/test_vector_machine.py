@@ -22,7 +22,8 @@ from pyps_wire import common_pb2 as common
 from pyps_wire import vector_machine_pb2 as wire
 from pyps_wire import work_pb2 as work
 from pyps_wire.contract import METHODS
-from pyps_wire.errors import NoRoom
+from pyps_wire.errors import NoRoom, NotAllowed
+from pyps_wire.in_process import SERVERS
 from pyps_wire.partition import Model, Tensor
 from pyps_wire.vector_machine_pb2 import Instruction
 from pyps_wire.vector_machine_pb2_grpc import VectorMachineStub
@@ -183,7 +184,8 @@ def test_a_life_that_never_was_is_not_taken_up(start_server: Start) -> None:
 
 def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
     """Its life's number is no secret; who wants another has to attach, which the one before hears."""
-    with coordinated(start_server("--protocol", "sandblaster")) as (coordinator, worker):
+    server = start_server("--protocol", "sandblaster")
+    with coordinated(server) as (coordinator, worker):
         coordinator.attach()
         impostor = WireCoordinator(worker)
         impostor.epoch, queue = coordinator.epoch, WorkQueueStub(worker.channel)
@@ -199,6 +201,10 @@ def test_nobody_else_speaks_for_the_coordinator(start_server: Start) -> None:
                 partial(queue.EndWork, work.EndWorkRequest(**who)),
             ):
                 assert refusal_of(call)[1] == "NotAllowed", call
+            with pytest.raises(NotAllowed):
+                SERVERS[server.data].call(METHODS["Execute"], iter([program.SerializeToString()]), print).result(
+                    DEADLINE_SECONDS
+                )
             # A life of which nobody has heard.
             who["coordinator_epoch"] = 2**40
             assert refusal_of(queue.EndWork, work.EndWorkRequest(**who))[1] == "BadRequest"
