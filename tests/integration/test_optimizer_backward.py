@@ -113,7 +113,7 @@ def test_a_push_whose_link_is_cut_amid_the_backward_pass_is_applied_once(
                 # Applied, and nobody knows.
                 wait_until(lambda: status_of(server).version_max == 1, what="the last layers' update")
                 proxy.cut()
-                wait_until(lambda: status_of(server).tally.pushes_duplicate > 0, what="what was lost, sent anew")
+                wait_until(lambda: status_of(server).tally.pushes_duplicate > 0, 30, "what was lost, sent anew")
 
             hidden = model[1](model[0](inputs))
             if cuts:
