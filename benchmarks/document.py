@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import figures
-import goals
 import pictures
 import rounds
+import targets
 from figures import Results
 from measure import spread
 
@@ -85,12 +85,12 @@ def _runs(results: Results) -> str:
     return ", ".join(f"{name} {' to '.join(map(str, (of[0], of[-1])[: len(of)]))}" for name, of in counts.items())
 
 
-def goal_table(results: Results) -> str:
+def target_table(results: Results) -> str:
     rows = []
-    for goal in goals.goals(results):
-        verdict = {True: "yes", False: "**no**", None: "–"}[goal.met]
-        rows.append((goal.what, goal.wanted, goal.measured or "not measured in this run", verdict))
-    return _table(("what, and beside what", "wanted", "measured", "met"), rows, left=4)
+    for target in targets.targets(results):
+        verdict = {True: "yes", False: "**no**", None: "–"}[target.met]
+        rows.append((target.what, target.wanted, target.measured, verdict))
+    return _table(("what, and beside what", "target", "measured", "met"), rows, left=4)
 
 
 def rounds_tables(results: Results) -> str:
@@ -283,7 +283,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1
 
 PIECES: dict[str, Callable[[Results], str]] = {
     "machine": machine,
-    "goal_table": goal_table,
+    "target_table": target_table,
     "rounds_tables": rounds_tables,
     "link_table": link_table,
     "training_tables": training_tables,

@@ -1,0 +1,66 @@
+"""benchmarks/targets.py and document.py: verdicts of figures, and a page of whatever was measured."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def targets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("targets")
+
+
+def results(*, lane: float, without: str = "") -> dict[str, dict[str, Any]]:
+    """A run in which the lane is so many times as good as what each of its targets asks for."""
+    speeds = {
+        ("big", 1): {"pyps gRPC float32": 10.0, "torch RPC auto": 10.0, "torch RPC tcp": 20 / 1.15},
+        ("big", 2): {"Ray": 20.0, "torch RPC tcp": 15.0},
+        ("mid", 1): {"torch RPC auto": 20.0, "torch RPC tcp": 15.0},
+        ("small", 1): {"torch RPC auto": 10.0, "torch RPC tcp": 20.0, "naive gRPC": 20.0},
+    }
+    rows = [row(case, name, speed) for case, of in speeds.items() for name, speed in of.items()]
+    rows += [row(case, "pyps lane float32", 20 * lane) for case in speeds]
+    rows += [row(("big", 1), "pyps lane bfloat16", 32 * lane * lane)]
+    rows += [row(("big", 1), "pyps lane float32, TLS", 12 * lane * lane)]
+    rows += [row(("big", 4), "pyps lane float32", 1.0) | {"server_peak_mb": 335 / lane}]
+    rows += [row(("small", 1), "pyps shared memory", 2936 * lane)]
+    for one in rows:
+        one["server_cpu_s_per_gb"] = 0.4 / lane
+    links = {"plain TCP": 1.0, "pyps lane float32": 0.95 * lane, "pyps lane bfloat16": 1.9 * lane}
+    rates, shares = ("1gbit", "10gbit"), {"alone": 0.9 * lane}
+    return {
+        "rounds": {"rows": [one for one in rows if one["subject"] != without]},
+        "link": {"rows": [{"subject": k, "rounds_per_s": v, "rate": r} for k, v in links.items() for r in rates]},
+        "overlap": {"rows": [{"subject": "pyps lane float32", "rate": "1gbit", "of_the_longer": 1.15 / lane}]},
+        "kernel": {"rows": [{"subject": k, "of_torch": lane, "shares": shares} for k in ("adam", "adamw")]},
+    }
+
+
+def row(case: tuple[str, int], subject: str, speed: float) -> dict[str, Any]:
+    return {"size": case[0], "workers": case[1], "subject": subject, "rounds_per_s": speed}
+
+
+@pytest.mark.parametrize(("lane", "met"), [(1.001, True), (0.99, False)])
+def test_a_target_is_met_from_what_it_asks_for_on(targets: ModuleType, lane: float, met: bool) -> None:
+    verdicts = {target.what: target.met for target in targets.targets(results(lane=lane))}
+
+    assert verdicts == dict.fromkeys(verdicts, met)
+
+
+def test_without_a_peer_that_a_target_names_there_is_no_verdict(targets: ModuleType) -> None:
+    [told] = [target for target in targets.targets(results(lane=1.1, without="Ray")) if "Ray" in target.what]
+
+    assert told.met is None
+    assert told.measured == "1.47 x torch RPC tcp (22 against 15); Ray not measured"
+
+
+def test_what_was_not_measured_has_no_verdict(targets: ModuleType) -> None:
+    assert {(target.measured, target.met) for target in targets.targets({})} == {("not measured in this run", None)}
