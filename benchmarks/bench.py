@@ -1,10 +1,11 @@
-"""Runs all benchmarks one after the other, and makes the document of their results: what `make bench` does.
+"""Runs the benchmarks one after the other, and makes the document of their results: what `make bench` does.
 
     python benchmarks/bench.py [--quick] [--peers FOLDER] [--only rounds,link] [--into out/bench]
 
 Each benchmark prints its tables and leaves a JSON file in the folder; results.json holds them all, performance.md and
-its pictures are made of that (document.py). A benchmark that this machine cannot run says so and is left out by name.
-`--only` repeats some and keeps what the folder has of the others.
+its pictures are made of that (document.py). Each has its time, 25 minutes all of them together (a GPU takes 3 more):
+what it has measured by then counts. One that fails, or that this machine cannot run, says so, and the others go on;
+`--only` repeats some and keeps what the folder has of the rest.
 """
 
 from __future__ import annotations
@@ -15,21 +16,34 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import document
 from measure import exit_on_sigterm
 
 HERE = Path(__file__).resolve().parent
-# In this order; whether it takes the peers, and a short form.
-BENCHMARKS = {
-    "kernel": (False, True),
-    "rounds": (True, True),
-    "link": (True, True),
-    "training": (False, True),
-    "load": (False, True),
-    "gpu": (False, True),
-    "huge": (False, False),
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the benchmarks, and what `make bench` gives it."""
+
+    seconds: float
+    takes_peers: bool = False
+    # Runs only where it is named.
+    by_name: bool = False
+
+
+# In this order.
+PARTS = {
+    "rounds": Part(720, takes_peers=True),
+    "link": Part(240, takes_peers=True),
+    "training": Part(390),
+    "kernel": Part(75),
+    "load": Part(75),
+    "gpu": Part(180),
+    "huge": Part(300, by_name=True),
 }
 
 
@@ -38,10 +52,7 @@ def main() -> int:
     options = arguments()
     options.into.mkdir(parents=True, exist_ok=True)
     failed = []
-    for name in options.only or BENCHMARKS:
-        if options.quick and not BENCHMARKS[name][1]:
-            print(f"\n=== {name}: left out of the short form", flush=True)
-            continue
+    for name in options.only or [name for name, part in PARTS.items() if not part.by_name]:
         began = time.monotonic()
         print(f"\n=== {name}", flush=True)
         if not run(name, options):
@@ -53,7 +64,8 @@ def main() -> int:
     document.write(results, options.into)
     print(f"\nThe document is {options.into / 'performance.md'}.")
     if failed:
-        print(f"Failed, or measured in part: {', '.join(failed)}", file=sys.stderr)
+        again = ",".join(failed)
+        print(f"Failed, in part at least: {again}. `make bench BENCH={again}` repeats that alone.", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -61,29 +73,34 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a first impression, in minutes")
     parser.add_argument("--peers", type=Path, default=os.environ.get("PEERS"), help="folder of the peers' scripts")
-    parser.add_argument("--only", type=_names, help=f"some of {', '.join(BENCHMARKS)}")
+    parser.add_argument("--only", type=_names, help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--into", type=Path, default=Path("out/bench"), help="folder for the results")
     return parser.parse_args()
 
 
 def _names(text: str) -> list[str]:
     names = text.replace(",", " ").split()
-    if unknown := set(names) - BENCHMARKS.keys():
-        known = ", ".join(BENCHMARKS)
+    if unknown := set(names) - PARTS.keys():
+        known = ", ".join(PARTS)
         raise argparse.ArgumentTypeError(f"there is no benchmark {sorted(unknown)[0]!r}; there are {known}")
     return names
 
 
 def run(name: str, options: argparse.Namespace) -> bool:
-    """Runs one benchmark as a process of its own; True where it succeeded."""
-    takes_peers, _ = BENCHMARKS[name]
-    command = [sys.executable, str(HERE / f"{name}.py")]
-    command += ["--json", str(options.into / f"{name}.json")]
-    command += ["--quick"] * (options.quick and BENCHMARKS[name][1])
-    command += ["--peers", str(options.peers)] if takes_peers and options.peers else []
+    """Runs one benchmark as a process of its own, as long as its time is; False where it failed."""
+    part = PARTS[name]
+    results: Path = options.into / f"{name}.json"
+    # What an earlier run left is none of this one's, should it fail.
+    results.unlink(missing_ok=True)
+    command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(results)]
+    command += ["--quick"] * (options.quick and not part.by_name)
+    command += ["--peers", str(options.peers)] if part.takes_peers and options.peers else []
     process = subprocess.Popen(command)
     try:
-        return process.wait() == 0
+        return process.wait(part.seconds) == 0
+    except subprocess.TimeoutExpired:
+        print(f"=== {name} ends with its {part.seconds:.0f} s; what it has measured counts", flush=True)
+        return results.exists()
     finally:
         # It ends what it has started, given the time.
         process.terminate()

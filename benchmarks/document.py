@@ -25,7 +25,7 @@ from measure import spread
 
 TEMPLATE = Path(__file__).with_name("performance_template.md")
 # What a complete document has the results of.
-BENCHMARKS = ("kernel", "rounds", "link", "training", "load", "gpu", "huge")
+BENCHMARKS = ("rounds", "link", "training", "kernel", "load", "gpu", "huge")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 

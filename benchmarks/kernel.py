@@ -20,7 +20,7 @@ In each round every contender makes one pass over all shards, in an order that t
 show medians over the rounds, and medians of the ratios within a round. `--time cpu` counts the thread's own time, for
 a machine that others use as well.
 
-    python benchmarks/kernel.py [--rounds 15] [--quick] [--shard-size 1047552] [--isa avx2] [--time cpu]
+    python benchmarks/kernel.py [--rounds 11] [--quick] [--shard-size 1047552] [--isa avx2] [--time cpu]
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ TORCH: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds")
     parser.add_argument("--shard-size", type=int, default=DEFAULT_SHARD_SIZE, help="parameters of a shard")
     parser.add_argument("--isa", choices=_kernels.available(), default=_kernels.isa())
