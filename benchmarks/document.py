@@ -14,13 +14,14 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import figures
 import pictures
 import rounds
 import targets
-from figures import Results
+from figures import ALONE, Results
 from measure import spread
 
 TEMPLATE = Path(__file__).with_name("performance_template.md")
@@ -153,7 +154,7 @@ def link_table(results: Results) -> str:
             )
         most = figures.median(of_rate, figures.PLAIN_TCP)
         told = f" (plain TCP, both ways at once: {most * of_rate[0]['params'] * 32 / 1e9:.2f})" if most else ""
-        parts.append(f"**{rate.removesuffix('gbit')} Gbit/s each way**{told}")
+        parts.append(f"**{_link_name(rate)}**{told}")
         parts.append(_table(("", "rounds/s", "x fastest peer", "p50, ms", "of the link, both ways at once"), rows))
     return "\n\n".join(parts)
 
@@ -167,10 +168,30 @@ def training_tables(results: Results) -> str:
     parts = [f"{model}; pyps by `transport={told['transport']}`."]
     for rate, slowed in dict.fromkeys((row["rate"], row["slowed"]) for row in found):
         slow = "" if slowed == 1 else f", the second worker {slowed:g} times as slow"
-        link = "loopback" if rate == "loopback" else f"{rate.removesuffix('gbit')} Gbit/s each way"
         cells = figures.training_cells(figures.of_training_case(found, rate, slowed), told["seconds"])
-        parts += [f"**{link}{slow}**", _table(figures.TRAINING_HEADINGS, cells)]
+        parts += [f"**{_link_name(rate)}{slow}**", _table(figures.TRAINING_HEADINGS, cells)]
     return "\n\n".join(parts)
+
+
+def training_told(results: Results, names: Sequence[str], *, slowed: bool) -> str:
+    """What some subjects made of each link, with all workers alike or one slowed."""
+    found = figures.rows(results, "training")
+    cases = dict.fromkeys((row["rate"], row["slowed"]) for row in found if (row["slowed"] != 1) == slowed)
+    parts = []
+    for rate, factor in cases:
+        of_case = figures.of_training_case(found, rate, factor)
+        cells = []
+        for name in names:
+            speed, seconds = (figures.median(of_case, name, column) for column in ("samples_per_s", "seconds_to_loss"))
+            if speed:
+                reached = f"{seconds:.1f} s" if seconds else f"not in {results['training']['seconds']:g} s"
+                cells.append(f"{name} {speed:.1f} ({reached})")
+        parts.append(f"{_link_name(rate)}: {', '.join(cells)}")
+    return f"Here, in samples a second (to the loss): {'; '.join(parts)}." if parts else "Not measured in this run."
+
+
+def _link_name(rate: str) -> str:
+    return f"{rate.removesuffix('gbit')} Gbit/s each way" if rate.endswith("gbit") else rate
 
 
 def load_table(results: Results) -> str:
@@ -287,6 +308,16 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "rounds_tables": rounds_tables,
     "link_table": link_table,
     "training_tables": training_tables,
+    "told_alone": partial(training_told, names=(ALONE, "pyps async", "DDP gloo", "torch RPC async"), slowed=False),
+    "told_alike": partial(training_told, names=("DDP gloo", "pyps hardsync"), slowed=False),
+    "told_halved": partial(
+        training_told, names=("DDP gloo, float16", "pyps async, overlapped, bfloat16"), slowed=False
+    ),
+    "told_slowed": partial(
+        training_told,
+        names=("DDP gloo", "pyps hardsync", "torch RPC hardsync", "pyps async", "torch RPC async"),
+        slowed=True,
+    ),
     "load_table": load_table,
     "huge_sentence": huge_sentence,
     "gpu_table": gpu_table,

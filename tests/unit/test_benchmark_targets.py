@@ -64,3 +64,20 @@ def test_without_a_peer_that_a_target_names_there_is_no_verdict(targets: ModuleT
 
 def test_what_was_not_measured_has_no_verdict(targets: ModuleType) -> None:
     assert {(target.measured, target.met) for target in targets.targets({})} == {("not measured in this run", None)}
+
+
+def test_the_page_tells_what_training_made_of_each_link(targets: ModuleType) -> None:
+    speeds = {"one process alone": (16.0, 5.55), "pyps async": (24.25, None), "DDP gloo": (20.0, 6.0)}
+    rows = [
+        {"subject": name, "rate": "1gbit", "slowed": 1.0, "samples_per_s": speed, "seconds_to_loss": seconds}
+        for name, (speed, seconds) in speeds.items()
+    ]
+    pieces = importlib.import_module("document").PIECES
+
+    told = pieces["told_alone"]({"training": {"seconds": 20.0, "rows": rows}})
+
+    assert told == (
+        "Here, in samples a second (to the loss): 1 Gbit/s each way: one process alone 16.0 (5.5 s), "
+        "pyps async 24.2 (not in 20 s), DDP gloo 20.0 (6.0 s)."
+    )
+    assert pieces["told_slowed"]({}) == "Not measured in this run."
