@@ -51,7 +51,8 @@ DataServers = Annotated[str, typer.Option(help=SERVERS_HELP, envvar=["PYPS_SERVE
 # The option of commands that read, train, or change servers: of the tokens that are there the least that is enough.
 _OBSERVERS, _WORKERS, _OPERATORS = "PYPS_OBSERVER_TOKEN_FILE", "PYPS_TOKEN_FILE", "PYPS_OPERATOR_TOKEN_FILE"
 ObserverTokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help=f"{_TOKEN_HELP} observers.", envvar=[_OBSERVERS, _WORKERS])
+    Path | None,
+    typer.Option("--token-file", help=f"{_TOKEN_HELP} observers.", envvar=[_OBSERVERS, _WORKERS, _OPERATORS]),
 ]
 TokenFile = Annotated[Path | None, typer.Option(help=f"{_TOKEN_HELP} workers.", envvar=_WORKERS)]
 OperatorTokenFile = Annotated[

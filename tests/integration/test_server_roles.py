@@ -217,10 +217,10 @@ def test_each_command_shows_the_token_of_its_role_and_is_told_which_it_lacks(
         assert "wrote" in shell("save", "--servers", server.control, **files)
         told = shell("save", "--servers", server.control, status=1, **workers)
         assert "role operator" in told and "--operator-token-file (PYPS_OPERATOR_TOKEN_FILE)" in told
-        for token_files in (workers, {"PYPS_OBSERVER_TOKEN_FILE": files["PYPS_OBSERVER_TOKEN_FILE"]}):
-            assert "run-1" in shell("status", "--servers", server.control, **token_files)
-            model = str(tmp_path / f"{len(token_files)}.safetensors")
-            assert model in shell("export", model, "--servers", server.data, **token_files)
+        for variable, file in files.items():
+            assert "run-1" in shell("status", "--servers", server.control, **{variable: file})
+        model = str(tmp_path / "model.safetensors")
+        assert model in shell("export", model, "--servers", server.data, **files)
 
 
 def test_the_lesser_of_token_and_certificate_counts(start_server: Start, holders: Holders) -> None:
