@@ -244,6 +244,14 @@ def test_a_crowd_of_extents_is_refused_before_it_is_read(start_server):
         assert worker.parameters[0].sum() == -10_000
 
 
+def test_a_request_that_could_list_millions_is_refused_before_it_comes(start_server):
+    with local_worker(start_server().data) as worker:
+        worker.link.socket.sendall(LENGTH.pack(4 * 2**20))
+        failure = worker.link.receive().failure
+        assert (failure.name, worker.link.is_closed_by_the_server) == ("LimitExceeded", True)
+        assert "list less in it" in failure.details
+
+
 def test_messages_that_are_none_or_too_long_end_their_connection_alone(start_server_process):
     server = start_server_process("--max-message-bytes", "65536")
     with local_worker(server.data, "good") as good, joined(server) as worker:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from pyps import logs
 from pyps.service.limits import check_message_bytes
+from pyps.service.pushing import PUSH_HEADER_MAX
 from pyps.service.security import text_of
 from pyps.service.shm.requests import Requests
 from pyps.service.shm.segment import Attachment
@@ -26,6 +27,8 @@ LENGTH = struct.Struct("<I")
 RECEIVE_BYTES = 65_536
 # Attach names a few numbers a parameter group.
 ATTACH_BYTES_MAX = 2**18
+# What a request says of each of its shards, beside the extents of all.
+SHARD_BYTES_MAX = 1024
 # Who connects says at once what for.
 ATTACH_SECONDS = 10.0
 # A message that has begun is whole within so long, and an answer is taken.
@@ -169,6 +172,11 @@ class Connection:
         elif self._inbox and self._turn_since is None:
             self._turn_since = self._loop.time()
 
+    @property
+    def _request_bytes_max(self) -> int:
+        num_shards = 0 if self.attachment is None else len(self.attachment.replies)
+        return PUSH_HEADER_MAX + SHARD_BYTES_MAX * num_shards
+
     def _whole_message(self) -> bytes | None:
         if len(self._inbox) < LENGTH.size:
             return None
@@ -187,6 +195,12 @@ class Connection:
                     f"the first message is {length} bytes long; Attach has {ATTACH_BYTES_MAX} at the most"
                 )
             check_message_bytes(length, bytes_max=self._message_bytes_max)
+            if length > PUSH_HEADER_MAX and length > self._request_bytes_max:
+                # Read, a list of millions takes a hundred times its bytes, and holds up the event loop.
+                raise LimitExceeded(
+                    f"the request is {length} bytes long; expected {self._request_bytes_max} at most for the shards"
+                    " that were attached: list less in it"
+                )
         except LimitExceeded as error:
             self._inbox.clear()
             self._refuse(error, for_good=True)
