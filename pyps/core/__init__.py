@@ -23,6 +23,6 @@ Read `shard.py` first; it uses the others in this order:
 Beside the shards, for the whole server: `membership.py` (which workers live; `member.py` is one of them and
 keeps the processes of a replica together), `registry.py` (what their coming and going asks for), `election.py` (who
 initialises), `gate.py` (which calls for a step wait) and `pacing.py` (who may begin one), `effects.py` (what any of
-them asks for), `whole_model.py` (one mutex around all shards), `vectors/` (vectors beside the parameters, and
-programs on them).
+them asks for), `bounds.py` (how far workers may set what moves the parameters), `whole_model.py` (one mutex around
+all shards), `vectors/` (vectors beside the parameters, and programs on them).
 """
