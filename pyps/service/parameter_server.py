@@ -25,6 +25,7 @@ from pyps.service.roles import HELLO_AS_WORKER, PULL_AS_WORKER, Role
 from pyps.service.transport import Host, Transport
 from pyps.service.waiting import LongPoll, names_in_words
 from pyps_wire import parameter_server_pb2 as wire
+from pyps_wire.allocator import give_back_free_memory
 from pyps_wire.codecs import codec_numbered
 from pyps_wire.common_pb2 import ROLE_OBSERVER
 from pyps_wire.contract import PARAMETER_SERVER
@@ -88,7 +89,7 @@ class ParameterServer:
             raise
         if not finished:
             # On a thread whatever the size: it copies this server's whole part of the model.
-            await self._work.begin(partial(self._run.commit, begun[0]))
+            await self._work.begin(partial(self._commit, begun[0]))
         return wire.InitializeReply(
             state=int(self._run.state),  # type: ignore[arg-type]
             epoch=self._run.epoch,
@@ -220,6 +221,11 @@ class ParameterServer:
         if not greeting.observer:
             self._access.require(role, HELLO_AS_WORKER)
         return greeting, self._run.hello(greeting)
+
+    def _commit(self, initialization: Initialization) -> None:
+        self._run.commit(initialization)
+        # What the messages took would stay mapped beside what those of rounds take.
+        give_back_free_memory()
 
     def _begin_initialize(self, request: wire.InitializeRequest) -> Initialization | None:
         return self._run.begin_initialize(convert.opening_from(request))

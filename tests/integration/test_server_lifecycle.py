@@ -55,6 +55,15 @@ def test_a_server_that_cannot_start_ends_with_one_sentence(tmp_path):
             assert line.startswith("pyps:") and all(word in line for word in words), line
 
 
+def test_what_the_first_parameters_took_is_given_back_once_they_serve(start_server, monkeypatch):
+    server, served = start_server(), []
+    module = "pyps.service.parameter_server"
+    monkeypatch.setattr(f"{module}.give_back_free_memory", lambda: served.append(len(server._server._run.shards)))
+    with WireWorker(server.data) as worker:
+        worker.join(1.0)
+        assert served == [len(worker.plan.shards)]
+
+
 def test_a_signal_ends_the_server_with_0_and_parked_pulls_with_unavailable(start_server_process):
     for number in (signal.SIGTERM, signal.SIGINT):
         server = start_server_process()
