@@ -37,6 +37,7 @@ REFUSED = (
     ({"tls_cert": "/tmp/other/worker.crt", "tls_key": "/tmp/other/worker.key"}, "--tls-client-ca has not signed it"),
     ({"tls_ca": "/tmp/other/ca.crt"}, "is not signed by /tmp/other/ca.crt"),
     ({"token": "a stranger's"}, "the token is not this server's"),
+    ({"token_file": "/keys/observer.token"}, "this caller's is observer"),
     ({"worker_id": "worker-0"}, "'worker-0' is a live process"),
 )
 JOIN = """
