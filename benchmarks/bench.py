@@ -39,6 +39,7 @@ class Part:
 PARTS = {
     "rounds": Part(720, takes_peers=True),
     "link": Part(240, takes_peers=True),
+    "overlap": Part(150),
     "training": Part(390),
     "kernel": Part(75),
     "load": Part(75),
