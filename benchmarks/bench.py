@@ -37,12 +37,12 @@ class Part:
 
 # In this order.
 PARTS = {
-    "rounds": Part(720, takes_peers=True),
-    "link": Part(240, takes_peers=True),
+    "rounds": Part(620, takes_peers=True),
+    "link": Part(230, takes_peers=True),
     "overlap": Part(150),
     "training": Part(390),
-    "kernel": Part(75),
-    "load": Part(75),
+    "kernel": Part(70),
+    "load": Part(70),
     "gpu": Part(180),
     "huge": Part(300, by_name=True),
 }
