@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
+from pyps.service.lane.connection import Connection
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.lane_pb2 import LaneOpen
@@ -326,6 +328,29 @@ def test_mangled_messages_are_answered_or_refused_and_what_is_not_acknowledged_w
     wait_until(lambda: not inspect(server.control, "GetMemory").in_flight_bytes, what="all memory to be free")
     wait_until(lambda: not any(each.name == "lane" for each in threading.enumerate()), what="the lanes' threads to end")
     assert "bug" not in server.output()
+
+
+def test_where_all_hold_much_a_lane_has_one_message_at_a_time(
+    worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "pyps.service.lane.connection"
+    monkeypatch.setattr(f"{module}.AHEAD_BYTES_MAX", 1)
+    monkeypatch.setattr(f"{module}.INLINE_BYTES_MAX", 0)
+    answer, held = Connection._answer, []
+
+    def when_no_more_comes(connection: Connection, *message: Any, **settings: Any) -> None:
+        wait_until(lambda: connection._room._value == 0, what="the lane to receive as much as it may")
+        held.append(connection._account.num_bytes)
+        answer(connection, *message, **settings)
+
+    monkeypatch.setattr(Connection, "_answer", when_no_more_comes)
+    messages = [apart(worker.push_request(0.25)) for _ in range(4)]
+    with open_lane(worker) as lane:
+        for message in messages:
+            lane.send(PUSH, *message)
+        for _ in messages:
+            assert lane.receive()[0] == PUSH
+    assert held == [len(payload) for _, payload in messages]
 
 
 def test_who_sends_too_slowly_is_cut_and_what_it_held_is_free(

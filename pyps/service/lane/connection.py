@@ -51,8 +51,8 @@ log = logs.get("pyps.service")
 class Connection:
     """A lane from its beginning to its end, with two threads of its own.
 
-    No more than READ_AHEAD_MAX pushes are here at once: the next is received when the first of them is answered. A
-    small one is answered by the thread that received it.
+    No more than READ_AHEAD_MAX pushes are here at once: the next is received when the first of them is answered; one,
+    while all calls and lanes together hold much. A small one is answered by the thread that received it.
     """
 
     def __init__(
@@ -180,6 +180,11 @@ class Connection:
 
     def _take(self) -> None:
         self._room.acquire()
+        if self._account.budget.bytes_held >= AHEAD_BYTES_MAX:
+            # Where all together hold much, each has one at a time: the others keep the processors at work.
+            for _ in range(READ_AHEAD_MAX - 1):
+                self._room.acquire()
+            self._room.release(READ_AHEAD_MAX - 1)
         if self._failed:
             return
         self._lane.wait()
@@ -195,11 +200,6 @@ class Connection:
             raise BadRequest(f"a lane's message has kind {kind}, which workers do not send")
         request = convert.parse(wire.PushRequest, header, bytes_max=PUSH_HEADER_MAX)
         self._require_own(request.sender)
-        if self._account.budget.bytes_held >= AHEAD_BYTES_MAX:
-            # One at a time then, as on a stream of gRPC's: what was received before is to be answered.
-            for _ in range(READ_AHEAD_MAX - 1):
-                self._room.acquire()
-            self._room.release(READ_AHEAD_MAX - 1)
         self._account.hold(payload_bytes)
         # From the heap, where the one before it has just become free; a gradient that waits for others keeps it.
         payload = np.empty(payload_bytes, np.uint8).data
@@ -262,6 +262,8 @@ class Connection:
             except Exception as error:
                 with contextlib.suppress(OSError):
                     self._fail(error)
+                # Also where nobody hears of it: the first thread is not to wait for what is never answered.
+                self._failed = True
             # What it holds is free while the next is waited for.
             del job
             if self._failed:
