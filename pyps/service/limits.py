@@ -61,7 +61,7 @@ class ByteBudget:
                     f"held at once, this server holds {self.bytes_max} at the most: try again later, or "
                     "raise --max-in-flight-bytes"
                 )
-            if 2 * (self._bytes + num_bytes) > self.bytes_max:
+            if num_bytes and 2 * (self._bytes + num_bytes) > self.bytes_max:
                 self._require_share(num_bytes, account)
             self._count(num_bytes, account)
 
@@ -82,7 +82,7 @@ class ByteBudget:
         several = False
         if not has_reserve:
             kept += reserve * num_vacant
-            several = num_bytes > 0 and held > account.num_bytes
+            several = held > account.num_bytes
         if num_bytes > free - kept or (several and held + num_bytes > free):
             who = f"worker {caller!r}" if caller else "observers"
             raise LimitExceeded(

@@ -258,6 +258,8 @@ def test_each_worker_gets_a_shard_through_whatever_others_hold_by_however_many_n
         with pytest.raises(LimitExceeded):
             while True:
                 budget.account(f"x{index}").hold(shard)
+        # A short message takes nothing, and is taken.
+        budget.account(f"x{index}").hold(0)
     run.membership.join("late", 1, now=run.clock())
     for _ in range(3):
         budget.account("early").hold(shard)
