@@ -26,7 +26,7 @@ from measure import spread
 
 TEMPLATE = Path(__file__).with_name("performance_template.md")
 # What a complete document has the results of.
-BENCHMARKS = ("rounds", "link", "training", "kernel", "load", "gpu", "huge")
+BENCHMARKS = ("rounds", "link", "overlap", "training", "kernel", "load", "gpu", "huge")
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -76,7 +76,7 @@ def machine(results: Results) -> str:
 def _runs(results: Results) -> str:
     """How many runs a cell is the median of, by benchmark."""
     counts = {}
-    for name in ("rounds", "link", "training"):
+    for name in ("rounds", "link", "overlap", "training"):
         cells = Counter(
             (row["subject"], *(row.get(key) for key in ("size", "workers", "rate", "slowed")))
             for row in figures.rows(results, name)
@@ -99,7 +99,7 @@ def rounds_tables(results: Results) -> str:
     if not found:
         return _missing(results, "rounds")
     parts = []
-    for size, workers in dict.fromkeys((row["size"], row["workers"]) for row in found):
+    for _, size, workers in sorted({(row["params"], row["size"], row["workers"]) for row in found}):
         parts.append(f"**{pictures.SIZES[size]}, {workers} worker{'s' if workers > 1 else ''}**")
         parts.append(_rounds_table([row for row in found if (row["size"], row["workers"]) == (size, workers)], size))
     return "\n\n".join(parts)
@@ -157,6 +157,23 @@ def link_table(results: Results) -> str:
         parts.append(f"**{_link_name(rate)}**{told}")
         parts.append(_table(("", "rounds/s", "x fastest peer", "p50, ms", "of the link, both ways at once"), rows))
     return "\n\n".join(parts)
+
+
+def overlap_table(results: Results) -> str:
+    found = figures.rows(results, "overlap")
+    rows = [
+        (
+            name,
+            spread(figures.values(found, name, "exchange_s"), 2),
+            *(
+                spread([row[column] / row["exchange_s"] for row in found if row["subject"] == name], 2)
+                for column in ("off_s", "backward_s")
+            ),
+        )
+        for name in figures.subjects(found)
+    ]
+    headings = ("", "a round, s", 'a step that computes as long, overlap="off", of that', 'overlap="backward", of that')
+    return _table(headings, rows) if rows else _missing(results, "overlap")
 
 
 def training_tables(results: Results) -> str:
@@ -307,6 +324,7 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "target_table": target_table,
     "rounds_tables": rounds_tables,
     "link_table": link_table,
+    "overlap_table": overlap_table,
     "training_tables": training_tables,
     "told_alone": partial(training_told, names=(ALONE, "pyps async", "DDP gloo", "torch RPC async"), slowed=False),
     "told_alike": partial(training_told, names=("DDP gloo", "pyps hardsync"), slowed=False),

@@ -59,8 +59,9 @@ def main() -> int:
                         print(f"{variant.name}, {rate}: {error}", file=sys.stderr)
                         row["error"] = str(error)
                     rows.append(row)
+                    # After each, so that an end midway loses one only.
+                    write_results(options.json, rows, quick=options.quick)
         console.print(table(rate, [row for row in rows if row["rate"] == rate]))
-        write_results(options.json, rows, quick=options.quick, wanted=WANTED)
     return 1 if any("error" in row for row in rows) else 0
 
 
