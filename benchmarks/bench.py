@@ -37,10 +37,10 @@ class Part:
 
 # In this order.
 PARTS = {
-    "rounds": Part(620, takes_peers=True),
+    "rounds": Part(610, takes_peers=True),
     "link": Part(230, takes_peers=True),
-    "overlap": Part(150),
-    "training": Part(390),
+    "overlap": Part(120),
+    "training": Part(400),
     "kernel": Part(70),
     "load": Part(70),
     "gpu": Part(180),

@@ -6,11 +6,11 @@ A transformer of 25 million parameters learns a text that a random chain writes;
 at the same rate for every subject. `10gbit:3` is a case in which the second worker's computing takes three times as
 long. Server and workers have a network namespace each, and a link each to a switch (`network.py`); where this machine
 cannot make them, all meet on loopback. A run lasts until the mean loss of the last batches is the stated one and some
-more batches are done, or 20 seconds: all of them take seven minutes.
+more batches are done, or 15 seconds: all of them take seven minutes.
 
 What it shows is what is left of the speed of one process, and of its progress a batch, when two train together. What
 it does not: how fast this model trains. Two workers, a server and the switch share this machine's cores, a batch is
-small, and 20 seconds are the beginning of a training only: it says nothing of where one ends.
+small, and 15 seconds are the beginning of a training only: it says nothing of where one ends.
 """
 
 from __future__ import annotations
