@@ -293,12 +293,17 @@ def left_out(results: Results) -> str:
         for name, reason in result.get("left_out", {}).items()
     )
     failed = dict.fromkeys(
-        f"* {benchmark}, {row['subject']} failed: {row['error'].splitlines()[-1][:200]}"
+        f"* {benchmark}, {row['subject']} failed: {_reason(row['error'])[:200]}"
         for benchmark, result in results.items()
         for row in result.get("rows", [])
         if "error" in row
     )
     return "\n".join([*absent, *skipped, *told, *failed]) or "* Nothing."
+
+
+def _reason(error: str) -> str:
+    """Its last line but for where it was, which is indented."""
+    return [line for line in error.splitlines() if line and not line.startswith(" ")][-1]
 
 
 def _absent_cases(results: Results) -> list[str]:
