@@ -80,33 +80,38 @@ def arguments() -> argparse.Namespace:
 
 def measured(variant: Variant, link: Link, rounds: int) -> Row:
     """Seconds of a step, median over the rounds: without computing, and with as much, waited for or overlapped."""
-    exchange = step_seconds(variant, link, "off", 0.0, rounds)
-    waited, overlapped = (step_seconds(variant, link, overlap, exchange, rounds) for overlap in ("off", "backward"))
-    return {"exchange_s": exchange, "off_s": waited, "backward_s": overlapped}
+    exchange, _ = step_seconds(variant, link, "off", 0.0, rounds)
+    waited, computing = step_seconds(variant, link, "off", exchange, rounds)
+    overlapped, _ = step_seconds(variant, link, "backward", exchange, rounds)
+    longer = max(exchange, computing)
+    return {"longer_s": longer, "exchange_s": exchange, "off_s": waited, "backward_s": overlapped}
 
 
-def step_seconds(variant: Variant, link: Link, overlap: str, compute: float, rounds: int) -> float:
-    """The median step of a worker and a server of their own. Raises Failed."""
+def step_seconds(variant: Variant, link: Link, overlap: str, compute: float, rounds: int) -> tuple[float, float]:
+    """The median step of a worker and a server of their own, and its backward pass. Raises Failed."""
     command = [sys.executable, __file__, "--overlap", overlap, "--compute", str(compute), "--rounds", str(rounds)]
     with Server((), link) as server, Workers(command, server, variant, 1, link) as workers:
         workers.wait_until_ready()
         [timing] = workers.tell("go")
         if not workers.tell("finish")[0]["verified"]:
             raise Failed("the parameters are not where the formula says")
-    seconds: float = statistics.median(timing["latencies"])
-    return seconds
+    return statistics.median(timing["latencies"]), statistics.median(timing["computing"])
 
 
 def table(rate: str, rows: list[Row]) -> Table:
-    """One row a way to the server, beside the longer of computing and exchanging, which take the same time here."""
+    """One row a way to the server, beside the longer of computing and exchanging, which take about the same time."""
     drawn = Table(title=f"{rate} each way: {BIG.params:,} parameters, float32, 1 worker", title_justify="left")
     drawn.add_column("")
-    for heading in ("a round, s", 'overlap="off", of that', f'overlap="backward", of that (wanted: {WANTED} at most)'):
+    for heading in (
+        "the longer, s",
+        'overlap="off", of that',
+        f'overlap="backward", of that (wanted: {WANTED} at most)',
+    ):
         drawn.add_column(heading, justify="right")
     for name in dict.fromkeys(row["subject"] for row in rows):
         found = [row for row in rows if row["subject"] == name and "error" not in row]
-        ratios = (spread([row[column] / row["exchange_s"] for row in found], 2) for column in ("off_s", "backward_s"))
-        drawn.add_row(name, spread([row["exchange_s"] for row in found], 2), *ratios)
+        ratios = (spread([row[column] / row["longer_s"] for row in found], 2) for column in ("off_s", "backward_s"))
+        drawn.add_row(name, spread([row["longer_s"] for row in found], 2), *ratios)
     return drawn
 
 
@@ -134,19 +139,22 @@ def work(overlap: str, compute: float, rounds: int) -> None:
     source = gradients(BIG.params, BIG.keys)
     rule = torch.optim.Adagrad(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     optimizer = RemoteOptimizer(model, rule, overlap=overlap)
+    computing: list[float] = []
 
     def step() -> None:
         optimizer.zero_grad()
         state = torch.zeros(1, requires_grad=True)
         for parameter, gradient in zip(model.layers, source, strict=True):
             state = Layer.apply(state, parameter, gradient, compute / BIG.keys)  # type: ignore[no-untyped-call]
+        began = time.perf_counter()
         state.sum().backward()  # type: ignore[no-untyped-call]
+        computing.append(time.perf_counter() - began)
         optimizer.step()
 
     step()
     print("ready", flush=True)
     wait_for_line("go")
-    print(json.dumps(timed(step, rounds)), flush=True)
+    print(json.dumps(timed(step, rounds) | {"computing": computing[1:]}), flush=True)
     wait_for_line("finish")
     step()
     updates = round(optimizer.global_step)
