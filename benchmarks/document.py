@@ -164,15 +164,20 @@ def overlap_table(results: Results) -> str:
     rows = [
         (
             name,
-            spread(figures.values(found, name, "exchange_s"), 2),
+            spread(figures.values(found, name, "longer_s"), 2),
             *(
-                spread([row[column] / row["exchange_s"] for row in found if row["subject"] == name], 2)
+                spread([row[column] / row["longer_s"] for row in found if row["subject"] == name], 2)
                 for column in ("off_s", "backward_s")
             ),
         )
         for name in figures.subjects(found)
     ]
-    headings = ("", "a round, s", 'a step that computes as long, overlap="off", of that', 'overlap="backward", of that')
+    headings = (
+        "",
+        "the longer of a round and as much computing, s",
+        'overlap="off", of that',
+        'overlap="backward", of that',
+    )
     return _table(headings, rows) if rows else _missing(results, "overlap")
 
 

@@ -35,7 +35,7 @@ def results(*, lane: float, without: str = "") -> dict[str, dict[str, Any]]:
     for one in rows:
         one["server_cpu_s_per_gb"] = 0.4 / lane
     links = {"plain TCP": 1.0, "pyps lane float32": 0.95 * lane, "pyps lane bfloat16": 1.9 * lane}
-    times = {"exchange_s": 1.0, "backward_s": 1.15 / lane}
+    times = {"longer_s": 1.0, "backward_s": 1.15 / lane}
     rates, shares = ("1gbit", "10gbit"), {"alone": 0.9 * lane}
     return {
         "rounds": {"rows": [one for one in rows if one["subject"] != without]},
