@@ -179,6 +179,7 @@ def test_a_ticket_is_of_one_worker_for_one_use_and_a_short_time(
     assert refused(worker.sender, worker.hello().lane.ticket)
     # One who only asks gets none.
     assert worker.hello(role=common.ROLE_OBSERVER).lane.ticket == b""
+    assert "ticket" not in "".join(capfd.readouterr())
 
 
 def test_bytes_that_are_no_first_message_end_a_connection_and_nothing_else(

@@ -228,7 +228,7 @@ class Sharing:
             raise self._launch.way.refusal(connection.name, reason)
         connection.detach()
         way = "a lane" if connection.channel.lane is not None else "gRPC"
-        logger.info("gradients and parameters go to and from %s by %s: %s", connection.name, way, reason)
+        logger.info("no memory is shared with %s, which %s serves instead: %s", connection.name, way, reason)
 
 
 def _same(vectors: Vectors, lent: Vectors) -> bool:
