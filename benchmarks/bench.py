@@ -40,7 +40,7 @@ PARTS = {
     "rounds": Part(610, takes_peers=True),
     "link": Part(230, takes_peers=True),
     "overlap": Part(120),
-    "training": Part(400),
+    "training": Part(460),
     "kernel": Part(70),
     "load": Part(70),
     "gpu": Part(180),

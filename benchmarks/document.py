@@ -339,7 +339,13 @@ PIECES: dict[str, Callable[[Results], str]] = {
     "told_alone": partial(training_told, names=(ALONE, "pyps async", "DDP gloo", "torch RPC async"), slowed=False),
     "told_alike": partial(training_told, names=("DDP gloo", "pyps hardsync"), slowed=False),
     "told_halved": partial(
-        training_told, names=("DDP gloo, float16", "pyps async, overlapped, bfloat16"), slowed=False
+        training_told,
+        names=(
+            "DDP gloo, float16",
+            "pyps hardsync, overlapped in backward, bfloat16",
+            "pyps async, overlapped, bfloat16",
+        ),
+        slowed=False,
     ),
     "told_slowed": partial(
         training_told,

@@ -77,6 +77,7 @@ SUBJECTS = {
         Subject("pyps async", "pyps", "async"),
         Subject("pyps hardsync", "pyps"),
         Subject("pyps async, overlapped, bfloat16", "pyps", "async", "bfloat16", "step"),
+        Subject("pyps hardsync, overlapped in backward, bfloat16", "pyps", "hardsync", "bfloat16", "backward"),
         Subject("DDP gloo", "ddp"),
         Subject("DDP gloo, float16", "ddp", codec="float16"),
         Subject("torch RPC async", "rpc", "async"),

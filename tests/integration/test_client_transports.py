@@ -265,7 +265,7 @@ def test_without_shared_memory_gradients_go_by_the_next_way_and_one_line_says_so
         [worker] = inspect(server.control, "ListWorkers").workers
         assert worker.transport == way
         assert caplog.text.count("no memory is shared with server 0") == 1
-        assert f"by {words}: it offers no shared memory" in caplog.text
+        assert f"which {words} serves instead: it offers no shared memory" in caplog.text
         # Who insists leaves no trace in the run.
         with pytest.raises(ServerUnavailable, match="it offers no shared memory"):
             make_client(server.data, run_id="mine", worker_id="insisting", transport="shm")

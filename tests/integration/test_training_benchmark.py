@@ -38,7 +38,14 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "name", ["one process alone", "pyps async, overlapped, bfloat16", "DDP gloo, float16", "torch RPC hardsync"]
+    "name",
+    [
+        "one process alone",
+        "pyps async, overlapped, bfloat16",
+        "pyps hardsync, overlapped in backward, bfloat16",
+        "DDP gloo, float16",
+        "torch RPC hardsync",
+    ],
 )
 def test_every_way_to_train_takes_its_steps(name: str, start_server, start_python, benchmark: ModuleType) -> None:
     subject = benchmark.SUBJECTS[name]
