@@ -194,7 +194,13 @@ class SecureLane(Lane):
                 try:
                     while at < place.nbytes:
                         # A count, which the stubs do not know.
-                        at += self._tls.read(place.nbytes - at, place[at:])  # type: ignore[operator]
+                        count: int = self._tls.read(place.nbytes - at, place[at:])  # type: ignore[assignment]
+                        if count == 0 and at == 0:
+                            # By TLS's own message, after which every read says so.
+                            raise LaneClosed
+                        if count == 0:
+                            break
+                        at += count
                 except ssl.SSLWantReadError:
                     pass
             if at:

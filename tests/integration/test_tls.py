@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import socket
+import ssl
 import time
 import urllib.request
 from collections.abc import Callable
@@ -217,3 +218,15 @@ def test_who_only_connects_to_a_lane_by_tls_is_cut(
     start_server("--lane-port", str(port), *served(made / "sound"))
     with socket.create_connection(("127.0.0.1", port), 20) as silent:
         assert silent.recv(1) == b""
+
+
+def test_who_says_by_tls_that_it_sends_no_more_is_gone(start_server: Start, made: Path) -> None:
+    port = server_port()
+    start_server("--lane-port", str(port), *served(made / "sound"))
+    context = Credentials(tls_ca=shown(made / "sound")["tls_ca"]).context()
+    end = socket.create_connection(("127.0.0.1", port), 4)
+    with context.wrap_socket(end, server_hostname="127.0.0.1") as caller:
+        caller.sendall(b"a part")
+        # The server closes what is over and says nothing.
+        with pytest.raises((ssl.SSLError, ConnectionResetError)):
+            caller.unwrap()
