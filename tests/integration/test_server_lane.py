@@ -381,6 +381,19 @@ def test_a_worker_that_comes_beyond_the_bound_is_offered_no_lane(
             assert again.receive()[0] == PUSH
 
 
+def test_callers_that_show_no_ticket_keep_no_worker_from_its_lane(
+    worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.listener.STRANGERS_MAX", 2)
+    port = worker.hello().lane.port
+    with RawLane(port) as first, RawLane(port) as second, open_lane(worker) as lane:
+        assert first.refusal() == ""
+        lane.send(PUSH, *apart(worker.push_request(1.0)))
+        assert lane.receive()[0] == PUSH
+        second.open(worker.sender, b"")
+        assert second.refusal().startswith("NotAllowed")
+
+
 def test_a_worker_that_is_forgotten_loses_its_lane(server: ServerThread, worker: WireWorker) -> None:
     with open_lane(worker) as lane:
         worker.leave()

@@ -25,9 +25,11 @@ from pyps_wire.errors import ServerUnavailable
 
 AUTO, OFF = "auto", "off"
 BACKLOG = 128
-# Each has two threads; further workers go by gRPC. Callers that have not shown a ticket come beside them.
+# Each has two threads; further workers go by gRPC.
 LANES_MAX = 64
-STRANGERS_MAX = 16
+# Callers that have not shown a ticket come beside them: all workers at once, and some others. One more takes the place
+# of the one that came first.
+STRANGERS_MAX = LANES_MAX + 16
 # How often the lanes are looked at.
 LOOK_SECONDS = 1.0
 # Workers whose last way this was are compared with those that the run still lists, where they are more.
@@ -45,7 +47,8 @@ class Tcp(Transport):
         super().__init__(host)
         self._tickets = Tickets()
         self._socket: socket.socket | None = None
-        self._connections: set[Connection] = set()
+        # The earliest first.
+        self._connections: dict[Connection, None] = {}
         # Workers whose last way here was a lane, with the incarnation that used it.
         self._used: dict[str, int] = {}
         # Whether it takes no callers for the moment.
@@ -154,11 +157,11 @@ class Tcp(Transport):
             asyncio.get_running_loop().remove_reader(self._socket)
             self._paused = True
             return
-        strangers = sum(connection.sender is None for connection in self._connections)
-        if strangers >= STRANGERS_MAX:
-            log.warning("a caller at the lane was turned away", strangers=strangers)
-            end.close()
-            return
+        strangers = [connection for connection in self._connections if connection.sender is None]
+        if len(strangers) >= STRANGERS_MAX:
+            log.warning("a caller at the lane that showed no ticket was cut", strangers=len(strangers))
+            strangers[0].shut()
+            self._forget(strangers[0])
         end.setblocking(True)
         try:
             connection = Connection(
@@ -168,14 +171,17 @@ class Tcp(Transport):
                 budget=self._host.budget,
                 admit=self._admit,
                 pull=self._answer_pull,
-                on_closed=self._connections.discard,
+                on_closed=self._forget,
             )
         except RuntimeError as error:
             # No thread is left.
             log.warning("a caller at the lane could not be taken in", reason=str(error))
             end.close()
             return
-        self._connections.add(connection)
+        self._connections[connection] = None
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.pop(connection, None)
 
     async def _look_after(self) -> None:
         """Cuts the lanes of callers that are silent for too long, or gone."""
