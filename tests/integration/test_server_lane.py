@@ -394,6 +394,26 @@ def test_callers_that_show_no_ticket_keep_no_worker_from_its_lane(
         assert second.refusal().startswith("NotAllowed")
 
 
+def test_a_caller_for_whom_no_second_thread_is_left_leaves_none(
+    worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "lane":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with RawLane(worker.hello().lane.port) as lane:
+            assert lane.refusal() == ""
+    wait_until(lambda: all(each.name != "lane answers" for each in threading.enumerate()), 5, "its thread to end")
+    with open_lane(worker) as lane:
+        lane.send(PUSH, *apart(worker.push_request(1.0)))
+        assert lane.receive()[0] == PUSH
+
+
 def test_a_worker_that_is_forgotten_loses_its_lane(server: ServerThread, worker: WireWorker) -> None:
     with open_lane(worker) as lane:
         worker.leave()

@@ -95,7 +95,12 @@ class Connection:
         self._answerer = threading.Thread(target=self._answer_all, name="lane answers", daemon=True)
         self._receiver = threading.Thread(target=self._serve, name="lane", daemon=True)
         self._answerer.start()
-        self._receiver.start()
+        try:
+            self._receiver.start()
+        except RuntimeError:
+            # No thread is left: the other one ends.
+            self._jobs.put(None)
+            raise
 
     def is_overdue(self, now: float) -> bool:
         """Whether the other end holds the lane up for longer than anybody may."""
