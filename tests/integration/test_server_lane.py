@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from pyps.service.lane.connection import Connection
+from pyps.service.lane.listener import Tcp
 from pyps_wire import common_pb2 as common
 from pyps_wire import parameter_server_pb2 as wire
 from pyps_wire.lane_pb2 import LaneOpen
@@ -379,6 +380,28 @@ def test_a_worker_that_comes_beyond_the_bound_is_offered_no_lane(
         with open_lane(worker) as again:
             again.send(PUSH, *apart(worker.push_request(1.0)))
             assert again.receive()[0] == PUSH
+
+
+def test_of_two_workers_at_once_one_has_the_last_lane(
+    server: ServerThread, worker: WireWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pyps.service.lane.listener.LANES_MAX", 1)
+    admit, both = Tcp._admit, threading.Barrier(2, timeout=DEADLINE_SECONDS)
+
+    def admit_together(tcp: Tcp, *shown: Any) -> None:
+        try:
+            admit(tcp, *shown)
+        finally:
+            both.wait()
+
+    monkeypatch.setattr(Tcp, "_admit", admit_together)
+    with WireWorker(server.data, "b") as other:
+        offers = [each.hello().lane for each in (worker, other)]
+        with RawLane(offers[0].port) as first, RawLane(offers[1].port) as second:
+            first.open(worker.sender, offers[0].ticket)
+            second.open(other.sender, offers[1].ticket)
+            answers = [first.receive(), second.receive()]
+    assert sorted(kind for kind, _, _ in answers) == [OPEN, FAILURE]
 
 
 def test_callers_that_show_no_ticket_keep_no_worker_from_its_lane(

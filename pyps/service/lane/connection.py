@@ -62,11 +62,11 @@ class Connection:
         tls: Tls | None,
         run: Run,
         budget: ByteBudget,
-        admit: Callable[[lane_pb2.LaneOpen], None],
+        admit: Callable[[Connection, lane_pb2.LaneOpen], None],
         pull: Pull,
         on_closed: Callable[[Connection], None],
     ):
-        """`admit` refuses whoever may not open a lane, on this one's thread; `on_closed` is for the event loop."""
+        """`admit` sets the sender or refuses, on this one's thread; `on_closed` is for the event loop."""
         self._lane = lane.Lane(end) if tls is None else lane.SecureLane(end, tls.context())
         self._run = run
         self._account = budget.account()
@@ -177,8 +177,7 @@ class Connection:
         if kind != lane.OPEN or payload_bytes:
             raise BadRequest("the first message on a lane shows the ticket of Hello")
         request = convert.parse(lane_pb2.LaneOpen, header)
-        self._admit(request)
-        self.sender = request.sender
+        self._admit(self, request)
         self._account.caller = request.sender.worker_id
         self._send(lane.OPEN, b"")
         self._receives_until = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,9 +48,10 @@ class Tcp(Transport):
         super().__init__(host)
         self._tickets = Tickets()
         self._socket: socket.socket | None = None
-        # The earliest first.
+        self._lock = threading.Lock()
+        # Guarded by _lock where threads see it, and whose each is: all that are here, the earliest first.
         self._connections: dict[Connection, None] = {}
-        # Workers whose last way here was a lane, with the incarnation that used it.
+        # Guarded by _lock. Workers whose last way here was a lane, with the incarnation that used it.
         self._used: dict[str, int] = {}
         # Whether it takes no callers for the moment.
         self._paused = False
@@ -101,14 +103,16 @@ class Tcp(Transport):
             connection.shut()
 
     async def offer(self, greeting: Greeting) -> wire.HelloReply:
-        worker_id, lanes = greeting.worker_id, self._lanes()
-        if not greeting.observer and (worker_id, greeting.incarnation) not in lanes:
-            # Whoever lost its lane goes on by another way, unless it opens one again.
-            self._used.pop(worker_id, None)
-        if len(self._used) > USED_KEPT:
-            listed = {member.worker_id for member in self._host.run.membership.all()}
-            self._used = {name: incarnation for name, incarnation in self._used.items() if name in listed}
-        if self._socket is None or self._is_full(worker_id):
+        worker_id = greeting.worker_id
+        with self._lock:
+            if not greeting.observer and (worker_id, greeting.incarnation) not in self._lanes():
+                # Whoever lost its lane goes on by another way, unless it opens one again.
+                self._used.pop(worker_id, None)
+            if len(self._used) > USED_KEPT:
+                listed = {member.worker_id for member in self._host.run.membership.all()}
+                self._used = {name: incarnation for name, incarnation in self._used.items() if name in listed}
+            is_full = self._is_full(worker_id)
+        if self._socket is None or is_full:
             return wire.HelloReply()
         ticket = b"" if greeting.observer else self._tickets.issue(worker_id, greeting.incarnation)
         return wire.HelloReply(lane=wire.LaneOffer(port=self._socket.getsockname()[1], ticket=ticket))
@@ -117,26 +121,28 @@ class Tcp(Transport):
         return self._used.get(worker_id) == incarnation
 
     def _lanes(self) -> list[tuple[str, int]]:
-        """Whose lanes are open: worker and incarnation. On any thread."""
-        senders = [connection.sender for connection in list(self._connections)]
+        """Whose lanes are open: worker and incarnation. With _lock held."""
+        senders = [connection.sender for connection in self._connections]
         return [(sender.worker_id, sender.incarnation) for sender in senders if sender is not None]
 
     def _is_full(self, worker_id: str) -> bool:
-        """Whether others have all the lanes that there may be."""
+        """Whether others have all the lanes that there may be. With _lock held."""
         return sum(name != worker_id for name, _ in self._lanes()) >= LANES_MAX
 
-    def _admit(self, request: lane_pb2.LaneOpen) -> None:
+    def _admit(self, connection: Connection, request: lane_pb2.LaneOpen) -> None:
         """Takes a worker in, on its lane's thread."""
         sender = request.sender
-        self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
-        self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
-        for other in list(self._connections):
-            # A worker has one; its earlier one is lost, though the system has not said so yet.
-            if other.sender is not None and other.sender.worker_id == sender.worker_id:
-                other.shut()
-        if self._is_full(sender.worker_id):
-            raise ServerUnavailable(f"this server has {LANES_MAX} lanes already, its most: go by gRPC")
-        self._used[sender.worker_id] = sender.incarnation
+        with self._lock:
+            self._host.run.membership.require_own(sender.worker_id, sender.incarnation, sender.secret)
+            self._tickets.redeem(request.ticket, sender.worker_id, sender.incarnation)
+            for other in self._connections:
+                # A worker has one; its earlier one is lost, though the system has not said so yet.
+                if other.sender is not None and other.sender.worker_id == sender.worker_id:
+                    other.shut()
+            if self._is_full(sender.worker_id):
+                raise ServerUnavailable(f"this server has {LANES_MAX} lanes already, its most: go by gRPC")
+            self._used[sender.worker_id] = sender.incarnation
+            connection.sender = sender
 
     async def _answer_pull(self, request: bytes, connection: Connection) -> None:
         call = Call(connection, self._host.awaited)  # type: ignore[arg-type]
@@ -157,12 +163,17 @@ class Tcp(Transport):
             asyncio.get_running_loop().remove_reader(self._socket)
             self._paused = True
             return
+        end.setblocking(True)
+        with self._lock:
+            self._take_in(end)
+
+    def _take_in(self, end: socket.socket) -> None:
+        """Begins a lane, for which the earliest stranger may have to go. With _lock held."""
         strangers = [connection for connection in self._connections if connection.sender is None]
         if len(strangers) >= STRANGERS_MAX:
             log.warning("a caller at the lane that showed no ticket was cut", strangers=len(strangers))
             strangers[0].shut()
-            self._forget(strangers[0])
-        end.setblocking(True)
+            del self._connections[strangers[0]]
         try:
             connection = Connection(
                 end,
@@ -181,7 +192,8 @@ class Tcp(Transport):
         self._connections[connection] = None
 
     def _forget(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
+        with self._lock:
+            self._connections.pop(connection, None)
 
     async def _look_after(self) -> None:
         """Cuts the lanes of callers that are silent for too long, or gone."""
